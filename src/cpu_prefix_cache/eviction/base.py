@@ -1,0 +1,41 @@
+"""What the pool expects of an eviction policy."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from cpu_prefix_cache.forest import Forest
+
+
+class EvictionPolicy(Protocol):
+    """Decides which chunks leave, in the order of their last use. Sees the forest; knows no tokens and no bytes.
+
+    A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
+    which the pool gives back with every chunk the request adds.
+
+    Only a childless, unpinned chunk may leave, and a parent is never older than its child: it inherits the youngest
+    touch of the children it loses (rule 3).
+    """
+
+    def admitted(self, deepest: int) -> Any:
+        """A request used the prefix that ends at block `deepest` (NONE: it found nothing). Its touch."""
+
+    def inserted(self, blocks: Sequence[int], touch: Any) -> None:
+        """`blocks`, each below the one before it, were added by the request of this touch."""
+
+    def removed(self, block: int) -> None:
+        """A chunk is about to lose its key, by withdrawal. All chunks below it have lost theirs."""
+
+    def bared(self, block: int) -> None:
+        """The last of the withdrawn chunks below `block` is gone: it may leave again."""
+
+    def evict(self, count: int) -> list[int]:
+        """Take the next `count` chunks out of the forest, childless ones first. The pool has made sure they exist."""
+
+    def soonest_evicted(self) -> Iterator[int]:
+        """The chunks in the order `evict` would take them now. Changes nothing; ends with the unpinned ones."""
+
+    def check_valid(self) -> None:
+        """Assert every rule the policy keeps. For tests."""
+
+
+PolicyFactory = Callable[[Forest], EvictionPolicy]

@@ -1,0 +1,89 @@
+"""Free blocks, kept as runs of neighbours, because a copy to neighbouring blocks is a copy to one address range.
+
+>>> free = FreeRuns()
+>>> free.put([0, 1, 2, 3, 7, 8])
+>>> free.take(2)  # the run that fits best, not the first
+[7, 8]
+>>> free.put([7])
+>>> free.take(4), free.take(1), len(free)
+([0, 1, 2, 3], [7], 0)
+"""
+
+from collections.abc import Iterable
+
+from sortedcontainers import SortedDict, SortedList
+
+from cpu_prefix_cache.errors import MisuseError
+
+
+class FreeRuns:
+    """A set of block ids that gives out ascending neighbours. O(log runs) for each run touched."""
+
+    def __init__(self) -> None:
+        self._length_at = SortedDict()  # first block of a run -> its length
+        self._by_length = SortedList()  # (length, first block) of the same runs
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, blocks: Iterable[int]) -> None:
+        """Add `blocks`, in ascending order."""
+        first = end = -1
+        for block in blocks:
+            if block == end:
+                end += 1
+                continue
+            if end > first:
+                self._put_run(first, end)
+            first, end = block, block + 1
+        if end > first:
+            self._put_run(first, end)
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return `count` blocks, ascending: the smallest run that holds them, else the longest runs."""
+        if count > self._count:
+            raise MisuseError(f"{count} blocks were to be taken, but only {self._count} are free")
+        taken: list[int] = []
+        while len(taken) < count:
+            wanted = count - len(taken)
+            fits = self._by_length.bisect_left((wanted, -1))
+            length, first = self._by_length[fits if fits < len(self._by_length) else -1]
+            self._drop_run(first, length)
+            if length > wanted:
+                self._add_run(first + wanted, length - wanted)
+            taken.extend(range(first, first + min(length, wanted)))
+        taken.sort()
+        return taken
+
+    def blocks(self) -> list[int]:
+        """Every free block, ascending. For tests."""
+        return [block for first, length in self._length_at.items() for block in range(first, first + length)]
+
+    def _put_run(self, first: int, end: int) -> None:
+        at = self._length_at.bisect_left(first)
+        if at < len(self._length_at):
+            after, length = self._length_at.peekitem(at)
+            if after < end:
+                raise MisuseError(f"block {after} is free already")
+            if after == end:
+                self._drop_run(after, length)
+                end += length
+        if at > 0:
+            before, length = self._length_at.peekitem(at - 1)
+            if before + length > first:
+                raise MisuseError(f"block {first} is free already")
+            if before + length == first:
+                self._drop_run(before, length)
+                first = before
+        self._add_run(first, end - first)
+
+    def _add_run(self, first: int, length: int) -> None:
+        self._length_at[first] = length
+        self._by_length.add((length, first))
+        self._count += length
+
+    def _drop_run(self, first: int, length: int) -> None:
+        del self._length_at[first]
+        self._by_length.remove((length, first))
+        self._count -= length

@@ -1,0 +1,71 @@
+"""The values that cross between the half that decides and the half that copies.
+
+A StepPlan goes out each step; a RankReport comes back from each rank. Both are plain data: ids and counts, no
+references into either half, so they can be pickled to another process.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+VERSION = 1
+
+
+class Direction(enum.Enum):
+    STORE = "store"  # device to host
+    LOAD = "load"  # host to device
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCopy:
+    """The blocks of one group in one transfer, piece by piece.
+
+    With h host blocks and d device blocks to a piece, piece i is `host_blocks[i*h : (i+1)*h]` on the one side and
+    `device_blocks[i*d : (i+1)*d]` on the other.
+    """
+
+    group: int  # index into the planner's groups
+    host_blocks: tuple[int, ...]
+    device_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
+
+    `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed,
+    so that a failure has one way back whatever its cause (rule 7).
+    """
+
+    id: int
+    direction: Direction
+    copies: tuple[GroupCopy, ...]
+    num_bytes: int
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does in one engine step.
+
+    `cancelled` loads are not to be started; those already started end as they end. In both cases they are reported
+    as failed. Reports of transfers below `settled_below` have all arrived: a rank need not repeat them.
+    """
+
+    epoch: int
+    transfers: tuple[TransferPlan, ...]
+    cancelled: tuple[int, ...] = ()
+    settled_below: int = 0
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is settled.
+
+    `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new.
+    """
+
+    rank: int
+    done: frozenset[int] = field(default_factory=frozenset)
+    failed: frozenset[int] = field(default_factory=frozenset)
+    ready_blocks: int | None = None

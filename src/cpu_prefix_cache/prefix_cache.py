@@ -1,0 +1,453 @@
+"""CPUPrefixCache: what an engine's KV cache manager holds.
+
+An engine asks two questions and reports eight events. Everything is decided here, in one thread, without a clock:
+
+    question                                      event
+    lookup     how much could I skip?             admit        a request was scheduled
+    load       bring it here                      computed     so many of its tokens hold KV now
+    reserve    keep it until I ask for it         step         one engine step begins: what is to be copied?
+                                                  preempted    the request lost its device blocks
+                                                  finished     the request ended, or was aborted
+                                                  report       a rank has copied
+                                                  invalidated  these device blocks hold wrong bytes
+                                                  reset        nothing cached before now may be used again
+
+The life of a request:
+
+    lookup -> Hit(b)     admit     load(b)     step: the plan goes to the ranks ... report: loaded
+    computed ... computed     step: stores go out ... report: stored, and found by the next request
+    finished
+
+Rules are numbered in README.md beside this file.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpu_prefix_cache.block_pool import BlockPool, Pin
+from cpu_prefix_cache.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.device import Device
+from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.offload import Eager, Lazy, Offload, store_confirmed
+from cpu_prefix_cache.plan import Direction, RankReport, StepPlan
+from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.request import MISS, Answer, Hit, Pending, Request
+from cpu_prefix_cache.stats import CacheStatistics
+from cpu_prefix_cache.stores import StorePlanner
+from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
+
+# A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
+# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
+PENDING_GRACE_SECONDS = 0.05
+OFFLOAD_MODES = ("lazy", "eager")
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """An admitted request. `confirmed` counts its chunks that hold computed tokens."""
+
+    request: Request
+    n0: int
+    touch: Any
+    confirmed: int = 0
+    due: int = 0  # the step in which it may have crossed a boundary again
+    load: Transfer | None = None
+    stale: bool = False  # admitted before a reset: what it computes belongs to no epoch, and is not stored
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        return self.request.keys
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A transfer that ended. A load that is not `ok` left nothing usable in its destinations."""
+
+    id: int
+    direction: Direction
+    request_id: str | None
+    ok: bool
+
+
+@dataclass(slots=True)
+class Lease:
+    """A prefix that stays on the host until the lease is released, exactly once."""
+
+    boundary: int
+    pin: Pin = field(repr=False)
+
+
+class CPUPrefixCache:
+    """A prefix cache in host memory for an engine that has one on its device.
+
+    `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
+    `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
+    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A step stores
+    at most `store_bytes_per_step` (default: 10 ms of the link, or what a step can allocate if that is more).
+
+    Raises ConfigurationError when the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        planner: HybridChunkPlanner,
+        device: Device,
+        *,
+        host_blocks: int,
+        ready_blocks: int | None = None,
+        offload: str = "lazy",
+        policy: str = "lru",
+        ranks: int = 1,
+        max_step_tokens: int = 8192,
+        decode_step_tokens: int = 1,
+        store_bytes_per_step: int | None = None,
+        link_bytes_per_second: float = 25e9,
+    ) -> None:
+        if offload not in OFFLOAD_MODES:
+            raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
+        for name, value in (
+            ("ranks", ranks),
+            ("max_step_tokens", max_step_tokens),
+            ("decode_step_tokens", decode_step_tokens),
+        ):
+            if value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if link_bytes_per_second <= 0:
+            raise ConfigurationError(f"link_bytes_per_second must be positive, got {link_bytes_per_second}")
+        self.planner = planner
+        self.pool = BlockPool(host_blocks, policy, blocks_per_chunk=planner.host_blocks_per_chunk, ready=ready_blocks)
+        self.coordinator = KVCacheCoordinator(planner, self.pool)
+        self.epoch = 0
+        self._device = device
+        self._ranks = ranks
+        self._link_bytes_per_second = link_bytes_per_second
+        self._decode_step_tokens = decode_step_tokens
+        self._ledger = TransferLedger(ranks)
+        self._stores = StorePlanner(self.coordinator, device, self._ledger)
+        self._offload: Offload
+        if offload == "eager":
+            self._offload = Eager(self.pool, self._stores)
+        else:
+            step_chunks = -(-max_step_tokens // planner.grid_tokens)
+            budget = store_bytes_per_step or int(max(link_bytes_per_second * 0.01, step_chunks * planner.chunk_bytes))
+            self._offload = Lazy(
+                self.pool,
+                self._stores,
+                device,
+                horizon=max(1, min(2 * step_chunks, device.num_chunks // 2)),
+                chunks_per_step=max(1, min(step_chunks, budget // planner.chunk_bytes)),
+            )
+        self._running: dict[str, Running] = {}
+        self._steps = 0
+        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
+        self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
+        self._counts = dict.fromkeys(("stored", "loaded", "stores_failed", "loads_failed"), 0)
+        self._work = 0
+
+    # Questions. They change nothing, but for what load and reserve are asked for
+
+    def lookup(self, request: Request, n0: int, now: float) -> Answer:
+        """How far `request` could be resumed, when the device has everything before token `n0`. Changes nothing.
+
+        `now` is in seconds, on any clock that does not run backwards.
+        """
+        boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
+        if boundary == n0:
+            return MISS
+        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
+        if loading is not None and now < loading.deadline:
+            return Pending(loading.deadline)
+        return Hit(boundary)
+
+    def reserve(self, request: Request, boundary: int) -> Lease | None:
+        """Keep everything before `boundary` on the host until `release`. None when it is not all there."""
+        chunks = boundary // self.planner.grid_tokens
+        block = self.pool.find(request.keys[chunks - 1]) if chunks else None
+        return None if block is None else Lease(boundary, self.pool.pin(block))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Raises MisuseError the second time."""
+        self.pool.unpin(lease.pin)
+
+    def load(self, request_id: str, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
+        """Plan the load of an admitted request's tokens [n0, boundary). The id of the transfer.
+
+        `destinations` are device blocks, one list for each group, in token order. If a source has gone since the
+        lookup, the load is planned all the same, marked failed, and reported by the ranks like any other failure.
+
+        Raises MisuseError for a request that is not admitted or loads already, a boundary that is not on the grid
+        or not after n0, and destinations that are too few, null, or named twice (rule 7).
+        """
+        running = self._admitted(request_id)
+        start, stop = running.n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens
+        if running.load is not None:
+            raise MisuseError(f"request {request_id!r} is loading already")
+        if boundary % self.planner.grid_tokens or not start < stop <= len(running.keys):
+            raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
+        blocks = self._flatten(destinations, stop - start)
+        keys = tuple(running.keys[start:stop])
+        deepest = self.pool.find(keys[-1])
+        chunks: Sequence[int] = () if deepest is None else self.pool.path(deepest, stop - start)
+        num_bytes = len(chunks) * self.planner.chunk_bytes
+        copies = self.coordinator.copies(chunks, blocks) if chunks else ()
+        transfer = Transfer(
+            self._ledger.new_plan(Direction.LOAD, copies, num_bytes, failed=deepest is None),
+            keys,
+            chunks,
+            hold=self._device.hold(blocks),
+            pin=None if deepest is None else self.pool.pin(deepest),
+            request_id=request_id,
+            deadline=now + 2 * num_bytes / self._link_bytes_per_second + PENDING_GRACE_SECONDS,
+        )
+        self._ledger.add(transfer)
+        running.load = transfer
+        self._work += stop - start
+        return transfer.id
+
+    # Events
+
+    def admit(self, request: Request, n0: int, boundary: int | None = None) -> None:
+        """The engine has scheduled `request`: `n0` tokens are on the device, and [n0, boundary) will be loaded.
+
+        This is the request's one use of the cache (rule 3). Told again of a running request, it changes nothing.
+        """
+        if request.id in self._running:
+            return
+        grid = self.planner.grid_tokens
+        loaded = boundary is not None and boundary > n0
+        deepest = self.pool.find(request.keys[boundary // grid - 1]) if boundary is not None and loaded else None
+        running = Running(request, n0, self.pool.touch(deepest), due=self._steps + 1)
+        self._running[request.id] = running
+        self._offload.used(n0 // grid)
+        self._agenda.setdefault(running.due, []).append(request.id)
+
+    def due(self) -> list[str]:
+        """The requests that may have crossed a boundary since they were last reported as computed.
+
+        An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
+        """
+        ids = self._agenda.get(self._steps, ())
+        return [id for id in ids if id in self._running and self._running[id].due == self._steps]
+
+    def computed(self, request_id: str, num_tokens: int) -> None:
+        """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
+
+        Ignored while the request loads: its blocks count as computed before they hold anything. Ignored for one that
+        is not running, or was admitted before a reset.
+        """
+        running = self._running.get(request_id)
+        if running is None or running.stale:
+            return
+        if running.load is None:
+            self._confirm(running, num_tokens)
+        self._schedule(running, num_tokens)
+
+    def step(self) -> StepPlan:
+        """One engine step: what all ranks are to copy, after the compute of the steps before it."""
+        self._agenda.pop(self._steps, None)
+        self._steps += 1
+        self._offload.plan()
+        plans, cancelled = self._ledger.launch()
+        return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below)
+
+    def preempted(self, request_id: str) -> None:
+        """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes."""
+        running = self._running.pop(request_id, None)
+        if running is not None and not running.stale:
+            self._work += store_confirmed(self.pool, self._stores, running)
+
+    def finished(self, request_id: str, num_tokens: int) -> None:
+        """The request ended, with `num_tokens` computed, and still holds its device blocks."""
+        running = self._running.pop(request_id, None)
+        if running is not None and not running.stale:
+            if running.load is None:
+                self._confirm(running, num_tokens)
+            self._offload.ended(running)
+
+    def report(self, report: RankReport) -> list[Resolved]:
+        """A rank has finished transfers. Those that are over now. Lost, late and repeated reports do no harm."""
+        if not 0 <= report.rank < self._ranks:
+            raise MisuseError(f"rank {report.rank} reported, but there are {self._ranks} ranks")
+        if report.ready_blocks is not None:
+            self._ready[report.rank] = report.ready_blocks
+            if len(self._ready) == self._ranks:
+                self.pool.grow(min(self._ready.values()))
+        landed = list(self._ledger.report(report.rank, report.failed, done=False))
+        landed += self._ledger.report(report.rank, report.done, done=True)
+        return [self._land(transfer) for transfer in landed]
+
+    def invalidated(self, device_blocks: Iterable[int]) -> None:
+        """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
+        bad = set(device_blocks)
+        for transfer in list(self._ledger):
+            sources = (block for copy in transfer.plan.copies for block in copy.device_blocks)
+            if transfer.is_store and not bad.isdisjoint(sources):
+                self._doom(transfer)
+
+    def reset(self) -> None:
+        """Nothing cached before now may be used again. Never fails, takes effect at once (rule 14).
+
+        Transfers in flight resolve as usual and register nothing. Requests that are running store no more: what they
+        compute continues from before the reset.
+        """
+        self.epoch += 1
+        for transfer in list(self._ledger):
+            self._doom(transfer)
+        self.pool.reset()
+        self._offload.reset()
+        for running in self._running.values():
+            running.stale = True
+
+    def statistics(self) -> CacheStatistics:
+        counts, chunk_bytes = self._counts, self.planner.chunk_bytes
+        storing = sum(transfer.is_store for transfer in self._ledger)
+        return CacheStatistics(
+            pool=self.pool.statistics(),
+            running=len(self._running),
+            storing=storing,
+            loading=len(self._ledger) - storing,
+            chunks_stored=counts["stored"],
+            chunks_loaded=counts["loaded"],
+            bytes_stored=counts["stored"] * chunk_bytes,
+            bytes_loaded=counts["loaded"] * chunk_bytes,
+            stores_failed=counts["stores_failed"],
+            loads_failed=counts["loads_failed"],
+            chunks_not_stored=self._stores.chunks_not_stored,
+            lost_before_store=self._offload.lost,
+            remembered=self._offload.remembered,
+            work=self._work + self._offload.work,
+        )
+
+    def check_valid(self) -> None:
+        """Assert every rule this class keeps. For tests: O(blocks)."""
+        self.pool.check_valid()
+        writing = [chunk for transfer in self._ledger if transfer.is_store for chunk in transfer.chunks]
+        assert len(set(writing)) == len(writing), "a block is written by two stores"
+        statistics = self.pool.statistics()
+        unfinished = len(writing) * self.pool.blocks_per_chunk
+        assert statistics.writing <= unfinished <= statistics.writing + statistics.retired, "a store lost its blocks"
+        for key, transfer in self._ledger.writing.items():
+            assert self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
+            assert not transfer.doomed, "a store that will register nothing stands in the way of another"
+        for transfer in self._ledger:
+            if transfer.phase is Phase.LANDED:
+                assert transfer.follows is not None, f"transfer {transfer.id} landed and was not resolved (rule 11)"
+
+    # How transfers end
+
+    def _land(self, transfer: Transfer) -> Resolved:
+        """All ranks have reported: the device blocks are free again, whatever becomes of the bytes."""
+        self._device.release(transfer.hold)
+        if transfer.is_store:
+            self._device.release_to_front(transfer.hold_to_front)
+            self._offload.landed(transfer)
+            ok = transfer.succeeded
+            self._settle_stores(transfer)
+        else:
+            ok = self._settle_load(transfer)
+        return Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok)
+
+    def _settle_load(self, transfer: Transfer) -> bool:
+        ok = transfer.succeeded
+        self._ledger.remove(transfer)
+        self._counts["loaded" if ok else "loads_failed"] += len(transfer.chunks) if ok else 1
+        if transfer.pin is not None:
+            self.pool.unpin(transfer.pin)
+        if not ok and not transfer.doomed and not transfer.plan.failed:
+            block = self.pool.find(transfer.keys[0])
+            if block is not None:
+                self.pool.withdraw(block)  # or the next lookup would find the same bytes, and fail again (rule 11)
+        running = self._running.get(transfer.request_id or "")
+        if running is not None and running.load is transfer:
+            running.load = None
+        return ok
+
+    def _settle_stores(self, transfer: Transfer) -> None:
+        """Commit or give up a store that has landed, and after it those that waited for it."""
+        waiting = [transfer]
+        while waiting:
+            store = waiting.pop()
+            if store.follows is not None or store.phase is not Phase.LANDED:
+                continue
+            committed = store.succeeded and self._commit(store)
+            if not committed:
+                self._counts["stores_failed"] += 1
+                self._doom(store)
+                self.pool.abort(store.chunks)
+            self._ledger.remove(store)
+            if store.pin is not None:
+                self.pool.unpin(store.pin)
+            for follower in store.followers:
+                follower.follows = None
+                if committed and not follower.doomed:
+                    follower.pin = self.pool.pin(self._cached(follower.parent_key))
+            waiting += store.followers
+
+    def _commit(self, store: Transfer) -> bool:
+        """Make the chunks of a store findable, if what they hang below still is (rule 3)."""
+        parent = self.pool.root if store.parent_key is None else self.pool.find(store.parent_key)
+        if parent is None:
+            return False
+        self.pool.commit(store.chunks, store.keys, parent, store.touch)
+        self._counts["stored"] += len(store.keys)
+        self._offload.committed(store.keys)
+        return True
+
+    def _doom(self, transfer: Transfer) -> None:
+        for doomed in self._ledger.doom(transfer):
+            if doomed.is_store:
+                self.pool.retire(doomed.chunks)
+
+    # Small things
+
+    def _admitted(self, request_id: str) -> Running:
+        running = self._running.get(request_id)
+        if running is None:
+            raise MisuseError(f"request {request_id!r} is not admitted")
+        return running
+
+    def _cached(self, key: bytes | None) -> int:
+        block = None if key is None else self.pool.find(key)
+        if block is None:
+            raise MisuseError("a store follows one that did not write its parent")
+        return block
+
+    def _confirm(self, running: Running, num_tokens: int) -> None:
+        chunks, before = min(self.planner.full_chunks(num_tokens), len(running.keys)), running.confirmed
+        if chunks > before:
+            running.confirmed = chunks
+            self._offload.confirmed(running, before)
+
+    def _schedule(self, running: Running, num_tokens: int) -> None:
+        """The next step in which the request can have crossed a boundary: at once in prefill, seldom in decode."""
+        steps = 1
+        if num_tokens >= running.request.num_tokens:
+            missing = self.planner.grid_tokens - num_tokens % self.planner.grid_tokens
+            steps = -(-missing // self._decode_step_tokens)
+        due = self._steps + steps
+        if due != running.due:
+            running.due = due
+            self._agenda.setdefault(due, []).append(running.id)
+
+    def _flatten(self, destinations: Sequence[Sequence[int]], chunks: int) -> list[int]:
+        """Destinations of all groups, chunk by chunk, checked: enough of them, none null, none twice (rule 7)."""
+        pieces, null = self.planner.pieces, self._device.null_block
+        wanted = [chunks * piece.device_blocks for piece in pieces]
+        if [len(blocks) for blocks in destinations] != wanted:
+            raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
+        for group, blocks in zip(pieces, destinations, strict=True):
+            if null in blocks or len(set(blocks)) != len(blocks):
+                raise MisuseError(f"a destination of group {group.group.name!r} is null or named twice (rule 7)")
+        if len(pieces) == 1:
+            return list(destinations[0])
+        return [
+            block
+            for chunk in range(chunks)
+            for piece, blocks in zip(pieces, destinations, strict=True)
+            for block in blocks[chunk * piece.device_blocks : (chunk + 1) * piece.device_blocks]
+        ]

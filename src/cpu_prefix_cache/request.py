@@ -1,0 +1,39 @@
+"""A request as the cache sees it, and the answers it can get."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`keys[i]` is the chained key of chunk i, `num_tokens` the tokens the engine must have computed before decoding.
+
+    `keys` is the engine's own list and may grow as the request decodes; it is read, never changed.
+    """
+
+    id: str
+    keys: Sequence[bytes]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Every token before `boundary` can be had: those before n0 from the device, the rest from the host."""
+
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The host has nothing beyond what the device has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Another request is loading this prefix: ask again when it is done, or at `deadline` at the latest (rule 13)."""
+
+    deadline: float
+
+
+Answer = Hit | Miss | Pending
+MISS = Miss()

@@ -1,0 +1,37 @@
+"""Snapshots of what a pool and a cache hold and have done. Counts of blocks, chunks, tokens and bytes; no rates."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Blocks by state: `free + writing + cached + retired == ready <= capacity`, after every operation (rule 1)."""
+
+    capacity: int
+    ready: int
+    free: int
+    writing: int
+    cached: int
+    retired: int
+    pinned: int  # chunks somebody holds a pin on
+    evictions: int  # chunks evicted so far
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A CPUPrefixCache at one moment: its pool now, and counts since it was built."""
+
+    pool: PoolStatistics
+    running: int  # requests admitted and not yet finished or preempted
+    storing: int  # transfers planned or moving
+    loading: int
+    chunks_stored: int
+    chunks_loaded: int
+    bytes_stored: int
+    bytes_loaded: int
+    stores_failed: int  # transfers
+    loads_failed: int
+    chunks_not_stored: int  # dropped because the pool was full of pinned and unfinished chunks
+    lost_before_store: int  # chunks the device evicted before they were stored; counted with a delay
+    remembered: int  # chunks whose parent the cache remembers for the lazy walk
+    work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds

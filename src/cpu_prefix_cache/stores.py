@@ -1,0 +1,105 @@
+"""Planning one store: from a chain of keys to device blocks that are held and host blocks that wait for them.
+
+A chain is a run of chunks, each the child of the one before, that the host does not have and nobody is writing.
+Of a chain the longest part is stored that hangs together: it ends before a chunk the device has lost, and where the
+pool is full of what cannot be evicted (rule 4).
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpu_prefix_cache.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.device import Device
+from cpu_prefix_cache.plan import Direction
+from cpu_prefix_cache.transfers import Transfer, TransferLedger
+
+
+class Stop(enum.Enum):
+    """Why a chain was not stored to its end."""
+
+    NOT_ON_DEVICE = "not on the device"  # it cannot be stored at all until it is computed again
+    POOL_FULL = "pool full"  # it can be stored later
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDecision:
+    """`transfer` covers the first `planned` chunks of the chain; None when there are none."""
+
+    transfer: Transfer | None = None
+    stopped_by: Stop | None = None
+
+    @property
+    def planned(self) -> int:
+        return 0 if self.transfer is None else len(self.transfer.keys)
+
+
+class StorePlanner:
+    """Plans stores from a device into the coordinator's pool, through the ledger."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, device: Device, ledger: TransferLedger) -> None:
+        self._coordinator = coordinator
+        self._pool = coordinator.pool
+        self._device = device
+        self._ledger = ledger
+        self.chunks_not_stored = 0
+
+    def is_covered(self, key: bytes) -> bool:
+        """Whether the host has this chunk, or will when a store in flight ends well."""
+        return self._pool.find(key) is not None or key in self._ledger.writing
+
+    def plan(
+        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, waiting: Iterable[int] = ()
+    ) -> StoreDecision:
+        """Plan a store of the chain `keys`, which hangs below `parent_key` (None: a first chunk).
+
+        `waiting` are device blocks that wait to be evicted; they go back to the front of that order.
+        """
+        follows = None if parent_key is None else self._ledger.writing.get(parent_key)
+        parent = self._pool.root if parent_key is None else self._pool.find(parent_key)
+        if parent is not None and parent != self._pool.root:
+            pin = self._pool.pin(parent)  # before anything is evicted for the children
+        elif parent is not None or follows is not None:
+            pin = None
+        else:
+            return StoreDecision(stopped_by=Stop.NOT_ON_DEVICE)
+        room = self._pool.available(len(keys))
+        device_blocks = self._on_device(keys[:room])
+        count = len(device_blocks) // self._coordinator.planner.device_blocks_per_chunk
+        if count < room:
+            stopped_by: Stop | None = Stop.NOT_ON_DEVICE
+        else:
+            stopped_by = Stop.POOL_FULL if room < len(keys) else None
+            self.chunks_not_stored += len(keys) - room
+        if not count:
+            if pin is not None:
+                self._pool.unpin(pin)
+            return StoreDecision(stopped_by=stopped_by)
+        front = set(waiting)
+        chunks = self._pool.allocate(count)
+        copies = self._coordinator.copies(chunks, device_blocks)
+        num_bytes = count * self._coordinator.planner.chunk_bytes
+        transfer = Transfer(
+            self._ledger.new_plan(Direction.STORE, copies, num_bytes),
+            tuple(keys[:count]),
+            chunks,
+            hold=self._device.hold([block for block in device_blocks if block not in front]),
+            hold_to_front=self._device.hold([block for block in device_blocks if block in front]),
+            pin=pin,
+            touch=touch,
+            parent_key=parent_key,
+            follows=follows,
+        )
+        self._ledger.add(transfer)
+        return StoreDecision(transfer, stopped_by)
+
+    def _on_device(self, keys: Sequence[bytes]) -> list[int]:
+        """The device blocks of the longest beginning of `keys` that the device has."""
+        blocks: list[int] = []
+        for key in keys:
+            found = self._device.find(key)
+            if found is None:
+                break
+            blocks.extend(found)
+        return blocks

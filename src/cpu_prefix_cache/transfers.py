@@ -1,0 +1,145 @@
+"""Every copy that is planned or moving: one record and one phase each.
+
+    PLANNED --launch--> MOVING --last rank reports--> resolved, once, as done or failed (rule 11)
+
+Bytes that move cannot be called back, so nothing takes a MOVING transfer out but the reports of all its ranks. What
+the deciding half no longer wants is *doomed*: it resolves like any other, and then registers nothing.
+
+A store whose parent chunk is still being written follows the transfer that writes it, and waits for it (rule 3):
+
+    store 7   chunks 0..3    moving
+    store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; doomed if 7 fails
+"""
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpu_prefix_cache.block_pool import Pin
+from cpu_prefix_cache.plan import Direction, GroupCopy, TransferPlan
+
+
+class Phase(enum.Enum):
+    PLANNED = "planned"
+    MOVING = "moving"
+    LANDED = "landed"  # a store all ranks have reported, waiting for the one it follows
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`chunks[i]` is the host chunk of `keys[i]`; the keys are those of the moment it was planned (rule 14)."""
+
+    plan: TransferPlan
+    keys: Sequence[bytes]
+    chunks: Sequence[int]
+    hold: Any  # the device blocks, held by the engine's own reference until it resolves (rule 12)
+    hold_to_front: Any = None  # of a store: those of them that go back to the front of the eviction order
+    pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
+    touch: Any = None  # of a store: the use its chunks belong to
+    parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
+    follows: "Transfer | None" = None
+    followers: list["Transfer"] = field(default_factory=list)
+    request_id: str | None = None  # of a load: who needs it
+    deadline: float = 0.0  # of a load: until then, others wait for it (rule 13)
+    phase: Phase = Phase.PLANNED
+    doomed: bool = False
+    reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether its share went well
+
+    @property
+    def id(self) -> int:
+        return self.plan.id
+
+    @property
+    def is_store(self) -> bool:
+        return self.plan.direction is Direction.STORE
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.doomed and all(self.reports.values())
+
+
+class TransferLedger:
+    """The transfers that are not resolved, by id and by the keys they write or load (rule 13)."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._next_id = 0
+        self._open: dict[int, Transfer] = {}
+        self._planned: list[Transfer] = []
+        self._cancelled: list[int] = []
+        self.writing: dict[bytes, Transfer] = {}
+        self.loading: dict[bytes, Transfer] = {}
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self._open.values())
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def settled_below(self) -> int:
+        """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
+        return next(iter(self._open), self._next_id)
+
+    def new_plan(
+        self, direction: Direction, copies: tuple[GroupCopy, ...], num_bytes: int, failed: bool = False
+    ) -> TransferPlan:
+        self._next_id += 1
+        return TransferPlan(self._next_id - 1, direction, copies, num_bytes, failed)
+
+    def add(self, transfer: Transfer) -> None:
+        self._open[transfer.id] = transfer
+        self._planned.append(transfer)
+        moving = self.writing if transfer.is_store else self.loading
+        moving.update(dict.fromkeys(transfer.keys, transfer))
+        if transfer.follows is not None:
+            transfer.follows.followers.append(transfer)
+
+    def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
+        """The plans that go out now, and the ids that are not to be started any more."""
+        for transfer in self._planned:
+            transfer.phase = Phase.MOVING
+        plans, cancelled = tuple(transfer.plan for transfer in self._planned), tuple(self._cancelled)
+        self._planned, self._cancelled = [], []
+        return plans, cancelled
+
+    def report(self, rank: int, ids: Iterable[int], done: bool) -> Iterator[Transfer]:
+        """Note what a rank has finished. The transfers for which it was the last; repeats and strangers are ignored.
+
+        Of two contradictory reports of one rank the failure counts.
+        """
+        for id in sorted(ids):
+            transfer = self._open.get(id)
+            if transfer is None or transfer.phase is not Phase.MOVING:
+                continue
+            transfer.reports[rank] = transfer.reports.get(rank, True) and done
+            if len(transfer.reports) == self._ranks:
+                transfer.phase = Phase.LANDED
+                yield transfer
+
+    def doom(self, transfer: Transfer) -> list[Transfer]:
+        """Let a transfer, and the stores that follow it, register nothing. Those it applies to for the first time."""
+        doomed = []
+        waiting = [transfer]
+        while waiting:
+            each = waiting.pop()
+            waiting += each.followers
+            if not each.doomed:
+                each.doomed = True
+                self._forget_keys(each)
+                doomed.append(each)
+                if not each.is_store:
+                    self._cancelled.append(each.id)
+        return doomed
+
+    def remove(self, transfer: Transfer) -> None:
+        """Forget a transfer that is resolved."""
+        del self._open[transfer.id]
+        self._forget_keys(transfer)
+
+    def _forget_keys(self, transfer: Transfer) -> None:
+        moving = self.writing if transfer.is_store else self.loading
+        for key in transfer.keys:
+            if moving.get(key) is transfer:
+                del moving[key]
