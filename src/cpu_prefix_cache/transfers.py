@@ -23,7 +23,8 @@ from cpu_prefix_cache.plan import Direction, GroupCopy, TransferPlan
 class Phase(enum.Enum):
     PLANNED = "planned"
     MOVING = "moving"
-    LANDED = "landed"  # a store all ranks have reported, waiting for the one it follows
+    LANDED = "landed"  # all ranks have reported; a store may have to wait for the one it follows
+    RESOLVED = "resolved"
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +136,7 @@ class TransferLedger:
 
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that is resolved."""
+        transfer.phase = Phase.RESOLVED
         del self._open[transfer.id]
         self._forget_keys(transfer)
 

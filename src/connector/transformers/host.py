@@ -1,0 +1,70 @@
+"""Both halves of the host cache in one process: what is decided in a step is copied at once and reported at once."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cpu_prefix_cache import CPUPrefixCache, Device, Direction, Hit, HybridChunkPlanner, Request
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.memory.arena import HostArena
+
+CopierWrapper = Callable[[Copier, Sequence[Sequence[torch.Tensor]]], Copier]
+
+
+class HostTier:
+    """A CPUPrefixCache with its arena and its copier, for an engine that runs one request at a time.
+
+    `tensors[group]` are the device tensors of a group; `wrap_copier` puts something around the copier, for tests.
+    """
+
+    def __init__(
+        self,
+        planner: HybridChunkPlanner,
+        device: Device,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        *,
+        host_bytes: int,
+        offload: str,
+        policy: str,
+        max_step_tokens: int,
+        wrap_copier: CopierWrapper | None,
+    ) -> None:
+        num_blocks = host_bytes // planner.host_block_bytes
+        self.cache = CPUPrefixCache(
+            planner,
+            device,
+            host_blocks=num_blocks,
+            offload=offload,
+            policy=policy,
+            max_step_tokens=max_step_tokens,
+        )
+        arena = HostArena(num_blocks, planner.host_block_bytes)
+        copier: Copier = ReferenceCopier(planner, tensors, arena.blocks)
+        self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors))
+
+    def boundary(self, request: Request, n0: int) -> int:
+        """How far the device and the host together reach; n0 when the host adds nothing."""
+        answer = self.cache.lookup(request, n0, time.monotonic())
+        return answer.boundary if isinstance(answer, Hit) else n0
+
+    def load(self, request: Request, boundary: int, destinations: Sequence[int]) -> bool:
+        """Fill device blocks with the tokens from the request's n0 up to `boundary`. Whether they hold them now."""
+        transfer = self.cache.load(request.id, boundary, [destinations], time.monotonic())
+        return transfer in self.step()
+
+    def computed(self, request_id: str, num_tokens: int) -> None:
+        self.cache.computed(request_id, num_tokens)
+        self.step()
+
+    def finished(self, request_id: str, num_tokens: int) -> None:
+        self.cache.finished(request_id, num_tokens)
+        self.step()
+
+    def step(self) -> set[int]:
+        """One engine step of the cache. The loads that ended well."""
+        self._worker.run(self.cache.step())
+        resolved = self.cache.report(self._worker.report())
+        return {each.id for each in resolved if each.ok and each.direction is Direction.LOAD}

@@ -1,0 +1,118 @@
+"""The device pool of the embedded engine, and the cache layers that let a transformers model read and write it.
+
+    pool tensor    [blocks, block_tokens, heads, width]      two per layer, K and V, allocated once
+    request        a BlockTable: which blocks, in order, and how many tokens in them hold KV
+
+A layer's `update` scatters new keys and values into the request's blocks and hands back all of them, gathered.
+Nothing of a request's KV lives anywhere else.
+"""
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from cpu_prefix_cache import ConfigurationError
+
+
+class BlockTable:
+    """The blocks of one request. `length` tokens are computed; a forward adds `pending` more."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.blocks: list[int] = []
+        self.length = 0
+        self._block_tokens = block_tokens
+        self._pending = 0
+        self._ids = torch.empty(0, dtype=torch.long)
+        self._slots = torch.empty(0, dtype=torch.long)
+
+    def begin_forward(self, num_tokens: int, device: torch.device) -> None:
+        """Prepare to write `num_tokens` tokens behind those that are computed. Their blocks are there already."""
+        self._pending = num_tokens
+        end = self.length + num_tokens
+        self._ids = torch.tensor(self.blocks[: -(-end // self._block_tokens)], device=device)
+        positions = torch.arange(self.length, end, device=device)
+        self._slots = self._ids[positions // self._block_tokens] * self._block_tokens + positions % self._block_tokens
+
+    def end_forward(self) -> None:
+        self.length += self._pending
+        self._pending = 0
+
+    def exchange(self, pool: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Write `states` [1, heads, pending, width] into `pool`; the request's whole [1, heads, tokens, width]."""
+        pool.flatten(0, 1)[self._slots] = states[0].transpose(0, 1)
+        return pool[self._ids].flatten(0, 1)[: self.length + self._pending].transpose(0, 1)[None]
+
+
+class PagedLayer(CacheLayerMixin):
+    """One full-attention layer over the pool, for the request whose table it was given."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, table: BlockTable) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._table = table
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The pool was allocated with the engine."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._table.exchange(self.keys, key_states), self._table.exchange(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._table.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._table.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedKV:
+    """The pool tensors of a model: `[blocks, block_tokens, heads, width]` for K and V of every layer."""
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in _probe(model):
+            keys, values = (
+                torch.zeros(num_blocks, block_tokens, states.shape[1], states.shape[3], dtype=states.dtype, device=states.device)
+                for states in (layer.keys, layer.values)
+            )
+            self._layers.append((keys, values))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parts of the one group, layer by layer, K before V."""
+        return [part for layer in self._layers for part in layer]
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block weighs over all layers."""
+        return sum(part[0].numel() * part.element_size() for part in self.tensors)
+
+    def cache(self, table: BlockTable) -> Cache:
+        """What a forward of the request with this table takes as `past_key_values`."""
+        return Cache(layers=[PagedLayer(keys, values, table) for keys, values in self._layers])
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel) -> list[DynamicLayer]:
+    """The cache layers of one forward of one token: they know the shapes, whatever the model calls its dimensions."""
+    cache = DynamicCache(config=model.config)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise ConfigurationError(
+                f"layer {index} of {type(model).__name__} keeps its past as {type(layer).__name__}, which is not built "
+                "yet; only full attention is"
+            )
+    return list(cache.layers)

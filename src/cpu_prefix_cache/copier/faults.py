@@ -1,0 +1,35 @@
+"""A copier that damages what it loads, on purpose: the negative control of every test that compares outputs.
+
+A comparison that passes while this is in place compares nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.reference import block_bytes
+from cpu_prefix_cache.plan import Direction, GroupCopy
+
+
+class CorruptingCopier:
+    """Copies like `copier`, then zeroes the first device block of one group in every `every`-th load."""
+
+    def __init__(self, copier: Copier, tensors: Sequence[Sequence[torch.Tensor]], group: int, every: int = 1) -> None:
+        self._copier = copier
+        self._parts = [block_bytes(tensor) for tensor in tensors[group]]
+        self._group = group
+        self._every = every
+        self.loads = 0
+        self.corrupted = 0
+
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
+        self._copier.copy(direction, copies)
+        if direction is not Direction.LOAD:
+            return
+        self.loads += 1
+        for copy in copies:
+            if copy.group == self._group and self.loads % self._every == 0:
+                for part in self._parts:
+                    part[copy.device_blocks[0]] = 0
+                self.corrupted += 1
