@@ -39,7 +39,7 @@ class State(enum.IntEnum):
     RETIRED = 3
 
 
-FREE, WRITING, CACHED, RETIRED = State  # plain names where every nanosecond counts
+FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
 
 
 class Pin:
@@ -180,14 +180,17 @@ class BlockPool:
             victims = self._policy.evict(short)
             self._evictions += short
             self._count[CACHED] -= short * per_chunk
+            for block in victims:
+                self._state[block] = FREE  # as a chunk of several blocks it may not come first in the next one
         blocks = self._free.take((count - len(victims)) * per_chunk)
         if victims:
             blocks += self._whole(victims)
             blocks.sort()
         self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk]
+        state = self._state
         for block in chunks:
-            self._state[block] = WRITING
+            state[block] = WRITING
         if per_chunk > 1:
             self._rest.update(
                 (block, blocks[at * per_chunk + 1 : (at + 1) * per_chunk]) for at, block in enumerate(chunks)
@@ -293,7 +296,7 @@ class BlockPool:
     def _is_unneeded(self, block: int) -> bool:
         return not (self._forest.pins[block] or self._forest.children[block] or block in self._unfinished)
 
-    def _moved(self, before: State, after: State, chunks: int) -> None:
+    def _moved(self, before: int, after: int, chunks: int) -> None:
         self._count[before] -= chunks * self.blocks_per_chunk
         self._count[after] += chunks * self.blocks_per_chunk
 

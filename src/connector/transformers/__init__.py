@@ -1,9 +1,9 @@
 """Prefix-cached offline generation for Hugging Face models.
 
-    model, tokenizer = ...                               # any loaded causal model with full attention
-    generator = PrefixCachedGenerator(model, tokenizer, device_blocks=512, host_bytes=2 * 2**30)
-    for generation in generator.generate(prompts):
-        print(generation.text, generation.host_hit_tokens)
+model, tokenizer = ...                               # any loaded causal model with full attention
+generator = PrefixCachedGenerator(model, tokenizer, device_blocks=512, host_bytes=2 * 2**30)
+for generation in generator.generate(prompts):
+    print(generation.text, generation.host_hit_tokens)
 """
 
 from connector.transformers.builtin import ARCHITECTURES, build_model

@@ -209,8 +209,8 @@ class PrefixCachedGenerator:
         needed = -(-total // self.group.block_tokens)
         if needed > self.pool.capacity:
             raise PromptTooLong(
-                f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones take {needed} device blocks, but the "
-                f"pool has {self.pool.capacity}"
+                f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones take {needed} device blocks, "
+                f"but the pool has {self.pool.capacity}"
             )
 
     def _usual_cuts(self, begin: int, end: int) -> list[int]:

@@ -9,7 +9,7 @@ from cpu_prefix_cache import CPUPrefixCache, Device, Direction, Hit, HybridChunk
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.arena import HostArena, check_fits
 
 CopierWrapper = Callable[[Copier, Sequence[Sequence[torch.Tensor]]], Copier]
 
@@ -32,6 +32,7 @@ class HostTier:
         max_step_tokens: int,
         wrap_copier: CopierWrapper | None,
     ) -> None:
+        check_fits(host_bytes)
         num_blocks = host_bytes // planner.host_block_bytes
         self.cache = CPUPrefixCache(
             planner,

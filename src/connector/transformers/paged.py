@@ -7,6 +7,8 @@ A layer's `update` scatters new keys and values into the request's blocks and ha
 Nothing of a request's KV lives anywhere else.
 """
 
+from collections.abc import Iterator
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -50,9 +52,9 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, table: BlockTable) -> None:
         super().__init__()
-        self.keys, self.values = keys, values
-        self.is_initialized = True
+        self._pools = keys, values
         self._table = table
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """The pool was allocated with the engine."""
@@ -60,7 +62,8 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._table.exchange(self.keys, key_states), self._table.exchange(self.values, value_states)
+        keys, values = self._pools
+        return self._table.exchange(keys, key_states), self._table.exchange(values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._table.length + query_length, 0
@@ -78,11 +81,8 @@ class PagedKV:
     def __init__(self, model: PreTrainedModel, num_blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer in _probe(model):
-            keys, values = (
-                torch.zeros(num_blocks, block_tokens, states.shape[1], states.shape[3], dtype=states.dtype, device=states.device)
-                for states in (layer.keys, layer.values)
-            )
+        for states in _probe(model):
+            keys, values = (one.new_zeros(num_blocks, block_tokens, one.shape[1], one.shape[3]) for one in states)
             self._layers.append((keys, values))
 
     @property
@@ -105,14 +105,14 @@ class PagedKV:
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel) -> list[DynamicLayer]:
-    """The cache layers of one forward of one token: they know the shapes, whatever the model calls its dimensions."""
+def _probe(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V, [1, heads, 1, width], of every layer after one token: it knows its shapes, whatever they are called."""
     cache = DynamicCache(config=model.config)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
             raise ConfigurationError(
                 f"layer {index} of {type(model).__name__} keeps its past as {type(layer).__name__}, which is not built "
                 "yet; only full attention is"
             )
-    return list(cache.layers)
+        yield layer.keys, layer.values

@@ -13,23 +13,23 @@ from cpu_prefix_cache.plan import Direction, GroupCopy
 
 
 class CorruptingCopier:
-    """Copies like `copier`, then zeroes the first device block of one group in every `every`-th load."""
+    """Copies like `copier`, then zeroes the first device block of one group, in the first `loads` loads (None: all)."""
 
-    def __init__(self, copier: Copier, tensors: Sequence[Sequence[torch.Tensor]], group: int, every: int = 1) -> None:
+    def __init__(
+        self, copier: Copier, tensors: Sequence[Sequence[torch.Tensor]], group: int, loads: int | None = 1
+    ) -> None:
         self._copier = copier
         self._parts = [block_bytes(tensor) for tensor in tensors[group]]
         self._group = group
-        self._every = every
-        self.loads = 0
-        self.corrupted = 0
+        self._loads = loads
+        self.corrupted = 0  # blocks
 
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
         self._copier.copy(direction, copies)
-        if direction is not Direction.LOAD:
+        if direction is not Direction.LOAD or self.corrupted == self._loads:
             return
-        self.loads += 1
         for copy in copies:
-            if copy.group == self._group and self.loads % self._every == 0:
+            if copy.group == self._group:
                 for part in self._parts:
                     part[copy.device_blocks[0]] = 0
                 self.corrupted += 1

@@ -24,7 +24,8 @@ def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor[0].is_contiguous():
         raise ConfigurationError(
-            f"the bytes of a block must be contiguous, but strides are {tensor.stride()} for shape {tuple(tensor.shape)}"
+            f"the bytes of one block must be contiguous, but blocks of shape {tuple(tensor.shape[1:])} "
+            f"have strides {tensor.stride()[1:]}"
         )
     size = tensor[0].numel() * tensor.element_size()
     flat = tensor.as_strided((tensor.shape[0], tensor[0].numel()), (tensor.stride(0), 1), tensor.storage_offset())

@@ -15,6 +15,7 @@ A touch stands in the ring while the chunk it names carries it and that chunk is
 above children is taken out, as it cannot go before them, and put back when they are gone.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.errors import MisuseError
@@ -89,16 +90,25 @@ class Lru:
     def soonest_evicted(self) -> Iterator[int]:
         forest = self._forest
         gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
+        bared: list[tuple[int, int]] = []  # (stamp, block) of parents that this walk made childless; a heap
         touch = _linked(self._ring.younger)
-        while touch is not self._ring:
-            block = touch.block
+        while bared or touch is not self._ring:
+            if bared and (touch is self._ring or bared[0][0] < touch.stamp):
+                stamp, block = heapq.heappop(bared)
+            else:
+                stamp, block = touch.stamp, touch.block
+                touch = _linked(touch.younger)
             while forest.children[block] == gone.get(block, 0) and not forest.pins[block]:
                 yield block
                 block = forest.parent[block]
                 gone[block] = gone.get(block, 0) + 1
-                if block == forest.root or self._carried(block).stamp > touch.stamp:
+                if block == forest.root:
                     break
-            touch = _linked(touch.younger)
+                own = self._carried(block)
+                if own.stamp > stamp:
+                    if own.older is None and forest.children[block] == gone[block]:
+                        heapq.heappush(bared, (own.stamp, block))  # as `_inherit` puts its touch back into the ring
+                    break
 
     def check_valid(self) -> None:
         forest = self._forest

@@ -1,0 +1,42 @@
+"""What every benchmark prints first: where and with what it ran."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+
+def print_environment(packages: Sequence[str]) -> None:
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    print(f"machine: {_processor()}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}")
+    print(f"versions: Python {platform.python_version()}, {versions}; commit {_commit()}")
+    if os.getloadavg()[0] > 0.5:
+        print("note: the machine is not idle; compare ratios, not times", file=sys.stderr)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

@@ -1,0 +1,384 @@
+"""Offline generation whose shared prefixes come back from host memory.
+
+Asks questions about documents, round after round, with a device pool too small for all of them: what the device
+evicted in one round comes back from the host in the next. Every answer is compared with the same engine without a
+cache. Run it as it is, or see --help.
+
+Exit status: 0 all answers agree; 1 they do not; 2 the request cannot be carried out; 3 a control found nothing to
+corrupt, or nobody noticed.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from connector.transformers import ARCHITECTURES, Generation, PrefixCachedGenerator, PromptTooLong, build_model
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.faults import CorruptingCopier
+
+# Two correct float32 runs with the same prefill cuts differ by 1e-6 of the logits' deviation; one zeroed block of 16
+# tokens among 3,500 by 1e-2 and more.
+TOLERANCE = 1e-4
+DOCUMENT_TOKENS = (1_500, 3_600)
+QUESTIONS = [
+    "\n\nQuestion: what is this about? Answer:",
+    "\n\nQuestion: which exceptions are raised? Answer:",
+    "\n\nQuestion: name one example. Answer:",
+    "\n\nQuestion: what changed lately? Answer:",
+    "\n\nQuestion: who should read this? Answer:",
+    "\n\nQuestion: what comes first? Answer:",
+]
+QUESTIONS_PER_ROUND = 2
+CHOICES = {  # option -> (all it will take, what is built)
+    "arch": (("full", "swa", "hybrid", "mla"), tuple(ARCHITECTURES)),
+    "device": (("cpu", "cuda"), ("cpu",)),
+    "policy": (("lru", "arc", "adaptive"), tuple(POLICIES)),
+    "offload": (("lazy", "eager", "off"), (*OFFLOAD_MODES, "off")),
+}
+PIECES = {"chunk": ("full",), "window": (), "state": ()}  # --corrupt -> the architectures that have such a piece
+
+
+class UserError(Exception):
+    """What was asked for cannot be done. The message is one sentence for the user."""
+
+
+@dataclass
+class Check:
+    """One answer beside the same engine without a cache."""
+
+    answer: Generation
+    chunked_ttft: float
+    one_shot_ttft: float
+    logit_error: float  # in standard deviations of the reference logits
+    tokens_match: bool
+    near_tie: bool  # the two best reference logits are closer than four times the error
+
+
+@dataclass
+class Round:
+    """One line of the table. Field names are those of --json."""
+
+    round: int
+    requests: int
+    prompt_tokens: int
+    computed_tokens: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    ttft_ms_median: float
+    ttft_ms_median_host_hit: float | None
+    ttft_ms_median_no_cache: float
+    max_logit_error: float
+    tokens_match: bool
+    bytes_stored: int
+    bytes_loaded: int
+    differences: int = field(default=0)
+    near_ties: int = field(default=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    torch.set_num_threads(1)  # two OpenMP threads and one busy neighbour make a small model 50 times slower
+    options = parse(argv)
+    try:
+        return run(options)
+    except (UserError, ConfigurationError, PromptTooLong) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    check_built(options)
+    model, tokenizer, arch = load_model(options)
+    prompts, source = load_prompts(options, tokenizer, model.config.get_text_config().max_position_embeddings)
+    generator, reference, damage = build_generators(options, model, tokenizer)
+    print(f"model: {arch}, {next(model.parameters()).dtype}; input: {source}")
+    rounds: list[Round] = []
+    total = sum(map(len, prompts))
+    with tqdm(total=total, unit="request", disable=None if sys.stderr.isatty() else False, mininterval=1.0) as bar:
+        for number, requests in enumerate(prompts, start=1):
+            rounds.append(run_round(number, requests, generator, reference, options.max_new_tokens, bar))
+    print_table(rounds)
+    exact = next(model.parameters()).dtype == torch.float32
+    agree = all(line.tokens_match and line.max_logit_error <= TOLERANCE for line in rounds)
+    control = judge_control(damage, agree) if options.corrupt else None
+    if options.json:
+        write_json(options, arch, generator, rounds, control)
+    return verdict(agree, exact, control, rounds)
+
+
+def run_round(
+    number: int,
+    prompts: Sequence[Sequence[int]],
+    generator: PrefixCachedGenerator,
+    reference: PrefixCachedGenerator,
+    max_new_tokens: int,
+    bar: "tqdm[Any]",
+) -> Round:
+    before = generator.statistics()
+    checks = []
+    for prompt in prompts:
+        checks.append(check(prompt, generator, reference, max_new_tokens))
+        bar.update()
+    after = generator.statistics()
+    answers = [each.answer for each in checks]
+    host_hits = [answer.ttft_seconds for answer in answers if answer.host_hit_tokens]
+    no_cache = min(median(each.chunked_ttft for each in checks), median(each.one_shot_ttft for each in checks))
+    return Round(
+        round=number,
+        requests=len(prompts),
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+        computed_tokens=sum(answer.computed_tokens for answer in answers),
+        device_hit_tokens=sum(answer.device_hit_tokens for answer in answers),
+        host_hit_tokens=sum(answer.host_hit_tokens for answer in answers),
+        ttft_ms_median=1e3 * median(answer.ttft_seconds for answer in answers),
+        ttft_ms_median_host_hit=1e3 * median(host_hits) if host_hits else None,
+        ttft_ms_median_no_cache=1e3 * no_cache,
+        max_logit_error=max(each.logit_error for each in checks),
+        tokens_match=all(each.tokens_match for each in checks),
+        bytes_stored=after.bytes_stored - before.bytes_stored if after and before else 0,
+        bytes_loaded=after.bytes_loaded - before.bytes_loaded if after and before else 0,
+        differences=sum(not each.tokens_match for each in checks),
+        near_ties=sum(not each.tokens_match and each.near_tie for each in checks),
+    )
+
+
+def check(
+    prompt: Sequence[int], generator: PrefixCachedGenerator, reference: PrefixCachedGenerator, max_new_tokens: int
+) -> Check:
+    """Answer a prompt with the cache, then without: with the same prefill cuts, and in one shot for its time."""
+    answer = generator.answer(prompt, max_new_tokens)
+    hit = answer.prompt_tokens - answer.computed_tokens
+    cuts = [*range(reference.prefill_tokens, hit, reference.prefill_tokens), *([hit] if hit else []), *answer.cuts]
+    chunked = reference.answer(prompt, max_new_tokens, cuts=cuts)
+    one_shot = reference.answer(prompt, 1, cuts=[len(prompt)])
+    difference = float((answer.first_logits - chunked.first_logits).abs().max())
+    best, second = chunked.first_logits.topk(2).values.tolist()
+    return Check(
+        answer=answer,
+        chunked_ttft=chunked.ttft_seconds,
+        one_shot_ttft=one_shot.ttft_seconds,
+        logit_error=difference / float(chunked.first_logits.std()),
+        tokens_match=answer.tokens == chunked.tokens,
+        near_tie=best - second < 4 * difference,
+    )
+
+
+def build_generators(
+    options: argparse.Namespace, model: PreTrainedModel, tokenizer: Any
+) -> tuple[PrefixCachedGenerator, PrefixCachedGenerator, list[CorruptingCopier]]:
+    """The engine under test, the same engine without a cache, and what damages the first one on purpose, if asked."""
+    damage: list[CorruptingCopier] = []
+
+    def corrupt_first_load(copier: Copier, tensors: Sequence[Sequence[torch.Tensor]]) -> Copier:
+        damage.append(CorruptingCopier(copier, tensors, group=0))
+        return damage[0]
+
+    generator = PrefixCachedGenerator(
+        model,
+        tokenizer,
+        device_blocks=options.device_blocks,
+        host_bytes=options.host_bytes,
+        offload=options.offload,
+        policy=options.policy,
+        wrap_copier=corrupt_first_load if options.corrupt else None,
+    )
+    reference = PrefixCachedGenerator(model, tokenizer, device_blocks=options.device_blocks, prefix_caching=False)
+    return generator, reference, damage
+
+
+def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
+    """The model, its tokenizer (None: bytes are tokens), and what to call it."""
+    if options.model is None:
+        return build_model(options.arch), None, options.arch
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the model {options.model!r}: {first_sentence(error)}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+        if model.config.get_text_config().vocab_size < 256:
+            raise UserError(f"{options.model!r} has no tokenizer, and too few tokens for bytes to be tokens") from None
+    return model, tokenizer, options.model
+
+
+def load_prompts(options: argparse.Namespace, tokenizer: Any, max_model_len: int) -> tuple[list[list[list[int]]], str]:
+    """Token ids of the prompts of every round, and where they are from."""
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode()) if tokenizer is None else tokenizer.encode(text)
+
+    if options.prompts is not None:
+        prompts = [encode(text) for text in read_prompts(options.prompts)]
+        return [prompts] * options.rounds, str(options.prompts)
+    longest = max(len(encode(question)) for question in QUESTIONS) + options.max_new_tokens
+    documents, names = load_documents(options.documents, encode, max_model_len - longest)
+    rounds = []
+    for number in range(options.rounds):
+        first = number * QUESTIONS_PER_ROUND
+        questions = [QUESTIONS[(first + each) % len(QUESTIONS)] for each in range(QUESTIONS_PER_ROUND)]
+        rounds.append([document + encode(question) for document in documents for question in questions])
+    return rounds, f"Python's help topics {', '.join(names)} (pydoc_data.topics)"
+
+
+def load_documents(count: int, encode: Any, limit: int) -> tuple[list[list[int]], list[str]]:
+    """Real text that every Python installation carries, in documents of DOCUMENT_TOKENS tokens."""
+    least, most = DOCUMENT_TOKENS
+    documents, names = [], []
+    for name in sorted(topics):
+        tokens = encode(topics[name])
+        if len(tokens) >= least and len(documents) < count:
+            documents.append(tokens[: min(most, limit)])
+            names.append(name)
+    if len(documents) < count:
+        raise UserError(f"there are only {len(documents)} documents of at least {least} tokens; ask for no more")
+    return documents, names
+
+
+def read_prompts(file: Path) -> list[str]:
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompts in {file}: {error}") from error
+    if not lines:
+        raise UserError(f"there are no prompts in {file}")
+    return [read_prompt(line, file) for line in lines]
+
+
+def read_prompt(line: str, file: Path) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{file} has a line that is not {{"prompt": "..."}}: {line[:60]}') from error
+    if not isinstance(prompt, str):
+        raise UserError(f"{file} has a prompt that is not a text: {line[:60]}")
+    return prompt
+
+
+def judge_control(damage: Sequence[CorruptingCopier], agree: bool) -> str:
+    if not any(copier.corrupted for copier in damage):
+        return "nothing to corrupt"
+    return "missed" if agree else "caught"
+
+
+def verdict(agree: bool, exact: bool, control: str | None, rounds: Sequence[Round]) -> int:
+    if control is not None:
+        print(f"control: {control}")
+        return 1 if control == "caught" else 3
+    if agree:
+        print("every answer agrees with the same engine without a cache")
+        return 0
+    differences, ties = sum(line.differences for line in rounds), sum(line.near_ties for line in rounds)
+    print(f"{differences} answers differ from the same engine without a cache, {ties} of them at a near tie")
+    return 1 if exact else 0
+
+
+def print_table(rounds: Sequence[Round]) -> None:
+    print(
+        "\nround  requests  prompt tokens = computed + on device + on host   stored   loaded   TTFT median"
+        "  host hits   no cache  logit error"
+    )
+    for line in rounds:
+        host_hit = "-" if line.ttft_ms_median_host_hit is None else f"{line.ttft_ms_median_host_hit:.1f} ms"
+        print(
+            f"{line.round:5}  {line.requests:8}  {line.prompt_tokens:13}  {line.computed_tokens:9}"
+            f"  {line.device_hit_tokens:9}  {line.host_hit_tokens:8}  {line.bytes_stored / 1e6:4.0f} MB"
+            f"  {line.bytes_loaded / 1e6:4.0f} MB  {line.ttft_ms_median:8.1f} ms  {host_hit:>9}"
+            f"  {line.ttft_ms_median_no_cache:6.1f} ms  {line.max_logit_error:11.1e}"
+        )
+    print()
+
+
+def write_json(
+    options: argparse.Namespace,
+    arch: str,
+    generator: PrefixCachedGenerator,
+    rounds: Sequence[Round],
+    control: str | None,
+) -> None:
+    statistics = generator.statistics()
+    group = generator.group
+    report = {
+        "arch": arch,
+        "device": options.device,
+        "offload": options.offload,
+        "policy": options.policy,
+        "groups": [
+            {
+                "name": group.name,
+                "kind": group.kind.value,
+                "layers": generator.kv.num_layers,
+                "block_tokens": group.block_tokens,
+                "bytes_per_block": group.block_bytes,
+            }
+        ],
+        "grid_tokens": generator.planner.grid_tokens,
+        "host_block_bytes": generator.planner.host_block_bytes,
+        "rounds": [asdict(line) for line in rounds],
+        "bytes_stored": statistics.bytes_stored if statistics else 0,
+        "bytes_loaded": statistics.bytes_loaded if statistics else 0,
+        "evictions": statistics.pool.evictions if statistics else 0,
+    }
+    if control is not None:
+        report["control"] = control
+    options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def check_built(options: argparse.Namespace) -> None:
+    for option, (_, built) in CHOICES.items():
+        value = getattr(options, option)
+        if value not in built and not (option == "arch" and options.model):
+            raise UserError(f"--{option} {value} is not built yet; there is {', '.join(built)}")
+    if options.corrupt and options.arch not in PIECES[options.corrupt]:
+        raise UserError(f"--corrupt {options.corrupt}: architecture {options.arch} has no such piece")
+    for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):
+        if getattr(options, option) < 1:
+            raise UserError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(options, option)}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--arch", choices=CHOICES["arch"][0], default="full", help="a small built-in model")
+    which.add_argument("--model", help="a local or hub checkpoint, with its tokenizer if it has one")
+    parser.add_argument("--device", choices=CHOICES["device"][0], default="cpu")
+    parser.add_argument("--offload", choices=CHOICES["offload"][0], default="lazy")
+    parser.add_argument("--policy", choices=CHOICES["policy"][0], default="lru")
+    parser.add_argument("--device-blocks", type=int, default=512, help="blocks of 16 tokens in the device pool")
+    parser.add_argument("--host-bytes", type=parse_bytes, default="2GiB", help="host memory, such as 2GiB or 500MB")
+    parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=12)
+    parser.add_argument("--prompts", type=Path, help='lines of {"prompt": "..."}, asked in every round')
+    parser.add_argument("--corrupt", choices=tuple(PIECES), help="damage one loaded piece: the run must notice")
+    parser.add_argument("--json", type=Path, help="write what the table shows, and more, to this file")
+    return parser.parse_args(argv)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "2GiB", "500MB" or "1000000". KiB, MiB, GiB count by 1,024, kB, MB and GB by 1,000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 2GiB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The example as its users run it: the table, the JSON, the control, and a clear sentence for what cannot be done."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from connector.transformers import build_model
+
+FILE = Path(__file__).parents[2] / "examples" / "offline_generation.py"
+SMALL = ["--documents", "2", "--device-blocks", "256", "--max-new-tokens", "3"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("offline_generation", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def small_model(monkeypatch, example):
+    """The built-in model, smaller."""
+    monkeypatch.setattr(example, "build_model", lambda arch: build_model(arch, hidden=64, layers=2))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A local checkpoint without a tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    build_model("full", hidden=32, layers=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half_precision_checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("half")
+    build_model("full", hidden=32, layers=1).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def run(example, tmp_path, *options):
+    """The exit status and what --json says."""
+    report = tmp_path / "report.json"
+    status = example.main([*options, "--json", str(report)])
+    return status, json.loads(report.read_text())
+
+
+@pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, offload):
+    status, report = run(example, tmp_path, *SMALL, "--offload", offload)
+    assert status == 0
+    first, second = report["rounds"]
+    assert first["host_hit_tokens"] == 0
+    assert second["host_hit_tokens"] * 4 >= second["prompt_tokens"]
+    for line in report["rounds"]:
+        assert line["tokens_match"]
+        assert line["max_logit_error"] <= example.TOLERANCE
+        hit = line["device_hit_tokens"] + line["host_hit_tokens"]
+        assert hit + line["computed_tokens"] == line["prompt_tokens"]
+        assert line["ttft_ms_median"] > 0 < line["ttft_ms_median_no_cache"]
+    (group,) = report["groups"]
+    assert group == {
+        "name": "attention", "kind": "prefix", "layers": 2, "block_tokens": 16,
+        "bytes_per_block": report["host_block_bytes"],
+    }  # fmt: skip
+    assert report["bytes_loaded"] == second["host_hit_tokens"] // 16 * group["bytes_per_block"]
+    assert "control" not in report
+    output = capsys.readouterr().out
+    assert "pydoc_data.topics" in output
+    assert "every answer agrees" in output
+
+
+@pytest.mark.usefixtures("small_model")
+def test_control_a_corrupted_chunk_is_caught(example, tmp_path):
+    status, report = run(example, tmp_path, *SMALL, "--corrupt", "chunk")
+    assert status == 1
+    assert report["control"] == "caught"
+    assert max(line["max_logit_error"] for line in report["rounds"]) > example.TOLERANCE
+
+
+@pytest.mark.usefixtures("small_model")
+def test_control_without_a_load_says_so(example, tmp_path):
+    status, report = run(example, tmp_path, *SMALL, "--offload", "off", "--rounds", "1", "--corrupt", "chunk")
+    assert (status, report["control"]) == (3, "nothing to corrupt")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_bytes(example, tmp_path, checkpoint):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one prompt of more than sixteen bytes"}\n\n{"prompt": "another one"}\n')
+    status, report = run(example, tmp_path, "--model", str(checkpoint), "--prompts", str(prompts))
+    assert status == 0
+    assert report["arch"] == str(checkpoint)
+    assert report["rounds"][0]["requests"] == 2
+    assert report["rounds"][1]["device_hit_tokens"] == 32
+
+
+def test_half_precision_reports_differences_and_does_not_fail_on_them(example, tmp_path, half_precision_checkpoint):
+    status, report = run(example, tmp_path, "--model", str(half_precision_checkpoint), *SMALL)
+    assert status == 0
+    assert {"differences", "near_ties"} <= report["rounds"][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--arch", "swa"], "not built yet"),
+        (["--policy", "arc"], "not built yet"),
+        (["--device", "cuda"], "not built yet"),
+        (["--corrupt", "state"], "no such piece"),
+        (["--model", "/no/such/model"], "cannot load the model"),
+        (["--device-blocks", "0"], "at least 1"),
+        (["--host-bytes", "0"], "at least 1"),
+        (["--host-bytes", "900TiB"], "ask for at most"),
+        (["--prompts", "/no/such/file.jsonl"], "cannot read the prompts"),
+        (["--documents", "10000"], "ask for no more"),
+        (["--device-blocks", "3"], "device blocks, but the pool has 3"),
+    ],
+)
+@pytest.mark.usefixtures("small_model")
+def test_what_cannot_be_done_is_said_in_one_sentence(example, capsys, options, sentence):
+    assert example.main(options) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    assert sentence in message
+
+
+@pytest.mark.parametrize("line", ["not json", '{"text": "a"}', '{"prompt": 1}', "[]"])
+def test_a_bad_line_of_prompts_is_named(example, tmp_path, capsys, line):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "good"}\n' + line + "\n")
+    assert example.main(["--prompts", str(prompts)]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_model_is_refused(example, tmp_path, capsys, checkpoint):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x" * 9000}) + "\n")
+    assert example.main(["--model", str(checkpoint), "--prompts", str(prompts), "--device-blocks", "1000"]) == 2
+    assert "more than the model's 8192" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "number"), [("2GiB", 1 << 31), ("500MB", 500_000_000), ("64k", 64_000), ("7", 7)])
+def test_sizes_are_read_with_their_units(example, text, number):
+    assert example.parse_bytes(text) == number
