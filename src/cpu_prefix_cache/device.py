@@ -6,7 +6,6 @@ whose device pool is this library's own BlockPool.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import dropwhile, islice
 from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin
@@ -62,10 +61,7 @@ class PooledDevice:
         return None if block is None else (block,)
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
-        order = self._pool.soonest_evicted()
-        if after is not None:
-            order = islice(dropwhile(lambda block: block != after, order), 1, None)
-        for block in order:
+        for block in self._order_behind(after):
             key = self._pool.key(block)
             if key is not None:
                 yield block, key
@@ -81,3 +77,10 @@ class PooledDevice:
 
     def release_to_front(self, hold: Pin) -> None:
         self._pool.unpin(hold)
+
+    def _order_behind(self, after: int | None) -> Iterator[int]:
+        """The eviction order behind `after`; all of it when `after` is not in it any more (a chunk below is pinned)."""
+        order = self._pool.soonest_evicted()
+        if after is not None and all(block != after for block in order):
+            return self._pool.soonest_evicted()
+        return order
