@@ -16,7 +16,6 @@ Only what joined the stretch since the last step is looked at, so a step that al
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool
@@ -61,8 +60,8 @@ class Offload(Protocol):
     def ended(self, progress: Progress) -> None:
         """The request finished. Its blocks stay on the device until they are evicted."""
 
-    def used(self, chunks: int) -> None:
-        """So many chunks on the device were used again: they no longer wait to be evicted."""
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These chunks on the device were used again: they no longer wait to be evicted."""
 
     def plan(self) -> None:
         """Plan the stores of this step."""
@@ -101,7 +100,7 @@ class Eager:
         self._due.pop(progress.id, None)
         self.work += store_confirmed(self._pool, self._stores, progress)
 
-    def used(self, chunks: int) -> None:
+    def used(self, keys: Sequence[bytes]) -> None:
         pass
 
     def plan(self) -> None:
@@ -145,8 +144,9 @@ class Lazy:
         self._horizon = horizon
         self._chunks_per_step = chunks_per_step
         self._lineage = Lineage(lambda key: device.find(key) is not None, stores.is_covered)
-        self._covered: OrderedDict[int, bytes] = OrderedDict()  # the walked stretch, soonest evicted first
-        self._used = 0  # chunks used again since the stretch was last gone through
+        self._covered: OrderedDict[bytes, int] = OrderedDict()  # the walked stretch, soonest evicted first
+        self._returned: set[bytes] = set()  # the first of them: given back by stores, and not met by the walk yet
+        self._left = 0  # chunks that left the old end since all of the stretch was last gone through
         self._holding = 0  # chunks kept from being reused until their store lands
         self._in_flight: dict[int, list[tuple[int, bytes]]] = {}  # store -> the chunks of the stretch it holds
         self.work = 0
@@ -166,23 +166,28 @@ class Lazy:
     def ended(self, progress: Progress) -> None:
         pass
 
-    def used(self, chunks: int) -> None:
-        self._used += chunks
+    def used(self, keys: Sequence[bytes]) -> None:
+        # At once: one that is released again soon waits at the far end, and must not pass for the end of the walk.
+        if self._covered:
+            self.work += len(keys)
+            for key in keys:
+                self._drop(key)
 
     def plan(self) -> None:
         self._drop_what_left()
         missing = self._horizon - len(self._covered)
         if missing <= 0:
             return
-        last = next(reversed(self._covered), None)
-        joined = dict(islice(self._device.soonest_evicted(last), missing))
-        block_of = {key: block for block, key in joined.items()}
-        for block, key in joined.items():
+        joined = self._next(missing)
+        block_of = {key: block for block, key in joined}
+        for block, key in joined:
             self.work += 1
             if not self._cover(key, block_of):
                 return
             if self._device.is_waiting(block, key):
-                self._covered[block] = key
+                self._covered[key] = block
+                self._covered.move_to_end(key)
+                self._returned.discard(key)
 
     def landed(self, transfer: Transfer) -> None:
         back = self._in_flight.pop(transfer.id, None)
@@ -190,8 +195,10 @@ class Lazy:
             return
         self._holding -= len(transfer.keys)
         for block, key in back:
-            self._covered[block] = key
-            self._covered.move_to_end(block, last=False)
+            if self._device.is_waiting(block, key):
+                self._covered[key] = block
+                self._covered.move_to_end(key, last=False)
+                self._returned.add(key)
 
     def committed(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -200,23 +207,40 @@ class Lazy:
     def reset(self) -> None:
         self._lineage.clear()
         self._covered.clear()
-        self._used = 0
+        self._returned.clear()
+        self._left = 0
 
     def _drop_what_left(self) -> None:
-        """Take out of the stretch what was evicted, from its old end, and now and then what was used again."""
-        covered = self._covered
-        if self._used * 4 > len(covered):
-            self.work += len(covered)
-            self._used = 0
-            for block in [block for block, key in covered.items() if not self._device.is_waiting(block, key)]:
-                del covered[block]
+        """Take out of the stretch what was evicted: from its ends at once, and from its middle now and then."""
+        covered, is_waiting = self._covered, self._device.is_waiting
         for old_end in (True, False):
             while covered:
-                block = next(iter(covered)) if old_end else next(reversed(covered))
-                if self._device.is_waiting(block, covered[block]):
+                key = next(iter(covered)) if old_end else next(reversed(covered))
+                if is_waiting(covered[key], key):
                     break
-                del covered[block]
+                self._drop(key)
+                self._left += 1
                 self.work += 1
+        if self._left * 4 > len(covered):
+            self.work += len(covered)
+            self._left = 0
+            for key in [key for key, block in covered.items() if not is_waiting(block, key)]:
+                self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._covered.pop(key, None)
+        self._returned.discard(key)
+
+    def _next(self, missing: int) -> list[tuple[int, bytes]]:
+        """The chunks behind those walked already, until `missing` of them are new to the stretch."""
+        last = next(reversed(self._covered.values())) if len(self._covered) > len(self._returned) else None
+        joined = []
+        for block, key in self._device.soonest_evicted(last):
+            joined.append((block, key))
+            missing -= key not in self._returned
+            if not missing:
+                break
+        return joined
 
     def _cover(self, key: bytes, joined: Mapping[bytes, int]) -> bool:
         """Plan the store of one chunk and its missing ancestors, if need be. Whether there is no more to do for it."""
@@ -227,7 +251,7 @@ class Lazy:
         if budget <= 0:
             return False
         parent_key, touch = self._lineage.parent(chain[0]), self._pool.touch(None)
-        decision = self._stores.plan(parent_key, chain[:budget], touch, waiting=joined.values())
+        decision = self._stores.plan(parent_key, chain[:budget], touch, waiting=joined)
         if decision.transfer is not None:
             back = [(joined[each], each) for each in decision.transfer.keys if each in joined]
             self._in_flight[decision.transfer.id] = back

@@ -180,14 +180,15 @@ class CPUPrefixCache:
         `destinations` are device blocks, one list for each group, in token order. If a source has gone since the
         lookup, the load is planned all the same, marked failed, and reported by the ranks like any other failure.
 
-        Raises MisuseError for a request that is not admitted or loads already, a boundary that is not on the grid
-        or not after n0, and destinations that are too few, null, or named twice (rule 7).
+        Raises MisuseError for a request that is not admitted or loads already, an n0 or a boundary that is not on
+        the grid, a boundary not after n0, and destinations that are too few, null, or named twice (rule 7).
         """
         running = self._admitted(request_id)
         start, stop = running.n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens
         if running.load is not None:
             raise MisuseError(f"request {request_id!r} is loading already")
-        if boundary % self.planner.grid_tokens or not start < stop <= len(running.keys):
+        off_grid = running.n0 % self.planner.grid_tokens or boundary % self.planner.grid_tokens
+        if off_grid or not start < stop <= len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         blocks = self._flatten(destinations, stop - start)
         keys = tuple(running.keys[start:stop])
@@ -223,7 +224,7 @@ class CPUPrefixCache:
         deepest = self.pool.find(request.keys[boundary // grid - 1]) if boundary is not None and loaded else None
         running = Running(request, n0, self.pool.touch(deepest), due=self._steps + 1)
         self._running[request.id] = running
-        self._offload.used(n0 // grid)
+        self._offload.used(request.keys[: n0 // grid])
         self._agenda.setdefault(running.due, []).append(request.id)
 
     def due(self) -> list[str]:
@@ -231,7 +232,7 @@ class CPUPrefixCache:
 
         An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
         """
-        ids = self._agenda.get(self._steps, ())
+        ids = dict.fromkeys(self._agenda.get(self._steps, ()))  # a request that came back at once is there twice
         return [id for id in ids if id in self._running and self._running[id].due == self._steps]
 
     def computed(self, request_id: str, num_tokens: int) -> None:
@@ -335,6 +336,8 @@ class CPUPrefixCache:
             assert self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
             assert not transfer.doomed, "a store that will register nothing stands in the way of another"
         for transfer in self._ledger:
+            for key in transfer.keys if transfer.is_store and not transfer.doomed else ():
+                assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 13)"
             if transfer.phase is Phase.LANDED:
                 assert transfer.follows is not None, f"transfer {transfer.id} landed and was not resolved (rule 11)"
 
@@ -362,6 +365,7 @@ class CPUPrefixCache:
             block = self.pool.find(transfer.keys[0])
             if block is not None:
                 self.pool.withdraw(block)  # or the next lookup would find the same bytes, and fail again (rule 11)
+                self._doom_orphans()
         running = self._running.get(transfer.request_id or "")
         if running is not None and running.load is transfer:
             running.load = None
@@ -397,6 +401,12 @@ class CPUPrefixCache:
         self._counts["stored"] += len(store.keys)
         self._offload.committed(store.keys)
         return True
+
+    def _doom_orphans(self) -> None:
+        """Doom the stores below chunks that were withdrawn, or another store of the same chunks would meet them."""
+        for transfer in list(self._ledger):
+            if transfer.is_store and transfer.pin is not None and self.pool.key(transfer.pin.blocks[0]) is None:
+                self._doom(transfer)
 
     def _doom(self, transfer: Transfer) -> None:
         for doomed in self._ledger.doom(transfer):

@@ -6,7 +6,7 @@ pool is full of what cannot be evicted (rule 4).
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,11 @@ class StorePlanner:
         return self._pool.find(key) is not None or key in self._ledger.writing
 
     def plan(
-        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, waiting: Iterable[int] = ()
+        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, waiting: Container[bytes] = ()
     ) -> StoreDecision:
         """Plan a store of the chain `keys`, which hangs below `parent_key` (None: a first chunk).
 
-        `waiting` are device blocks that wait to be evicted; they go back to the front of that order.
+        Chunks in `waiting` wait to be evicted; all their blocks go back to the front of that order.
         """
         follows = None if parent_key is None else self._ledger.writing.get(parent_key)
         parent = self._pool.root if parent_key is None else self._pool.find(parent_key)
@@ -64,9 +64,10 @@ class StorePlanner:
             pin = None
         else:
             return StoreDecision(stopped_by=Stop.NOT_ON_DEVICE)
+        width = self._coordinator.planner.device_blocks_per_chunk
         room = self._pool.available(len(keys))
         device_blocks = self._on_device(keys[:room])
-        count = len(device_blocks) // self._coordinator.planner.device_blocks_per_chunk
+        count = len(device_blocks) // width
         if count < room:
             stopped_by: Stop | None = Stop.NOT_ON_DEVICE
         else:
@@ -76,7 +77,8 @@ class StorePlanner:
             if pin is not None:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=stopped_by)
-        front = set(waiting)
+        owners = [key for key in keys[:count] for _ in range(width)]
+        front = {block for block, key in zip(device_blocks, owners, strict=True) if key in waiting}
         chunks = self._pool.allocate(count)
         copies = self._coordinator.copies(chunks, device_blocks)
         num_bytes = count * self._coordinator.planner.chunk_bytes

@@ -1,0 +1,14 @@
+"""One Hypothesis profile for all machines: small pools, many short stories, no clock."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "core",
+    deadline=None,
+    report_multiple_bugs=False,
+    print_blob=False,
+    max_examples=80,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+settings.load_profile("core")

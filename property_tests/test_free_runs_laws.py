@@ -1,0 +1,31 @@
+"""FreeRuns against a set of integers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_prefix_cache.free_runs import FreeRuns
+
+
+@given(st.data())
+def test_free_runs_are_a_set_that_gives_out_neighbours(data: st.DataObject) -> None:
+    runs, free, taken = FreeRuns(), set(range(20)), set()
+    runs.put(range(20))
+    for _ in range(data.draw(st.integers(0, 20))):
+        if taken and data.draw(st.booleans()):
+            back = data.draw(st.sets(st.sampled_from(sorted(taken)), min_size=1))
+            runs.put(sorted(back))
+            taken, free = taken - back, free | back
+        else:
+            count = data.draw(st.integers(0, len(free)))
+            fits = shortest_run_of(free, count)
+            got = runs.take(count)
+            assert got == sorted(set(got)) and set(got) <= free and len(got) == count
+            if fits is not None and count:
+                assert got[-1] - got[0] == count - 1, f"{count} neighbours were free in {sorted(free)}"
+            taken, free = taken | set(got), free - set(got)
+        assert runs.blocks() == sorted(free) and len(runs) == len(free)
+
+
+def shortest_run_of(free: set[int], count: int) -> int | None:
+    """Where `count` neighbours begin, if anywhere."""
+    return next((first for first in sorted(free) if all(first + each in free for each in range(count))), None)

@@ -1,0 +1,91 @@
+"""Lazy offload keeps its promise: what the device evicts next has been saved (S7.47, O8.29)."""
+
+from itertools import islice
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+from property_tests.engines import QueueSlots
+from property_tests.strategies import chain
+
+STORY = st.lists(st.tuples(st.text("abcdefgh", min_size=1, max_size=4), st.integers(1, 3), st.booleans()), max_size=40)
+
+
+class LazyEngine:
+    """Requests run for some steps and are gone. A request that finds no room is turned away."""
+
+    def __init__(self, slots: Any, width: int, **options: int) -> None:
+        attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4 // width, block_bytes=8)
+        planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
+        self.slots = slots
+        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=10_000, **options)
+        self.running: list[tuple[int, Request, Any]] = []
+        self.moving: set[int] = set()
+        self.count = 0
+
+    def comes(self, prompt: str, steps: int) -> None:
+        keys = chain(prompt)
+        matched = self.slots.match(keys)
+        holding = self.slots.take(keys, matched, len(prompt))
+        if holding is not None:
+            self.count += 1
+            request = Request(str(self.count), keys, 4 * len(prompt) + 1)
+            self.cache.admit(request, 4 * matched)
+            self.slots.publish(holding, keys, len(keys))
+            self.cache.computed(request.id, 4 * len(prompt))
+            self.running.append((steps, request, holding))
+
+    def steps(self, lands: bool) -> None:
+        for left, request, holding in self.running:
+            if not left:
+                self.cache.finished(request.id, 4 * len(request.keys))
+                self.slots.let_go(holding)
+        self.running = [(left - 1, *rest) for left, *rest in self.running if left]
+        self.moving |= {transfer.id for transfer in self.cache.step().transfers}
+        if lands:
+            self.lands()
+
+    def lands(self) -> None:
+        self.cache.report(RankReport(0, frozenset(self.moving)))
+        self.cache.check_valid()
+        self.slots.check_valid()
+
+    def on_its_way(self) -> set[bytes]:
+        return {key for transfer in self.cache._ledger for key in transfer.keys}
+
+    def next_to_leave(self, count: int) -> list[bytes]:
+        return [key for _, key in islice(self.slots.device.soonest_evicted(None), max(0, count))]
+
+
+@given(width=st.sampled_from([1, 2]), slots=st.integers(8, 40), story=STORY)
+def test_what_leaves_next_is_on_the_host_or_on_its_way(width: int, slots: int, story: list[Any]) -> None:
+    """With room on the host and no limit to a step, whatever was used again in between, and however it was copied."""
+    engine = LazyEngine(QueueSlots(slots, width), width, max_step_tokens=1_000)
+    for prompt, for_steps, lands in story:
+        engine.comes(prompt, for_steps)
+        engine.steps(lands=False)
+        coming = engine.on_its_way()
+        horizon = slots // 2 - len(coming)  # what moves is held, and was in the stretch
+        for key in engine.next_to_leave(horizon):
+            assert key in coming or engine.cache.pool.find(key) is not None, f"{key!r} is about to leave"
+        if lands:
+            engine.lands()
+
+
+@given(slots=st.integers(8, 40), step_chunks=st.integers(1, 4), story=STORY)
+def test_a_device_at_rest_is_soon_covered(slots: int, step_chunks: int, story: list[Any]) -> None:
+    """However little a step may store: nothing is passed over by the walk.
+
+    Of a device whose blocks wait in the order of their release. A BlockPool orders by admission: what is released late
+    joins ahead of the walk, and is seen only when the stretch has room again.
+    """
+    engine = LazyEngine(QueueSlots(slots), 1, max_step_tokens=4 * step_chunks)
+    for prompt, for_steps, lands in story:
+        engine.comes(prompt, for_steps)
+        engine.steps(lands)
+    for _ in range(slots + 5):
+        engine.steps(lands=True)
+    for key in engine.next_to_leave(min(2 * step_chunks, slots // 2)):
+        assert engine.cache.pool.find(key) is not None, f"{key!r} is passed over"

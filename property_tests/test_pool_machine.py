@@ -1,0 +1,205 @@
+"""BlockPool against a list of chunks that is scanned for everything.
+
+The model may lose things: whatever the pool still finds must carry the bytes last written for it, whatever is pinned
+must not be lost, and what does leave, leaves in exactly the model's order.
+"""
+
+from itertools import islice
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State
+from property_tests.model import Chunk, SlowPool
+from property_tests.strategies import chain, pick, positions, prompts
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(
+        chunks=st.integers(3, 9), per_chunk=st.sampled_from([1, 2, 3]), spare=st.integers(0, 2), late=st.booleans()
+    )
+    def build(self, chunks: int, per_chunk: int, spare: int, late: bool) -> None:
+        self.per_chunk = per_chunk
+        self.ready = 2 * per_chunk if late else chunks * per_chunk + spare
+        self.pool = BlockPool(chunks * per_chunk + spare, blocks_per_chunk=per_chunk, ready=self.ready)
+        self.model = SlowPool()
+        self.memory: dict[int, str] = {}  # block -> what its last writer left there
+        self.requests: list[tuple[str, object, int]] = []
+        self.pins: list[tuple[object, list[Chunk]]] = []
+
+    def in_state(self, *states: str) -> list[Chunk]:
+        return [chunk for chunk in self.model.chunks if chunk.state in states]
+
+    @property
+    def free_chunks(self) -> int:
+        return (self.ready - len(self.model.chunks) * self.per_chunk) // self.per_chunk
+
+    # a request and its chunks
+
+    @rule(prompt=prompts, less=st.integers(0, 2))
+    def a_request_comes(self, prompt: str, less: int) -> None:
+        """It touches the deepest chunk it matched, or one above it: the device had the rest, or the load was cut."""
+        matched = self.model.longest(prompt)
+        matched = matched[: max(0, len(matched) - less)]
+        block = self.model.cached(matched).block if matched else None
+        self.requests.append((prompt, self.pool.touch(block), self.model.touch(matched)))
+
+    @rule(prompt=prompts)
+    def a_request_stores_its_prompt(self, prompt: str) -> None:
+        """The whole story at once, so that a run gets somewhere."""
+        self.a_request_comes(prompt, 0)
+        missing = len(prompt) - len(self.model.longest(prompt))
+        self.chunks_are_allocated(missing)
+        if len(self.in_state("writing")) >= missing:
+            self.a_request_commits(0, missing)
+
+    @rule(count=st.integers(0, 6))
+    def chunks_are_allocated(self, count: int) -> None:
+        order = self.model.eviction_order()
+        short = count - self.free_chunks
+        can_have = min(count, self.free_chunks + len(order))
+        assert self.pool.available(count) == can_have
+        if can_have < count:
+            before = self.pool.statistics(), list(self.pool.soonest_evicted())
+            with pytest.raises(PoolExhausted) as refusal:
+                self.pool.allocate(count)
+            assert refusal.value.available == can_have
+            assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))  # rule 4
+            return
+        gone = self.model.evict(max(0, short))
+        blocks = self.pool.allocate(count)
+        assert gone == order[: max(0, short)]
+        assert blocks == sorted(set(blocks)) and len(blocks) == count
+        whole = self.pool.blocks_of(blocks)
+        assert len(set(whole)) == len(whole) == count * self.per_chunk and all(b < self.ready for b in whole)
+        for block in blocks:
+            self.model.chunks.append(Chunk(block))
+            self.write(block, "unfinished")
+
+    @precondition(lambda self: self.requests and self.in_state("writing"))
+    @rule(which=positions, count=st.integers(1, 4))
+    def a_request_commits(self, which: int, count: int) -> None:
+        prompt, touch, stamp = self.requests[-1 - which % min(len(self.requests), 6)]
+        have = len(self.model.longest(prompt))
+        names = [prompt[:end] for end in range(have + 1, len(prompt) + 1)]
+        chunks = self.in_state("writing")[: min(count, len(names))]
+        names = names[: len(chunks)]
+        parent = self.model.cached(prompt[:have]).block if have else self.pool.root
+        for chunk, name in zip(chunks, names, strict=True):
+            self.write(chunk.block, name)
+        self.pool.commit([chunk.block for chunk in chunks], [name.encode() for name in names], parent, touch)
+        self.model.commit(chunks, names, stamp)
+
+    @precondition(lambda self: self.in_state("writing") and self.in_state("cached"))
+    @rule(which=positions)
+    def a_chunk_is_not_committed_twice(self, which: int) -> None:
+        there = pick(self.in_state("cached"), which)
+        parent = there.parent.block if there.parent is not None else self.pool.root
+        with pytest.raises(MisuseError):
+            self.pool.commit([self.in_state("writing")[0].block], [there.name.encode()], parent, self.pool.touch(None))
+        self.model.stamp += 1
+
+    @precondition(lambda self: self.in_state("writing"))
+    @rule(which=positions)
+    def a_writer_hears_that_nobody_wants_it(self, which: int) -> None:
+        chunk = pick(self.in_state("writing"), which)
+        self.pool.retire([chunk.block])
+        chunk.state = "retired"
+
+    @precondition(lambda self: any(chunk.has_writer for chunk in self.model.chunks))
+    @rule(which=positions)
+    def a_writer_gives_up(self, which: int) -> None:
+        chunk = pick([chunk for chunk in self.model.chunks if chunk.has_writer], which)
+        self.pool.abort([chunk.block])
+        chunk.state, chunk.has_writer = "retired", False
+        self.model.free_unneeded()
+
+    # pins
+
+    @precondition(lambda self: self.model.chunks)
+    @rule(which=positions, also=positions)
+    def blocks_are_pinned(self, which: int, also: int) -> None:
+        chunks = [pick(self.model.chunks, which), pick(self.model.chunks, also)]
+        self.pins.append((self.pool.pin(*(chunk.block for chunk in chunks)), chunks))
+        for chunk in chunks:
+            chunk.pins += 1
+
+    @precondition(lambda self: self.pins)
+    @rule(which=positions)
+    def a_pin_ends(self, which: int) -> None:
+        pin, chunks = self.pins.pop(which % len(self.pins))
+        self.pool.unpin(pin)
+        for chunk in chunks:
+            chunk.pins -= 1
+        self.model.free_unneeded()
+        with pytest.raises(MisuseError):
+            self.pool.unpin(pin)  # exactly once (rule 2)
+
+    # what takes keys away, and what adds room
+
+    @precondition(lambda self: self.in_state("cached"))
+    @rule(which=positions)
+    def a_chunk_is_withdrawn(self, which: int) -> None:
+        chunk = pick(sorted(self.in_state("cached"), key=lambda chunk: -len(chunk.name)), which)
+        self.pool.withdraw(chunk.block)
+        self.model.withdraw(chunk.name)
+
+    @precondition(lambda self: len(self.in_state("cached")) > 4)
+    @rule(sure=st.integers(0, 3))
+    def everything_is_withdrawn(self, sure: int) -> None:
+        if sure < 3:
+            return
+        self.pool.reset()
+        self.model.withdraw("")
+        assert self.pool.statistics().cached == 0
+
+    @rule(more=st.integers(0, 4))
+    def the_pool_grows(self, more: int) -> None:
+        self.pool.grow(self.ready + more * self.per_chunk)
+        self.ready = min(self.ready + more * self.per_chunk, self.pool.capacity)
+
+    # what must hold
+
+    @invariant()
+    def the_pool_keeps_its_own_rules(self) -> None:
+        self.pool.check_valid()
+
+    @invariant()
+    def blocks_are_counted_by_state(self) -> None:
+        now = self.pool.statistics()
+        for state, blocks in (("writing", now.writing), ("cached", now.cached), ("retired", now.retired)):
+            assert blocks == len(self.in_state(state)) * self.per_chunk
+        assert now.free + now.writing + now.cached + now.retired == now.ready == self.ready  # rule 1
+
+    @invariant()
+    def what_is_found_is_what_was_written(self) -> None:
+        for name in self.model.names():
+            block = self.pool.find(name.encode())
+            assert block == self.model.cached(name).block and self.pool.state(block) is State.CACHED
+            assert {self.memory[each] for each in self.pool.blocks_of([block])} == {name}
+            assert [self.pool.key(each) for each in self.pool.path(block, len(name))] == chain(name)
+        for chunk in self.in_state("writing", "retired"):
+            assert self.pool.key(chunk.block) is None
+
+    @invariant()
+    def what_is_pinned_keeps_its_bytes(self) -> None:
+        for _, chunks in self.pins:
+            for chunk in chunks:
+                assert chunk in self.model.chunks and self.pool.is_pinned(chunk.block)
+                assert self.memory[chunk.block] == chunk.name or chunk.has_writer or not chunk.name
+
+    @invariant()
+    def the_next_to_leave_are_known(self) -> None:
+        order = [self.pool.key(block).decode() for block in self.pool.soonest_evicted()]
+        assert order == self.model.eviction_order()
+        assert len(list(islice(self.pool.soonest_evicted(), 2))) == min(2, len(order))
+
+    def write(self, block: int, name: str) -> None:
+        for each in self.pool.blocks_of([block]):
+            self.memory[each] = name
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=600)

@@ -1,0 +1,561 @@
+"""CPUPrefixCache inside an engine that does everything wrong that engines do, with bytes that tell whose they are.
+
+Requests arrive, hit, compute in chunks, are preempted and aborted; transfers run late, fail, and are reported lost,
+twice and out of order, by one to three ranks; resets and bad blocks come in between. Memory is a dict per rank from
+block to a *pattern*, (epoch, key, part); a store and a load copy patterns, rank by rank, at any time after the plan.
+
+Wrong KV is so seen: a chunk that is computed reads all before it, on every rank; a load that went well must have left
+exactly its own keys' patterns of this epoch; and what the host pool says it has must be there, on every rank.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cpu_prefix_cache import (
+    CPUPrefixCache,
+    Direction,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    Miss,
+    MisuseError,
+    Pending,
+    RankReport,
+    Request,
+    StepPlan,
+    TransferPlan,
+)
+from property_tests.engines import Holding, PoolSlots, QueueSlots
+from property_tests.model import longest_boundary
+from property_tests.strategies import chain, pick, positions, prompts
+
+GRID = 4
+PLANS = {
+    "one group": [("attention", 4, 100)],
+    "two device blocks to a chunk": [("attention", 2, 100)],
+    "two groups": [("draft", 2, 3_000), ("target", 4, 12_000)],
+}
+NOTHING = "nothing"
+Arrival = tuple[str, int, int, str, bool]
+FAR = st.sampled_from(["admitted", "computed", "step by step", "step by step", "ended", "stored", "stored", "stored"])
+arrivals = st.lists(
+    st.tuples(prompts, st.integers(0, GRID - 1), st.sampled_from([0, 0, 1, 2]), FAR, st.booleans()),
+    min_size=1,
+    max_size=3,
+)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine. `epoch` is what its KV belongs to; `computed` counts tokens."""
+
+    id: str
+    prompt: str
+    request: Request
+    holding: Holding
+    n0: int
+    epoch: int
+    computed: int
+    loading: int | None = None
+    boundary: int = 0
+    stale: bool = False
+    destinations: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A transfer in the hands of the ranks. `source` is what a store found in its blocks when it was sent."""
+
+    plan: TransferPlan
+    epoch: int
+    source: Any = None
+    cancelled: bool = False
+    copied: dict[int, bool] = field(default_factory=dict)
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    @initialize(
+        mode=st.sampled_from(["eager", "lazy"]),
+        ranks=st.sampled_from([1, 2, 3]),
+        plan=st.sampled_from(sorted(PLANS)),
+        pooled=st.booleans(),
+        host_chunks=st.integers(4, 12),
+        device_chunks=st.integers(8, 12),
+        late=st.sampled_from([False, False, True]),
+    )
+    def build(
+        self, mode: str, ranks: int, plan: str, pooled: bool, host_chunks: int, device_chunks: int, late: bool
+    ) -> None:
+        groups = [
+            Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
+            for name, tokens, size in PLANS[plan]
+        ]
+        self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
+        width = self.planner.device_blocks_per_chunk
+        self.slots = PoolSlots(device_chunks) if pooled and width == 1 else QueueSlots(device_chunks, width)
+        self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk
+        self.cache = CPUPrefixCache(
+            self.planner,
+            self.slots.device,
+            host_blocks=self.host_blocks,
+            ready_blocks=0 if late else None,
+            offload=mode,
+            ranks=ranks,
+            max_step_tokens=3 * GRID,
+            link_bytes_per_second=1e12,
+        )
+        self.ranks = range(ranks)
+        self.device: list[dict[int, Any]] = [{} for _ in self.ranks]
+        self.host: list[dict[int, Any]] = [{} for _ in self.ranks]
+        self.running: dict[str, Sequence] = {}
+        self.waiting: list[tuple[str, str]] = []  # preempted: (id, prompt)
+        self.copies: dict[int, Copy] = {}
+        self.resolved: dict[int, bool] = {}
+        self.loads: dict[int, Sequence] = {}
+        self.told: list[RankReport] = []
+        self.leases: list[tuple[Any, str, int]] = []
+        self.epoch = self.now = self.born = self.settled_below = 0
+
+    # what the bytes should be
+
+    def pattern(self, epoch: int, key: bytes) -> list[tuple[Any, ...]]:
+        """What the device blocks of one chunk hold, group by group."""
+        return [
+            (epoch, key, piece.group.name, part) for piece in self.planner.pieces for part in range(piece.device_blocks)
+        ]
+
+    def on_device(self, rank: int, slot: int) -> list[Any]:
+        return [self.device[rank].get(block, NOTHING) for block in self.slots.blocks_of(slot)]
+
+    def write(self, slot: int, patterns: list[Any]) -> None:
+        for memory in self.device:
+            memory.update(zip(self.slots.blocks_of(slot), patterns, strict=True))
+
+    def on_host(self) -> set[str]:
+        """What the host has, asked chunk by chunk."""
+        names = {name for sequence in self.prompts_seen() for name in chain(sequence)}
+        return {name.decode() for name in names if self.cache.pool.find(name) is not None}
+
+    def prompts_seen(self) -> list[str]:
+        return [
+            a + b + c + d + e + f for a in "ab" for b in "ab" for c in "ab" for d in "ab" for e in "ab" for f in "ab"
+        ]
+
+    # requests
+
+    @rule(arrivals=arrivals)
+    def requests_arrive(self, arrivals: list[Arrival]) -> None:
+        for arrival in arrivals:
+            self.a_request_arrives(*arrival)
+
+    @rule(arrivals=arrivals)
+    def more_requests_arrive(self, arrivals: list[Arrival]) -> None:
+        """Under a second name, because Hypothesis leaves out half of the rules of a run, and this one carries all."""
+        self.requests_arrive(arrivals)
+
+    @rule(arrivals=arrivals, slots=st.integers(2, 9))
+    def other_requests_flood_the_device_and_one_comes_back(self, arrivals: list[Arrival], slots: int) -> None:
+        """What the device no longer has, the host must bring back."""
+        self.everything_lands()
+        self.flood(slots)
+        self.requests_arrive(arrivals)
+
+    def a_request_arrives(self, prompt: str, partial: int, cut: int, far: str, loads_last: bool) -> None:
+        """And gets so far at once: computed, ended, its stores landed; before or after the loads in flight."""
+        self.born += 1
+        if len(self.running) > 2:
+            self.end(next(iter(self.running.values())))
+        if not self.begin(f"r{self.born}", prompt, partial, cut if partial else 0):
+            return
+        sequence = self.running[f"r{self.born}"]
+        if sequence.loading is not None and not loads_last:
+            self.everything_lands()
+        if far == "admitted" or sequence.loading is not None:
+            return
+        for _ in range(len(prompt) if far == "step by step" else 0):
+            self.compute(sequence, GRID, step_between=False)
+            self.one_step_begins()
+        self.compute(sequence, 100, step_between=False)
+        if far in ("ended", "stored"):
+            self.end(sequence)
+        if far == "stored":
+            self.everything_lands(but_loads=loads_last)
+
+    def everything_lands(self, but_loads: bool = False) -> None:
+        """Odd ids first: children before their parents, as often as not."""
+        self.one_step_begins()
+        for copy in self.copies.values():
+            for rank in self.ranks:
+                if rank not in copy.copied and not (but_loads and copy.plan.direction is Direction.LOAD):
+                    self.copy(copy, rank, fails=False)
+        for rank in self.ranks:
+            self.report(rank, half=True)
+            self.report(rank)
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=positions, partial=st.integers(0, GRID - 1))
+    def a_preempted_request_comes_back(self, which: int, partial: int) -> None:
+        id, prompt = self.waiting.pop(which % len(self.waiting))
+        if not self.begin(id, prompt, partial, 0):
+            self.waiting.append((id, prompt))
+
+    def begin(self, id: str, prompt: str, partial: int, cut: int) -> bool:
+        keys, num_tokens = chain(prompt), len(prompt) * GRID + partial
+        matched = min(self.slots.match(keys), (num_tokens - 1) // GRID)
+        n0 = matched * GRID
+        request = Request(id, keys, num_tokens)
+        on_host = self.on_host()
+        before = self.cache.statistics()
+        answer = self.cache.lookup(request, n0, self.now)
+        assert self.cache.statistics() == before  # rule 5
+        could = longest_boundary(GRID, n0, num_tokens, prompt, on_host)
+        assert self.cache.lookup(Request(id, keys, num_tokens), n0 + 1, self.now) == Miss()  # rule 10
+        if isinstance(answer, Pending):
+            assert self.now < answer.deadline and could > n0
+            assert any(n0 <= each.n0 <= n0 < each.boundary for each in self.loads.values())
+            return False
+        assert answer == (Hit(could) if could > n0 else Miss())
+        boundary = n0
+        if isinstance(answer, Hit):
+            boundary = max(n0, could - cut * GRID)  # an engine may accept less than it was offered (S7.19)
+        total = -(-num_tokens // GRID)
+        holding = self.slots.take(keys, matched, total)
+        if holding is None:
+            return False  # no room: the engine asks again later, and nothing was pinned for it (S7.3)
+        for slot in holding.slots[matched:]:
+            self.write(slot, [("left by", id)] * len(self.slots.blocks_of(slot)))
+        sequence = Sequence(id, prompt, request, holding, n0, self.epoch, n0)
+        self.running[id] = sequence
+        self.cache.admit(request, n0, boundary if boundary > n0 else None)
+        if boundary > n0:
+            self.start_load(sequence, boundary)
+        return True
+
+    def start_load(self, sequence: Sequence, boundary: int) -> None:
+        slots = sequence.holding.slots[sequence.n0 // GRID : boundary // GRID]
+        destinations = self.by_group(slots)
+        twice = [[*blocks[:-1], blocks[0]] for blocks in destinations]
+        null = [[*blocks[:-1], self.slots.null_block] for blocks in destinations]
+        for bad in ([blocks[1:] for blocks in destinations], twice, null):
+            if bad != destinations and (bad is not null or self.slots.null_block is not None):
+                with pytest.raises(MisuseError):
+                    self.cache.load(sequence.id, boundary, bad, self.now)  # rule 7
+        for slot in slots:
+            self.write(slot, ["poison"] * len(self.slots.blocks_of(slot)))
+        sequence.loading = self.cache.load(sequence.id, boundary, destinations, self.now)
+        sequence.boundary = boundary
+        sequence.destinations = list(sequence.holding.slots)
+        self.loads[sequence.loading] = sequence
+
+    def by_group(self, slots: list[int]) -> list[list[int]]:
+        lists: list[list[int]] = [[] for _ in self.planner.pieces]
+        for slot in slots:
+            blocks = list(self.slots.blocks_of(slot))
+            for lane, piece in zip(lists, self.planner.pieces, strict=True):
+                lane += blocks[: piece.device_blocks]
+                del blocks[: piece.device_blocks]
+        return lists
+
+    @precondition(lambda self: any(each.loading is None for each in self.running.values()))
+    @rule(which=positions, tokens=st.integers(1, 4 * GRID), step_between=st.booleans())
+    def a_request_computes(self, which: int, tokens: int, step_between: bool) -> None:
+        self.compute(
+            pick([each for each in self.running.values() if each.loading is None], which), tokens, step_between
+        )
+
+    def compute(self, sequence: Sequence, tokens: int, step_between: bool) -> None:
+        end = min(sequence.computed + tokens, sequence.request.num_tokens)
+        chunks = end // GRID
+        if not sequence.stale and isinstance(self.slots, QueueSlots):
+            self.slots.publish(sequence.holding, sequence.request.keys, chunks)  # keys come before bytes (rule 12)
+        if step_between:
+            self.one_step_begins()
+        self.read_everything_before(sequence)
+        for at in range(sequence.computed // GRID, chunks):
+            epoch = sequence.epoch if not sequence.stale else "an old one"
+            self.write(sequence.holding.slots[at], self.pattern(epoch, sequence.request.keys[at]))
+        if not sequence.stale:
+            self.slots.publish(sequence.holding, sequence.request.keys, chunks)
+        sequence.computed = end
+        self.cache.computed(sequence.id, end)
+
+    def read_everything_before(self, sequence: Sequence) -> None:
+        if sequence.stale:
+            return
+        for at in range(sequence.computed // GRID):
+            right = self.pattern(sequence.epoch, sequence.request.keys[at])
+            for rank in self.ranks:
+                assert self.on_device(rank, sequence.holding.slots[at]) == right, "attention reads somebody else's KV"
+
+    @precondition(lambda self: self.running)
+    @rule(which=positions)
+    def a_request_is_preempted(self, which: int) -> None:
+        sequence = pick(list(self.running.values()), which)
+        self.cache.preempted(sequence.id)
+        self.leave(sequence)
+        self.waiting.append((sequence.id, sequence.prompt))
+
+    @precondition(lambda self: self.running)
+    @rule(which=positions)
+    def a_request_ends(self, which: int) -> None:
+        """Or is aborted. An engine counts what is being loaded as computed already (S7.13)."""
+        self.end(pick(list(self.running.values()), which))
+
+    def end(self, sequence: Sequence) -> None:
+        self.cache.finished(sequence.id, sequence.boundary if sequence.loading is not None else sequence.computed)
+        self.leave(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        del self.running[sequence.id]
+        self.slots.let_go(sequence.holding)
+
+    # steps and copies
+
+    @rule()
+    def one_step_begins(self) -> None:
+        self.now += 1
+        self.take_in(self.cache.step())
+
+    def take_in(self, plan: StepPlan) -> None:
+        assert plan.epoch == self.epoch
+        self.settled_below = plan.settled_below
+        assert all(id in self.resolved for id in range(plan.settled_below) if id in self.copies)
+        for transfer in plan.transfers:
+            assert transfer.id not in self.copies and transfer.id >= plan.settled_below
+            copy = self.copies[transfer.id] = Copy(transfer, plan.epoch, cancelled=transfer.failed)
+            assert transfer.failed == (not transfer.copies)
+            for group in transfer.copies:
+                device, host = group.device_blocks, group.host_blocks
+                assert self.slots.null_block not in device
+                assert len(set(device)) == len(device) and len(set(host)) == len(host)
+            if transfer.direction is Direction.STORE:
+                copy.source = self.source_of(transfer)
+        for id in plan.cancelled:
+            if not self.copies[id].copied:
+                self.copies[id].cancelled = True
+            self.copies[id].epoch = -1
+
+    def source_of(self, plan: TransferPlan) -> list[Any]:
+        """What a store finds in its blocks once the compute before it is done: KV that belongs together."""
+        found = [self.device[rank].get(b, NOTHING) for rank in self.ranks for c in plan.copies for b in c.device_blocks]
+        doomed = self.is_doomed(plan.id)
+        assert doomed or all(isinstance(each[0], int) for each in found), f"a store reads {found}"
+        return found
+
+    def is_doomed(self, id: int) -> bool:
+        return next(each for each in self.cache._ledger if each.id == id).doomed
+
+    @rule(
+        copies=st.lists(st.tuples(positions, positions, st.sampled_from([False, False, False, True])), max_size=4),
+        rank=positions,
+        report=st.sampled_from(["none", "lost", "half", "whole", "whole", "whole"]),
+    )
+    def ranks_work(self, copies: list[tuple[int, int, bool]], rank: int, report: str) -> None:
+        """Some shares of some transfers are copied, or fail; one rank may report, in vain or only in part."""
+        for which, on, fails in copies:
+            open_ = [each for each in self.copies.values() if len(each.copied) < len(self.ranks)]
+            if open_:
+                copy = pick(open_, which)
+                self.copy(copy, pick([each for each in self.ranks if each not in copy.copied], on), fails)
+        if report != "none":
+            self.report(rank % len(self.ranks), lost=report == "lost", half=report == "half")
+
+    def copy(self, copy: Copy, rank: int, fails: bool) -> None:
+        if copy.cancelled:
+            copy.copied[rank] = False
+            return
+        copy.copied[rank] = not fails and copy.epoch != -1
+        for group in copy.plan.copies:
+            piece = self.planner.pieces[group.group]
+            h, d = piece.host_blocks, piece.device_blocks
+            for at in range(len(group.host_blocks) // h):
+                host = group.host_blocks[at * h : (at + 1) * h]
+                device = group.device_blocks[at * d : (at + 1) * d]
+                if copy.plan.direction is Direction.STORE:
+                    content = tuple(self.device[rank].get(block, NOTHING) for block in device)
+                    for part, block in enumerate(host):
+                        self.host[rank][block] = "torn" if fails else (content, part)
+                else:
+                    parts = [self.host[rank].get(block, NOTHING) for block in host]
+                    whole = parts == [(parts[0][0], part) for part in range(h)] and not fails
+                    for part, block in enumerate(device):
+                        self.device[rank][block] = parts[0][0][part] if whole else "torn"
+
+    @precondition(lambda self: self.told and self.copies.keys() - self.resolved.keys())
+    @rule(which=positions)
+    def an_old_report_comes_again(self, which: int) -> None:
+        self.hear(pick(self.told, which))
+
+    def report(self, rank: int, lost: bool = False, half: bool = False) -> None:
+        mine = {id: copy.copied[rank] for id, copy in self.copies.items() if rank in copy.copied}
+        mine = {id: ok for id, ok in mine.items() if id >= self.settled_below}
+        if half:
+            mine = {id: ok for id, ok in mine.items() if id % 2}
+        done = frozenset(id for id, ok in mine.items() if ok)
+        report = RankReport(rank, done, frozenset(mine) - done, self.host_blocks)
+        if not lost:
+            self.told.append(report)
+            self.hear(report)
+
+    def hear(self, report: RankReport) -> None:
+        all_resolved = self.cache.report(report)
+        stored = any(each.direction is Direction.STORE for each in all_resolved)
+        for resolved in all_resolved:
+            assert resolved.id not in self.resolved, "resolved twice (rule 11)"
+            copy = self.copies[resolved.id]
+            assert len(copy.copied) == len(self.ranks), "resolved before all ranks had reported (rule 15)"
+            self.resolved[resolved.id] = resolved.ok
+            if resolved.ok:
+                assert all(copy.copied.values()) and copy.epoch == self.epoch
+            if resolved.direction is Direction.LOAD:
+                if not (resolved.ok or stored or copy.plan.failed or copy.epoch == -1):
+                    sequence = self.loads[resolved.id]
+                    first = sequence.request.keys[sequence.n0 // GRID]
+                    assert self.cache.pool.find(first) is None, "it would fail again, for ever (rule 11)"
+                self.loaded(self.loads.pop(resolved.id), resolved.id, resolved.ok)
+
+    def loaded(self, sequence: Sequence, id: int, ok: bool) -> None:
+        if ok:
+            assert not sequence.stale, "bytes from before a reset (rule 14)"
+            for at in range(sequence.n0 // GRID, sequence.boundary // GRID):
+                right = self.pattern(sequence.epoch, sequence.request.keys[at])
+                for rank in self.ranks:
+                    assert self.on_device(rank, sequence.destinations[at]) == right, "a load brought other bytes"
+        if self.running.get(sequence.id) is not sequence:
+            return
+        assert sequence.loading == id
+        sequence.loading = None
+        if not ok:
+            for slot in sequence.holding.slots[sequence.n0 // GRID :]:
+                self.write(slot, ["failed"] * len(self.slots.blocks_of(slot)))
+            return
+        sequence.computed = sequence.boundary
+        self.read_everything_before(sequence)
+        self.slots.publish(sequence.holding, sequence.request.keys, sequence.boundary // GRID)
+
+    # what happens in between
+
+    @precondition(lambda self: self.cache.statistics().pool.cached)
+    @rule(sure=st.sampled_from([False, False, True]))
+    def the_weights_change(self, sure: bool) -> None:
+        if not sure:
+            return
+        self.cache.reset()
+        self.slots.reset()
+        self.epoch += 1
+        for sequence in self.running.values():
+            sequence.stale = True
+        assert not self.on_host()
+
+    def flood(self, slots: int) -> None:
+        for count in range(slots, 0, -1):
+            holding = self.slots.take([], 0, count)
+            if holding is not None:
+                for slot in holding.slots:
+                    self.write(slot, ["flood"] * len(self.slots.blocks_of(slot)))
+                self.slots.let_go(holding)
+                return
+
+    @rule(which=positions)
+    def a_block_goes_bad(self, which: int) -> None:
+        """One that only the device's own cache, or a store, still uses."""
+        used = {slot for sequence in self.running.values() for slot in sequence.holding.slots}
+        names = [each.prompt for each in self.running.values()]
+        free = [
+            (slot, key)
+            for slot, key in self.slots.cached()
+            if slot not in used and not any(name.startswith(key.decode()) for name in names)
+        ]
+        if not free:
+            return
+        slot, _ = pick(free, which)
+        self.slots.bad(slot)
+        self.write(slot, ["bad"] * len(self.slots.blocks_of(slot)))
+        self.cache.invalidated(self.slots.blocks_of(slot))
+
+    @rule(prompt=prompts)
+    def a_prefix_is_reserved(self, prompt: str) -> None:
+        lease = self.cache.reserve(Request("lease", chain(prompt), 100), len(prompt) * GRID)
+        assert (lease is not None) == (prompt in self.on_host())
+        if lease is not None:
+            self.leases.append((lease, prompt, self.epoch))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=positions)
+    def a_lease_ends(self, which: int) -> None:
+        lease, _, _ = self.leases.pop(which % len(self.leases))
+        self.cache.release(lease)
+        with pytest.raises(MisuseError):
+            self.cache.release(lease)
+
+    # what must hold
+
+    @invariant()
+    def the_cache_keeps_its_own_rules(self) -> None:
+        self.cache.check_valid()
+        self.slots.check_valid()
+
+    @invariant()
+    def bytes_are_those_of_the_key(self) -> None:
+        """Everything the host can find is there, on every rank, from this epoch."""
+        for name in self.on_host():
+            blocks = list(self.cache.pool.blocks_of([self.cache.pool.find(name.encode())]))
+            whole = self.pattern(self.epoch, name.encode())
+            for piece in self.planner.pieces:
+                content = tuple(whole[: piece.device_blocks])
+                del whole[: piece.device_blocks]
+                for part in range(piece.host_blocks):
+                    block = blocks.pop(0)
+                    for rank in self.ranks:
+                        assert self.host[rank].get(block) == (content, part), f"rank {rank} has other bytes for {name}"
+
+    @invariant()
+    def bytes_that_move_are_held(self) -> None:
+        """Device blocks of a transfer are nobody else's until all ranks have reported (rules 11, 12)."""
+        for id, copy in self.copies.items():
+            if id not in self.resolved:
+                for group in copy.plan.copies:
+                    for block in group.device_blocks:
+                        slot = next(s for s in range(20) if block in self.slots.blocks_of(s))
+                        assert not self.slots.is_free(slot), f"block {block} of transfer {id} can be reused"
+
+    @invariant()
+    def what_is_reserved_stays(self) -> None:
+        for _, prompt, epoch in self.leases:
+            if epoch == self.epoch and not any(not ok for ok in self.resolved.values()):
+                assert prompt in self.on_host()
+
+    def teardown(self) -> None:
+        """Everything ends well: nothing is held, pinned, or written down any more."""
+        if not hasattr(self, "cache"):
+            return
+        for sequence in list(self.running.values()):
+            self.end(sequence)
+        for lease, _, _ in self.leases:
+            self.cache.release(lease)
+        for _ in range(100):
+            self.everything_lands()
+            if not self.cache.statistics().storing + self.cache.statistics().loading:
+                break
+        self.bytes_are_those_of_the_key()
+        self.the_cache_keeps_its_own_rules()
+        assert set(self.copies) == set(self.resolved), "a transfer was never resolved (rule 11)"
+        now = self.cache.statistics()
+        assert now.running == now.storing == now.loading == 0
+        assert now.pool.pinned == now.pool.writing == now.pool.retired == 0
+        assert not self.cache._ledger.writing and not self.cache._ledger.loading
+        if isinstance(self.slots, QueueSlots):
+            assert not any(self.slots.references.values()), "a hold was not given back"
+        else:
+            device = self.slots.pool.statistics()
+            assert device.pinned == device.writing == device.retired == 0, "a hold was not given back"
+
+
+TestPrefixCache = PrefixCacheMachine.TestCase
+TestPrefixCache.settings = settings(max_examples=500)

@@ -1,0 +1,69 @@
+"""vLLM's block pool as a `Device`.
+
+A block waits to be evicted in the pool's free queue, hashed or not, and is handed out from its front:
+
+    front                                                                     back
+    [ no hash ][ deepest of the oldest ] ... [ its first chunk ] ... [ freed last ]
+               `-- soonest_evicted walks from here, or from any block it is told, along the queue's own links
+
+A block in use has `ref_cnt > 0` and is out of the queue. A hold is one more reference, which is all that vLLM needs to
+leave a block and its hash alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id, make_block_hash_with_group_id
+
+
+def _nothing(key: bytes) -> bool:
+    return False
+
+
+class VllmDevice:
+    """The blocks of one group of full-attention layers: a chunk is one block.
+
+    vLLM's key of a block is its hash and the group, ours the hash alone, as it stands in `Request.block_hashes`.
+
+    `is_awaited(key)` says whether the bytes of a block in use under `key` are still to come: vLLM hashes a block when
+    it allocates it, before the step that computes it. The scheduler half sets it for as long as a step is decided.
+    """
+
+    def __init__(self, pool: BlockPool, group: int = 0) -> None:
+        self._pool = pool
+        self._group = group
+        self.num_chunks: int = pool.num_gpu_blocks - 1
+        self.null_block: int = pool.null_block.block_id
+        self.is_awaited: Callable[[bytes], bool] = _nothing
+
+    def find(self, key: bytes) -> Sequence[int] | None:
+        found = self._pool.get_cached_block(key, [self._group])
+        if found is None or (found[0].ref_cnt and self.is_awaited(key)):
+            return None
+        return (found[0].block_id,)
+
+    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
+        start = None if after is None else self._pool.blocks[after]
+        for block in self._pool.free_block_queue.iter_blocks_after(start):
+            key = block.block_hash
+            if key is not None and get_group_id(key) == self._group:
+                yield block.block_id, get_block_hash(key)
+
+    def is_waiting(self, block: int, key: bytes) -> bool:
+        here = self._pool.blocks[block]
+        return here.ref_cnt == 0 and here.block_hash == make_block_hash_with_group_id(key, self._group)
+
+    def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
+        held = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(held)
+        return held
+
+    def release(self, hold: list[KVCacheBlock]) -> None:
+        # Deepest first, as vLLM frees a request: a chunk must not outlive its parent.
+        self._pool.free_blocks(reversed(hold))
+
+    def release_to_front(self, hold: list[KVCacheBlock]) -> None:
+        # Not `free_blocks`: that puts hashed blocks at the back of the queue.
+        for block in hold:
+            block.ref_cnt -= 1
+        self._pool.free_block_queue.prepend_n([block for block in reversed(hold) if block.ref_cnt == 0])

@@ -1,0 +1,32 @@
+"""What travels between the two halves inside vLLM's own messages: out with each step, back with each step's output."""
+
+# mypy: allow-subclassing-any
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from cpu_prefix_cache import RankReport, StepPlan
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's plan, and for each load in it the request vLLM wants to hear about when the load is over.
+
+    A rank names that request once in `finished_recving`, however the load ended, and in `failed_recving` too if it
+    failed or was cancelled: vLLM keeps the blocks of an aborted request until it has heard.
+    """
+
+    plan: StepPlan
+    requests: Mapping[int, str]
+
+
+@dataclass
+class WorkerReports(KVConnectorWorkerMetadata):
+    """What ranks have copied. vLLM adds up those of one step, in any order, and tests them for truth: no `__len__`."""
+
+    reports: tuple[RankReport, ...]
+
+    def aggregate(self, other: "WorkerReports") -> "WorkerReports":
+        return WorkerReports(self.reports + other.reports)

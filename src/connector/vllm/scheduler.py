@@ -1,0 +1,142 @@
+"""The scheduler's calls, one method each. They translate, and decide nothing.
+
+    in the scheduler                    becomes
+    get_num_new_matched_tokens          cache.lookup
+    update_state_after_alloc            cache.admit, cache.load
+    build_connector_meta                cache.preempted, cache.computed, then cache.step
+    update_connector_output             cache.invalidated, cache.report
+    request_finished                    cache.finished
+    reset_cache                         cache.reset
+
+A load is asynchronous: vLLM allocates its destinations, sets the request aside, and takes it up again when every rank
+has named it in `finished_recving`. A step, as the cache must see it:
+
+    schedule N      lookup, admit, load ...       blocks are allocated, and hashed before they hold anything
+      its end       preempted, computed, step     what steps up to N-1 computed may be stored with step N
+    step N          the ranks copy and compute
+    its output      report, finished
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache as once
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request as EngineRequest
+
+from connector.vllm.device import VllmDevice
+from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.settings import Settings
+from cpu_prefix_cache import Hit, Pending, Request
+
+
+class SchedulerHalf:
+    """A CPUPrefixCache beside vLLM's scheduler and over its block pool, for one group of full attention.
+
+    What it remembers is what vLLM says once: the requests it admitted, how much of each was on the device when the
+    cache was asked, and, until the step's plan has gone out, which load is for whom and who was admitted again.
+    """
+
+    def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.device = VllmDevice(pool)
+        self.cache = settings.build(self.device)
+        self.clock = clock
+        self._grid = settings.planner.grid_tokens
+        self._on_device: dict[str, int] = {}
+        self._admitted: dict[str, EngineRequest] = {}
+        self._loads: dict[int, str] = {}
+        self._readmitted: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._on_device[request.request_id] = num_computed_tokens
+        answer = self.cache.lookup(_request(request), num_computed_tokens, self.clock())
+        if isinstance(answer, Pending):
+            return None, False
+        if isinstance(answer, Hit):
+            return answer.boundary - num_computed_tokens, True
+        return 0, False
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        id = request.request_id
+        if request.num_computed_tokens:
+            return  # its load is over, and it was admitted before that
+        if id in self._admitted:
+            self._lost_its_blocks(id)
+        n0 = self._on_device.pop(id)
+        boundary = n0 + num_external_tokens
+        self._admitted[id] = request
+        self.cache.admit(_request(request), n0, boundary)
+        if num_external_tokens:
+            table = blocks.get_block_ids()[0]
+            destinations = table[n0 // self._grid : boundary // self._grid]
+            self._loads[self.cache.load(id, boundary, [destinations], self.clock())] = id
+
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
+        self.device.is_awaited = self._computed_by(output)
+        for id in output.preempted_req_ids or ():
+            if id not in self._readmitted:
+                self._preempted(id)
+        self._readmitted.clear()
+        for id in self.cache.due():
+            self.cache.computed(id, _computed_tokens(self._admitted[id]))
+        plan = self.cache.step()
+        self.device.is_awaited = lambda key: False
+        requests, self._loads = self._loads, {}
+        return StepMetadata(plan, requests)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.cache.invalidated(output.invalid_block_ids)
+        reports: WorkerReports | None = output.kv_connector_worker_meta
+        for report in reports.reports if reports is not None else ():
+            self.cache.report(report)
+
+    def request_finished(self, request: EngineRequest) -> None:
+        self._on_device.pop(request.request_id, None)
+        if self._admitted.pop(request.request_id, None) is not None:
+            self.cache.finished(request.request_id, _computed_tokens(request))
+
+    def reset_cache(self) -> None:
+        self.cache.reset()
+
+    def has_transfers(self) -> bool:
+        statistics = self.cache.statistics()
+        return statistics.storing + statistics.loading > 0
+
+    def _preempted(self, id: str) -> None:
+        self._admitted.pop(id, None)
+        self.cache.preempted(id)
+
+    def _lost_its_blocks(self, id: str) -> None:
+        """The request was admitted before: its load failed, or a reset preempted it and this very step resumes it."""
+        self._readmitted.add(id)
+        # Other requests of this step, unknown before its end, may have hashed blocks under the same keys.
+        self.device.is_awaited = lambda key: True
+        self._preempted(id)
+        self.device.is_awaited = lambda key: False
+
+    def _computed_by(self, output: SchedulerOutput) -> Callable[[bytes], bool]:
+        """Whether a block in use under this key is filled by the step that `output` describes, not before."""
+
+        @once
+        def keys() -> frozenset[bytes]:  # seldom asked for, and then for all of them
+            return frozenset(self._keys_filled_by(output))
+
+        return lambda key: key in keys()
+
+    def _keys_filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
+        for id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._admitted[id]
+            before = request.num_computed_tokens
+            yield from request.block_hashes[before // self._grid : (before + num_tokens) // self._grid]
+
+
+def _request(request: EngineRequest) -> Request:
+    return Request(request.request_id, request.block_hashes, request.num_tokens)
+
+
+def _computed_tokens(request: EngineRequest) -> int:
+    """Tokens whose KV the steps so far compute, less those that only stand for a token not sampled yet."""
+    return max(0, int(request.num_computed_tokens - request.num_output_placeholders))

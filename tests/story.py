@@ -1,0 +1,199 @@
+"""A short vocabulary for tests. A prompt is letters, one to a chunk; the key of a chunk is all the letters up to it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpu_prefix_cache import (
+    BlockPool,
+    CPUPrefixCache,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    Lease,
+    Pin,
+    PooledDevice,
+    RankReport,
+    Request,
+    Resolved,
+    StepPlan,
+)
+from cpu_prefix_cache.request import Answer
+
+GRID = 4
+ATTENTION = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+
+
+def chain(prompt: str) -> list[bytes]:
+    return [prompt[: end + 1].encode() for end in range(len(prompt))]
+
+
+class Shelf:
+    """A pool spoken to in prompts, so that a test reads as a story."""
+
+    def __init__(self, chunks: int, blocks_per_chunk: int = 1) -> None:
+        self.pool = BlockPool(chunks * blocks_per_chunk, blocks_per_chunk=blocks_per_chunk)
+
+    def put(self, prompt: str) -> None:
+        """A request uses what is here of its prompt, and stores the rest."""
+        keys = chain(prompt)
+        have = self.pool.resident_run(keys, 0, len(keys))
+        deepest = self.pool.find(keys[have - 1]) if have else None
+        touch = self.pool.touch(deepest)
+        hold = None if deepest is None else self.pool.pin(deepest)
+        blocks = self.pool.allocate(len(keys) - have)
+        self.pool.commit(blocks, keys[have:], self.pool.root if deepest is None else deepest, touch)
+        if hold is not None:
+            self.pool.unpin(hold)
+        self.pool.check_valid()
+
+    def use(self, prompt: str) -> None:
+        self.pool.touch(self.at(prompt))
+
+    def pin(self, prompt: str) -> Pin:
+        return self.pool.pin(self.at(prompt))
+
+    def withdraw(self, prompt: str) -> None:
+        self.pool.withdraw(self.at(prompt))
+        self.pool.check_valid()
+
+    def at(self, prompt: str) -> int:
+        block = self.pool.find(prompt.encode())
+        assert block is not None, f"{prompt} is not here"
+        return block
+
+    @property
+    def names(self) -> set[str]:
+        keys = (self.pool.key(block) for block in range(self.pool.capacity))
+        return {key.decode() for key in keys if key is not None}
+
+    @property
+    def order(self) -> list[str]:
+        """Who leaves next."""
+        return [self.pool.key(block).decode() for block in self.pool.soonest_evicted()]
+
+
+class Engine:
+    """A cache behind an engine whose device pool is a BlockPool. Nobody copies bytes; plans and reports are real."""
+
+    def __init__(self, mode: str = "eager", device: int = 16, host: int = 16, ranks: int = 1, **options: Any) -> None:
+        self.gpu = BlockPool(device)
+        self.cache = CPUPrefixCache(
+            HybridChunkPlanner([ATTENTION], max_model_len=1_000),
+            PooledDevice(self.gpu),
+            host_blocks=host,
+            offload=mode,
+            ranks=ranks,
+            **options,
+        )
+        self.ranks = range(ranks)
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.slots: dict[str, list[int]] = {}
+        self.pins: dict[str, Pin] = {}
+        self.touches: dict[str, Any] = {}
+
+    # requests
+
+    def asks(self, prompt: str, n0: int = 0, extra: int = 1) -> Answer:
+        return self.cache.lookup(Request("asks", chain(prompt), len(prompt) * GRID + extra), n0, self.now)
+
+    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True) -> int | None:
+        """Admit a request with what the device has of it; load what the host has beyond. The id of the load."""
+        request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra)
+        matched = min(self.gpu.resident_run(request.keys, 0, len(prompt)), (request.num_tokens - 1) // GRID)
+        deepest = self.gpu.find(request.keys[matched - 1]) if matched else None
+        if deepest is not None:
+            self.pins[id] = self.gpu.pin(deepest)
+        self.touches[id] = self.gpu.touch(deepest)
+        path = [] if deepest is None else self.gpu.path(deepest, matched)
+        self.slots[id] = path + self.gpu.allocate(len(prompt) - matched)
+        answer = self.cache.lookup(request, matched * GRID, self.now)
+        boundary = answer.boundary if isinstance(answer, Hit) and load else None
+        self.cache.admit(request, matched * GRID, boundary)
+        if boundary is None:
+            return None
+        return self.cache.load(id, boundary, [self.slots[id][matched : boundary // GRID]], self.now)
+
+    def fills(self, id: str, chunks: int | None = None) -> None:
+        """The device has KV for so many chunks of the request and can find them."""
+        request, slots = self.requests[id], self.slots[id]
+        chunks = len(request.keys) if chunks is None else chunks
+        for at in range(chunks):
+            if self.gpu.key(slots[at]) is None:
+                self.gpu.commit(
+                    [slots[at]], [request.keys[at]], slots[at - 1] if at else self.gpu.root, self.touches[id]
+                )
+                before = self.pins.pop(id, None)
+                self.pins[id] = self.gpu.pin(slots[at])
+                if before is not None:
+                    self.gpu.unpin(before)
+
+    def computes(self, id: str, chunks: int | None = None) -> None:
+        self.fills(id, chunks)
+        self.cache.computed(id, (len(self.requests[id].keys) if chunks is None else chunks) * GRID)
+
+    def ends(self, id: str, chunks: int | None = None) -> None:
+        """The request ends with so many chunks computed: by default, those the device has."""
+        have = sum(self.gpu.key(slot) is not None for slot in self.slots[id])
+        self.cache.finished(id, (have if chunks is None else chunks) * GRID)
+        self.leaves(id)
+
+    def preempts(self, id: str) -> None:
+        self.cache.preempted(id)
+        self.leaves(id)
+
+    def leaves(self, id: str) -> None:
+        self.gpu.abort([slot for slot in self.slots.pop(id) if self.gpu.key(slot) is None])
+        if id in self.pins:
+            self.gpu.unpin(self.pins.pop(id))
+
+    def serves(self, prompt: str) -> None:
+        """A whole request, alone, with all its copies."""
+        self.starts(prompt, prompt)
+        self.copies()
+        self.computes(prompt)
+        self.copies()
+        self.ends(prompt)
+        self.copies()
+
+    # copies
+
+    def steps(self) -> StepPlan:
+        plan = self.cache.step()
+        self.cache.check_valid()
+        return plan
+
+    def reports(self, done: Iterable[int] = (), failed: Iterable[int] = (), rank: int = 0) -> list[Resolved]:
+        resolved = self.cache.report(RankReport(rank, frozenset(done), frozenset(failed)))
+        self.cache.check_valid()
+        return resolved
+
+    def copies(self) -> list[str]:
+        """One step, and all its transfers end well on all ranks. What was copied: the last key of each."""
+        plan = self.steps()
+        moved = [self.transfer(transfer.id).keys[-1].decode() for transfer in plan.transfers]
+        for rank in self.ranks:
+            failed = {transfer.id for transfer in plan.transfers if transfer.failed} | set(plan.cancelled)
+            self.reports({transfer.id for transfer in plan.transfers} - failed, failed, rank)
+        return moved
+
+    def transfer(self, id: int) -> Any:
+        return next(each for each in self.cache._ledger if each.id == id)
+
+    def reserves(self, prompt: str) -> Lease | None:
+        return self.cache.reserve(Request("reserves", chain(prompt), 1_000), len(prompt) * GRID)
+
+    @property
+    def host(self) -> set[str]:
+        keys = (self.cache.pool.key(block) for block in range(self.cache.pool.capacity))
+        return {key.decode() for key in keys if key is not None}
+
+    def device_forgets(self) -> None:
+        """Everything nobody holds is evicted from the device."""
+        self.gpu.abort(self.gpu.allocate(self.gpu.available(self.gpu.capacity)))
+
+    def is_at_rest(self) -> bool:
+        now, gpu = self.cache.statistics(), self.gpu.statistics()
+        idle = now.running == now.storing == now.loading == now.pool.pinned == now.pool.writing == now.pool.retired == 0
+        return idle and gpu.pinned == gpu.writing == gpu.retired == 0

@@ -1,0 +1,291 @@
+"""BlockPool in stories. What any order of events may do is held by property_tests/test_pool_machine.py."""
+
+import pytest
+
+from cpu_prefix_cache import POLICIES, BlockPool, ConfigurationError, MisuseError, PoolExhausted, State
+from tests.story import Shelf, chain
+
+
+def test_who_was_used_longest_ago_leaves_first():
+    shelf = Shelf(3)
+    for prompt in ("a", "b", "c"):
+        shelf.put(prompt)
+    shelf.use("a")
+    shelf.put("d")
+    assert shelf.names == {"a", "c", "d"}
+    assert shelf.order == ["c", "a", "d"]
+
+
+def test_a_prompt_leaves_tail_first():
+    """S7.6, O8.5, L5.37"""
+    shelf = Shelf(4)
+    shelf.put("abc")
+    shelf.put("xy")
+    assert shelf.names == {"a", "ab", "x", "xy"}
+
+
+def test_a_parent_never_leaves_before_its_child():
+    shelf = Shelf(3)
+    shelf.put("a")
+    shelf.put("b")
+    shelf.put("ac")  # the child is young, so its parent is not old
+    assert shelf.order == ["b", "ac", "a"]
+
+
+def test_a_parent_inherits_the_youngest_touch_of_the_children_it_loses():
+    shelf = Shelf(4)
+    shelf.put("a")
+    late = shelf.pool.touch(shelf.at("a"))  # admitted now, stored later
+    shelf.put("x")
+    shelf.pool.commit(shelf.pool.allocate(1), [b"ab"], shelf.at("a"), late)
+    early = shelf.order
+    shelf.use("ab")
+    assert early == ["ab", "a", "x"] and shelf.order == ["x", "ab", "a"]
+    shelf.withdraw("ab")
+    assert shelf.order == ["x", "a"]
+
+
+def test_a_request_is_one_touch_however_long_it_is():
+    """Using "abc" once does not make "a" and "ab" younger than what was used after."""
+    shelf = Shelf(5)
+    shelf.put("abc")
+    shelf.put("x")
+    shelf.put("y")
+    shelf.use("x")
+    assert shelf.order == ["abc", "ab", "a", "y", "x"]
+
+
+def test_chunks_carry_the_touch_of_admission_not_of_landing():
+    """O8.4: the order does not depend on the order in which transfers complete."""
+    pool = BlockPool(4)
+    first, second = pool.touch(None), pool.touch(None)
+    a, b = pool.allocate(2)
+    pool.commit([b], [b"b"], pool.root, second)
+    pool.commit([a], [b"a"], pool.root, first)
+    assert list(pool.soonest_evicted()) == [a, b]
+
+
+def test_a_pinned_chunk_holds_its_whole_prefix():
+    shelf = Shelf(3)
+    shelf.put("abc")
+    held = shelf.pin("abc")
+    with pytest.raises(PoolExhausted) as refusal:
+        shelf.put("x")
+    assert (refusal.value.wanted, refusal.value.available) == (1, 0)
+
+    shelf.pool.unpin(held)
+    shelf.put("xy")
+    assert shelf.names == {"a", "x", "xy"}
+
+
+def test_a_pin_in_the_middle_frees_what_hangs_below():
+    shelf = Shelf(3)
+    shelf.put("abc")
+    shelf.pin("ab")
+    assert shelf.pool.available(3) == 1
+    shelf.put("x")
+    assert shelf.names == {"a", "ab", "x"}
+
+
+def test_unpinning_twice_is_the_callers_mistake():
+    """L5.25, S7.4"""
+    shelf = Shelf(2)
+    shelf.put("a")
+    held, other = shelf.pin("a"), shelf.pin("a")
+    shelf.pool.unpin(held)
+    with pytest.raises(MisuseError, match="released before"):
+        shelf.pool.unpin(held)
+    assert shelf.pool.is_pinned(shelf.at("a"))
+    shelf.pool.unpin(other)
+    assert not shelf.pool.is_pinned(shelf.at("a"))
+
+
+def test_an_allocation_that_cannot_be_met_changes_nothing():
+    """O8.3, L5.36"""
+    shelf = Shelf(4)
+    shelf.put("ab")
+    shelf.put("x")
+    shelf.pin("ab")
+    before = shelf.pool.statistics()
+    with pytest.raises(PoolExhausted) as refusal:
+        shelf.pool.allocate(3)
+    assert refusal.value.available == 2
+    assert shelf.pool.statistics() == before and shelf.names == {"a", "ab", "x"}
+    assert len(shelf.pool.allocate(2)) == 2
+
+
+def test_what_is_being_written_is_found_by_nobody_and_not_evicted():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    assert pool.state(block) is State.WRITING and pool.key(block) is None
+    assert pool.available(2) == 1
+    pool.commit([block], [b"a"], pool.root, pool.touch(None))
+    assert pool.state(block) is State.CACHED and pool.find(b"a") == block
+
+
+def test_a_chunk_is_committed_only_below_a_committed_parent():
+    pool = BlockPool(3)
+    a, b, c = pool.allocate(3)
+    with pytest.raises(MisuseError, match="rule 3"):
+        pool.commit([b], [b"ab"], a, pool.touch(None))
+    pool.commit([a], [b"a"], pool.root, pool.touch(None))
+    pool.commit([b], [b"ab"], a, pool.touch(None))
+    with pytest.raises(MisuseError, match="already holds"):
+        pool.commit([c], [b"ab"], a, pool.touch(None))
+
+
+def test_withdrawing_a_chunk_withdraws_what_hangs_below_it():
+    shelf = Shelf(5)
+    shelf.put("abc")
+    shelf.put("abd")
+    shelf.put("x")
+    shelf.withdraw("ab")
+    assert shelf.names == {"a", "x"}
+    assert shelf.pool.statistics().free == 3
+
+
+def test_a_withdrawn_chunk_keeps_its_bytes_until_its_last_pin_ends():
+    shelf = Shelf(3)
+    shelf.put("ab")
+    block, pin, second = shelf.at("ab"), shelf.pin("ab"), shelf.pin("ab")
+    shelf.withdraw("a")
+    assert shelf.names == set() and shelf.pool.statistics().retired == 2
+    shelf.pool.unpin(pin)
+    assert shelf.pool.state(block) is State.RETIRED and shelf.pool.available(3) == 1
+    shelf.put("a")  # the key is free for new bytes meanwhile
+    shelf.pool.unpin(second)
+    assert shelf.pool.state(block) is State.FREE and shelf.pool.statistics().free == 2
+
+
+def test_reset_takes_all_keys_and_spares_pinned_bytes():
+    shelf = Shelf(4)
+    shelf.put("ab")
+    shelf.put("x")
+    pin = shelf.pin("ab")
+    shelf.pool.reset()
+    shelf.pool.reset()
+    now = shelf.pool.statistics()
+    assert (now.cached, now.retired, now.free) == (0, 2, 2)
+    shelf.pool.unpin(pin)
+    assert shelf.pool.statistics().free == 4
+
+
+def test_a_retired_writer_goes_on_and_ends_with_abort():
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    pool.retire(blocks)
+    assert pool.statistics().retired == 2 and pool.available(1) == 0
+    with pytest.raises(MisuseError, match="cannot be committed"):
+        pool.commit(blocks, chain("ab"), pool.root, pool.touch(None))
+    with pytest.raises(MisuseError, match="cannot be retired"):
+        pool.retire(blocks)
+    pool.abort(blocks)
+    assert pool.statistics().free == 2
+    with pytest.raises(MisuseError, match="cannot be aborted"):
+        pool.abort(blocks)
+
+
+def test_a_pinned_block_that_is_aborted_is_freed_at_unpin():
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    pin = pool.pin(block)
+    pool.abort([block])
+    assert pool.state(block) is State.RETIRED
+    pool.unpin(pin)
+    assert pool.state(block) is State.FREE
+    with pytest.raises(MisuseError, match="free"):
+        pool.pin(block)
+
+
+def test_soonest_evicted_is_what_allocation_takes():
+    shelf = Shelf(6)
+    shelf.put("ab")
+    shelf.put("ac")
+    shelf.put("x")
+    shelf.withdraw("ac")  # "a" keeps the younger touch of "ac", and is not childless
+    for left in (["ab", "a", "x"], ["a", "x"], ["x"]):
+        assert shelf.order == left
+        leaves = shelf.order[0]
+        before = shelf.names
+        shelf.pool.abort(shelf.pool.allocate(shelf.pool.statistics().free + 1))
+        assert before - shelf.names == {leaves}
+
+
+def test_a_pool_grows_and_never_shrinks():
+    pool = BlockPool(6, ready=0)
+    with pytest.raises(PoolExhausted):
+        pool.allocate(1)
+    for asked, ready in ((2, 2), (1, 2), (5, 5), (100, 6)):
+        pool.grow(asked)
+        assert pool.statistics().ready == pool.statistics().free == ready
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_a_chunk_of_several_blocks_comes_and_goes_whole(per_chunk):
+    shelf = Shelf(3, per_chunk)
+    shelf.put("abc")
+    whole = shelf.pool.blocks_of([shelf.at("a"), shelf.at("ab"), shelf.at("abc")])
+    assert sorted(whole) == list(range(3 * per_chunk))
+    shelf.put("x")
+    assert shelf.names == {"a", "ab", "x"}
+    shelf.pool.reset()
+    assert shelf.pool.statistics().free == 3 * per_chunk
+
+
+def test_blocks_of_chunks_that_left_are_dealt_anew():
+    """Of an odd pool, the first block of one chunk may become the second of another, and is then in no state."""
+    pool = BlockPool(9, blocks_per_chunk=2)
+    first, second = pool.allocate(2)
+    pool.commit([second], [b"a"], pool.root, pool.touch(None))
+    pool.abort([first])
+    assert second not in pool.allocate(4)
+    pool.check_valid()
+
+
+def test_a_pool_is_checked_at_the_door():
+    with pytest.raises(ConfigurationError, match="policy must be one of lru"):
+        BlockPool(4, policy="mru")
+    for blocks, per_chunk in ((0, 1), (2, 3), (4, 0)):
+        with pytest.raises(ConfigurationError, match="needs at least"):
+            BlockPool(blocks, blocks_per_chunk=per_chunk)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+class TestEveryPolicy:
+    """What the pool expects of any policy. A new one is added to POLICIES and nowhere else."""
+
+    def test_childless_chunks_leave_first(self, policy):
+        pool = BlockPool(4, policy)
+        pool.commit(pool.allocate(4), chain("abcd"), pool.root, pool.touch(None))
+        for left in (3, 2, 1, 0):
+            pool.abort(pool.allocate(pool.statistics().free + 1))
+            assert pool.resident_run(chain("abcd"), 0, 4) == left
+
+    def test_pinned_chunks_stay(self, policy):
+        pool = BlockPool(3, policy)
+        for key in (b"a", b"b", b"c"):
+            pool.commit(pool.allocate(1), [key], pool.root, pool.touch(None))
+        pin = pool.pin(pool.find(b"a"))
+        pool.abort(pool.allocate(2))
+        assert pool.find(b"a") is not None and pool.available(3) == 2
+        pool.unpin(pin)
+        assert pool.available(3) == 3
+
+    def test_the_question_changes_nothing(self, policy):
+        pool = BlockPool(4, policy)
+        pool.commit(pool.allocate(2), chain("ab"), pool.root, pool.touch(None))
+        pool.commit(pool.allocate(1), [b"x"], pool.root, pool.touch(None))
+        before = pool.statistics()
+        assert list(pool.soonest_evicted()) == list(pool.soonest_evicted())
+        assert pool.statistics() == before
+        pool.check_valid()
+
+    def test_everything_can_leave_after_a_withdrawal(self, policy):
+        pool = BlockPool(3, policy)
+        pool.commit(pool.allocate(3), chain("abc"), pool.root, pool.touch(None))
+        pin = pool.pin(pool.find(b"abc"))
+        pool.withdraw(pool.find(b"ab"))
+        assert pool.available(3) == 0  # "a" stands above bytes that are still needed
+        pool.unpin(pin)
+        assert pool.available(3) == 3 and len(pool.allocate(3)) == 3

@@ -1,0 +1,86 @@
+"""The arrows are a test: data flows one way and imports go the other."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[1] / "src" / "cpu_prefix_cache"
+DECIDES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).parts[0] not in ("memory", "copier"))
+EVERYTHING = sorted(HOME.rglob("*.py"))
+ENGINES = {"connector", "vllm", "sglang", "transformers", "lmcache"}
+MAY_IMPORT = {
+    "errors": set(),
+    "plan": set(),
+    "stats": set(),
+    "request": set(),
+    "groups": {"errors"},
+    "hashing": {"errors"},
+    "forest": {"errors"},
+    "free_runs": {"errors"},
+    "lineage": set(),
+    "planner": {"errors", "groups"},
+    "eviction": {"errors", "forest"},
+    "block_pool": {"errors", "eviction", "forest", "free_runs", "stats"},
+    "coordinator": {"block_pool", "plan", "planner", "groups"},
+    "device": {"block_pool"},
+    "transfers": {"block_pool", "plan"},
+    "stores": {"coordinator", "device", "plan", "transfers"},
+    "offload": {"block_pool", "device", "lineage", "stores", "transfers"},
+    "prefix_cache": {
+        *("block_pool", "coordinator", "device", "errors", "offload"),
+        *("plan", "planner", "request", "stats", "stores", "transfers"),
+    },
+}
+
+
+def imports(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            yield node.module
+
+
+def room(file):
+    return file.relative_to(HOME).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("file", [file for file in DECIDES if room(file) in MAY_IMPORT], ids=lambda file: file.stem)
+def test_imports_point_one_way(file):
+    ours = {name.split(".")[1] for name in imports(file) if name.startswith("cpu_prefix_cache.")}
+    assert ours - {room(file)} <= MAY_IMPORT[room(file)]
+
+
+def test_the_table_has_no_circle_and_lists_every_room():
+    assert {room(file) for file in DECIDES} - {"__init__"} - set(MAY_IMPORT) <= {"replay", "tiers"}
+    seen = set()
+    while len(seen) < len(MAY_IMPORT):
+        free = {each for each, below in MAY_IMPORT.items() if each not in seen and below <= seen}
+        assert free, f"a circle among {set(MAY_IMPORT) - seen}"
+        seen |= free
+
+
+@pytest.mark.parametrize("file", DECIDES, ids=lambda file: file.stem)
+def test_what_decides_knows_no_torch(file):
+    assert not {name.split(".")[0] for name in imports(file)} & {"torch", "triton", "numpy"}
+
+
+@pytest.mark.parametrize("file", EVERYTHING, ids=lambda file: str(file.relative_to(HOME)))
+def test_the_library_knows_no_engine(file):
+    assert not {name.split(".")[0] for name in imports(file)} & ENGINES
+
+
+def test_importing_the_library_imports_no_torch():
+    program = "import sys, cpu_prefix_cache; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(HOME.parent), "PATH": ""},
+    )
+    assert found.stdout.strip() == "[]"

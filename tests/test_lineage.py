@@ -1,0 +1,70 @@
+"""Parents are remembered for as long as the device has the chunk, and what is lost is counted."""
+
+import pytest
+
+from cpu_prefix_cache.lineage import Lineage
+from tests.story import chain
+
+
+class Family:
+    """A lineage beside a device and a host that are sets of keys."""
+
+    def __init__(self):
+        self.device, self.host = set(), set()
+        self.lineage = Lineage(self.device.__contains__, self.host.__contains__)
+
+    def hears(self, prompt, start=0):
+        self.device.update(chain(prompt))
+        self.lineage.add(chain(prompt), start, len(prompt))
+
+
+def test_every_chunk_knows_the_one_above_it():
+    family = Family()
+    family.hears("abc")
+    assert family.lineage.parent(b"a") is None
+    assert family.lineage.parent(b"abc") == b"ab"
+    with pytest.raises(KeyError):
+        family.lineage.parent(b"x")
+
+
+def test_chunks_heard_of_twice_are_remembered_once():
+    family = Family()
+    family.hears("ab")
+    family.hears("abc", start=1)
+    assert len(family.lineage) == 3
+
+
+def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
+    family = Family()
+    family.hears("abc")
+    family.lineage.saved(b"a")
+    family.host.add(b"a")
+    family.device.clear()
+    family.hears("wxyz")
+    assert b"abc" not in family.lineage and b"wxyz" in family.lineage
+    assert family.lineage.lost == 2  # "a" was saved
+
+
+def test_it_holds_at_most_twice_what_the_device_does():
+    family = Family()
+    for number in range(300):
+        family.device.clear()
+        family.hears(chr(200 + number) * 10)
+    assert len(family.lineage) <= 2 * 10
+
+
+def test_what_the_device_keeps_is_never_forgotten():
+    family = Family()
+    family.hears("abc")
+    for number in range(100):
+        family.hears(chr(200 + number) * 3)
+    assert family.lineage.parent(b"abc") == b"ab"
+
+
+def test_clearing_forgets_without_counting():
+    family = Family()
+    family.hears("abc")
+    family.lineage.clear()
+    family.device.clear()
+    family.hears("x")
+    assert len(family.lineage) == 1 and family.lineage.lost == 0

@@ -1,0 +1,283 @@
+"""What is stored, and when, in both modes."""
+
+from itertools import islice
+
+import pytest
+
+from cpu_prefix_cache import (
+    CPUPrefixCache,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    Miss,
+    RankReport,
+    Request,
+)
+from property_tests.engines import QueueSlots
+from tests.story import GRID, Engine, chain
+
+# Eager
+
+
+def test_eager_stores_a_chunk_once_its_tokens_are_confirmed():
+    engine = Engine("eager")
+    engine.starts("r", "abc")
+    engine.fills("r", 3)  # a key may exist before its bytes (rule 12, S7.9)
+    assert engine.copies() == []
+    engine.cache.computed("r", 2 * GRID + 1)
+    assert engine.copies() == ["ab"]
+    engine.cache.computed("r", 3 * GRID)
+    assert engine.copies() == ["abc"]
+    assert engine.host == {"a", "ab", "abc"}
+
+
+def test_eager_stores_the_last_step_when_the_request_ends():
+    """The peer loses it: a one-step prefill of 8,192 tokens hits 0 afterwards (S7.11)."""
+    engine = Engine("eager")
+    engine.starts("r", "abc")
+    engine.fills("r", 3)
+    engine.ends("r", 3)
+    assert engine.copies() == ["abc"]
+    assert engine.asks("abc") == Hit(3 * GRID)
+
+
+def test_a_prefix_of_two_requests_is_stored_once():
+    """S7.8, L5.18"""
+    engine = Engine("eager")
+    engine.starts("one", "ab")
+    engine.computes("one")
+    plan = engine.steps()
+    engine.starts("two", "abc")
+    engine.computes("two")
+    (follower,) = engine.steps().transfers
+    assert [key.decode() for key in engine.transfer(follower.id).keys] == ["abc"]
+    engine.reports([plan.transfers[0].id, follower.id])
+    assert engine.host == {"a", "ab", "abc"}
+
+
+def test_a_hole_in_a_running_request_is_mended():
+    """S7.15: the host evicts the tail of a request that runs; its next chunk brings it back."""
+    engine = Engine("eager", host=4)
+    engine.starts("r", "abcd")
+    engine.computes("r", 3)
+    engine.copies()
+    engine.serves("x")
+    engine.serves("y")
+    assert "abc" not in engine.host and "ab" in engine.host
+    engine.computes("r", 4)
+    engine.copies()
+    assert {"a", "ab", "abc", "abcd"} == engine.host
+
+
+def test_a_prompt_longer_than_the_host_is_cut():
+    """O8.10, L5.38: a prefix without a hole, and its own chunks are not evicted for it (S7.14)."""
+    engine = Engine("eager", host=3)
+    engine.serves("abcde")
+    assert engine.host == {"a", "ab", "abc"}
+    assert engine.cache.statistics().chunks_not_stored > 0
+    assert engine.asks("abcde") == Hit(3 * GRID)
+
+
+def test_a_full_host_stores_later():
+    """S7.14"""
+    engine = Engine("eager", host=2)
+    engine.serves("xy")
+    lease = engine.reserves("xy")
+    engine.starts("r", "abc")
+    engine.computes("r", 1)
+    assert engine.copies() == []
+    engine.cache.release(lease)
+    engine.computes("r", 2)
+    assert engine.copies() == ["ab"]
+
+
+def test_what_eager_stores_is_held_until_the_copy_has_ended():
+    """S7.1, L5.17"""
+    engine = Engine("eager")
+    engine.starts("r", "ab")
+    engine.computes("r")
+    engine.ends("r")
+    (transfer,) = engine.steps().transfers
+    engine.device_forgets()
+    assert engine.gpu.find(b"ab") is not None
+    engine.reports([transfer.id])
+    engine.device_forgets()
+    assert engine.gpu.find(b"a") is None and engine.is_at_rest()
+
+
+# Lazy
+
+
+def lazy(**options):
+    return Engine("lazy", **{"device": 8, "max_step_tokens": 2 * GRID, **options})
+
+
+def test_lazy_leaves_alone_what_the_device_keeps():
+    engine = Engine("lazy", device=64, max_step_tokens=GRID)
+    engine.starts("r", "abc")
+    engine.computes("r")
+    for _ in range(5):
+        assert engine.copies() == []
+    engine.ends("r")
+    for _ in range(3):
+        engine.copies()
+    assert engine.host == {"a", "ab", "abc"}  # the horizon is two chunks: "abc" and "ab", and "a" is missing above them
+
+
+def test_lazy_stores_what_the_device_evicts_next_and_its_ancestors_first():
+    engine = lazy(max_step_tokens=4 * GRID)
+    engine.serves("ab")
+    engine.serves("xyz")
+    assert {"a", "ab"} <= engine.host
+
+
+def test_a_hot_common_prefix_reaches_the_host():
+    """L5.19: it is never evicted from the device, and is stored as the missing ancestor of what is."""
+    engine = lazy()
+    engine.starts("hot", "ab")
+    engine.computes("hot")
+    for tail in "cdefgh":
+        engine.serves("ab" + tail)
+    assert {"a", "ab"} <= engine.host
+    engine.device_forgets()
+    assert engine.gpu.find(b"ab") is not None  # still there: "hot" runs
+
+
+def test_a_step_stores_no_more_than_its_budget_and_no_child_without_its_parent():
+    engine = Engine("lazy", device=8, max_step_tokens=4 * GRID, store_bytes_per_step=200)
+    engine.starts("r", "abcdef")
+    engine.computes("r")
+    engine.ends("r")
+    stored = []
+    for _ in range(6):
+        before = engine.host
+        engine.copies()
+        stored.append(len(engine.host - before))
+        assert engine.host == {"abcdef"[: end + 1] for end in range(len(engine.host))}
+    assert max(stored) == 2 and sum(stored) == 6
+
+
+def test_what_moves_counts_as_covered_and_is_held():
+    """S7.1, S7.29: nothing is planned twice, and the device does not reuse what is being read."""
+    engine = lazy()
+    engine.starts("r", "ab")
+    engine.computes("r")
+    engine.ends("r")
+    (transfer,) = engine.steps().transfers
+    assert engine.steps().transfers == ()
+    engine.device_forgets()
+    assert engine.gpu.find(b"ab") is not None
+    engine.reports([transfer.id])
+    engine.device_forgets()
+    assert engine.gpu.find(b"ab") is None and engine.host == {"a", "ab"}
+
+
+def test_what_leaves_unsaved_is_counted():
+    engine = lazy()
+    engine.starts("r", "abc")
+    engine.computes("r")
+    engine.ends("r")
+    engine.device_forgets()  # more at once than any horizon holds
+    for prompt in ("wxyz", "klmn"):
+        engine.serves(prompt)
+    assert engine.cache.statistics().lost_before_store == 3
+
+
+def test_what_was_never_confirmed_is_not_stored():
+    """S7.9: keys alone prove nothing."""
+    engine = lazy()
+    engine.starts("r", "ab")
+    engine.fills("r")
+    engine.ends("r", 0)
+    assert engine.copies() == [] and engine.host == set()
+
+
+def test_what_was_admitted_is_not_yet_computed():
+    engine = lazy()
+    engine.starts("r", "abc")
+    engine.fills("r", 3)
+    engine.cache.computed("r", GRID)
+    engine.leaves("r")
+    engine.copies()
+    engine.copies()
+    assert engine.host <= {"a"}
+
+
+def test_a_chunk_used_again_stays_known_to_the_walk():
+    """S7.47: used again and released, it waits at the far end, and what lies between is still looked at."""
+    engine = Engine("lazy", device=12, max_step_tokens=3 * GRID)
+    for prompt in ("a", "b", "c", "d"):
+        engine.serves(prompt)
+    for prompt in ("a", "efg", "b", "hij", "a", "klm", "nop"):
+        engine.serves(prompt)
+        waiting = [engine.gpu.key(block).decode() for block in islice(engine.gpu.soonest_evicted(), 4)]
+        engine.copies()
+        assert set(waiting) <= engine.host
+
+
+def test_lazy_goes_on_while_a_request_runs_below_what_waits():
+    """A chunk above a pinned one leaves the order without being pinned itself; the walk must not stop there."""
+    engine = Engine("lazy", device=12, max_step_tokens=2 * GRID)
+    engine.serves("ab")
+    engine.starts("r", "abc")
+    engine.computes("r")
+    for prompt in ("k", "l", "m", "n"):
+        engine.serves(prompt)
+    engine.copies()
+    assert {"k", "l"} <= engine.host
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_was_about_to_leave_goes_back_to_the_front(width):
+    """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
+    device = QueueSlots(8, width)
+    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
+    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
+    cache = CPUPrefixCache(planner, device, host_blocks=8, max_step_tokens=2 * GRID)
+    for id, prompt in (("r", "ab"), ("s", "xyz")):
+        holding = device.take(chain(prompt), 0, len(prompt))
+        device.publish(holding, chain(prompt), len(prompt))
+        cache.admit(Request(id, chain(prompt), 100), 0)
+        cache.computed(id, len(prompt) * GRID)
+        cache.finished(id, len(prompt) * GRID)
+        device.let_go(holding)
+    before = list(device.soonest_evicted(None))
+    assert [key for _, key in before] == [b"ab", b"a", b"xyz", b"xy", b"x"]
+    (transfer,) = cache.step().transfers
+    assert [key for _, key in device.soonest_evicted(None)] == [b"xyz", b"xy", b"x"]
+    cache.report(RankReport(0, frozenset([transfer.id])))
+    assert list(device.soonest_evicted(None)) == before
+    assert all(kept == "front" for kept in device.released_as)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_preemption_stores_what_was_computed(mode):
+    """S7.16, O8.22"""
+    engine = Engine(mode, device=64, max_step_tokens=GRID)
+    engine.starts("r", "abc")
+    engine.computes("r", 2)
+    engine.preempts("r")
+    assert engine.copies() == ["ab"]
+    engine.device_forgets()
+    assert engine.starts("r", "abcd") is not None  # the same id comes back, with a longer prompt
+    engine.copies()
+    engine.computes("r", 4)
+    engine.ends("r")
+    engine.copies()
+    engine.copies()
+    assert engine.asks("abc") != Miss()
+    assert engine.is_at_rest()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_an_aborted_request_stores_only_what_was_computed(mode):
+    """O8.31"""
+    engine = Engine(mode)
+    engine.starts("r", "abcd")
+    engine.computes("r", 2)
+    engine.ends("r", 2)
+    for _ in range(3):
+        engine.copies()
+    assert engine.host <= {"a", "ab"}
+    assert engine.is_at_rest()

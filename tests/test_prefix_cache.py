@@ -1,0 +1,593 @@
+"""CPUPrefixCache, event by event. Any order of events is held by property_tests/test_prefix_cache_machine.py."""
+
+import pytest
+
+from cpu_prefix_cache import (
+    BlockPool,
+    ConfigurationError,
+    CPUPrefixCache,
+    Direction,
+    Hit,
+    HybridChunkPlanner,
+    Miss,
+    MisuseError,
+    Pending,
+    PooledDevice,
+    RankReport,
+    Request,
+    Resolved,
+)
+from property_tests.engines import QueueSlots
+from tests.story import ATTENTION, GRID, Engine, chain
+
+
+@pytest.fixture
+def engine():
+    return Engine("eager")
+
+
+def on_host_only(prompt, **options):
+    """An engine whose host has a prompt that its device has not."""
+    engine = Engine("eager", **options)
+    engine.serves(prompt)
+    engine.device_forgets()
+    return engine
+
+
+# lookup
+
+
+@pytest.mark.parametrize(("tokens", "boundary"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (99, 12)])
+def test_a_hit_leaves_a_token_to_compute(tokens, boundary):
+    """S7.27, O8.11, L5.6"""
+    engine = on_host_only("abc")
+    answer = engine.cache.lookup(Request("r", chain("abc"), tokens), 0, 0.0)
+    assert answer == (Hit(boundary) if boundary else Miss())
+
+
+def test_what_the_device_has_is_not_looked_for():
+    """O8.26, S7.28"""
+    engine = on_host_only("abc")
+    assert engine.asks("abcd", n0=GRID) == Hit(3 * GRID)
+    assert engine.asks("abcd", n0=3 * GRID) == Miss()
+    assert engine.asks("abcd", n0=4 * GRID) == Miss()
+
+
+def test_off_the_grid_the_answer_is_nothing():
+    """L5.10, rule 10"""
+    engine = on_host_only("abc")
+    assert engine.asks("abc", n0=GRID + 1) == Miss()
+    engine.cache.admit(Request("r", chain("abc"), 13), n0=GRID + 1)
+    with pytest.raises(MisuseError, match="rule 6"):
+        engine.cache.load("r", 2 * GRID, [[0]], 0.0)
+
+
+def test_an_empty_prompt_and_one_shorter_than_a_chunk_are_misses(engine):
+    """L5.12"""
+    engine.serves("a")
+    assert engine.cache.lookup(Request("r", [], 0), 0, 0.0) == Miss()
+    assert engine.cache.lookup(Request("r", [], GRID - 1), 0, 0.0) == Miss()
+
+
+def test_a_second_request_waits_for_the_first_and_then_loads_its_own_copy():
+    """S7.26, S7.29, L5.26"""
+    engine = on_host_only("abc")
+    engine.starts("first", "abc")
+    answer = engine.asks("abc")
+    assert isinstance(answer, Pending)
+    engine.now = answer.deadline
+    assert engine.asks("abc") == Hit(3 * GRID)
+    assert engine.asks("abc", n0=GRID) == Hit(3 * GRID) or engine.now >= answer.deadline
+    second = engine.starts("second", "abc")
+    plan = engine.steps()
+    assert [transfer.direction for transfer in plan.transfers] == [Direction.LOAD] * 2
+    engine.reports([transfer.id for transfer in plan.transfers])
+    assert engine.cache.statistics().chunks_loaded == 6 and second == plan.transfers[1].id
+
+
+def test_nobody_waits_for_a_load_that_ended():
+    engine = on_host_only("ab")
+    engine.starts("first", "ab")
+    assert isinstance(engine.asks("ab"), Pending)
+    engine.copies()
+    assert engine.asks("ab") == Hit(2 * GRID)
+
+
+# load
+
+
+def test_a_load_pairs_host_chunks_with_their_destinations():
+    engine = on_host_only("abc")
+    id = engine.starts("r", "abcd")
+    (plan,) = engine.steps().transfers
+    host = tuple(engine.cache.pool.find(key) for key in chain("abc"))
+    assert plan.id == id and plan.copies[0].host_blocks == host
+    assert plan.copies[0].device_blocks == tuple(engine.slots["r"][:3])
+    assert engine.reports([id]) == [Resolved(id, Direction.LOAD, "r", True)]
+
+
+def test_only_what_the_device_lacks_is_loaded():
+    """L5.9"""
+    engine = on_host_only("abc")
+    engine.starts("short", "a", load=False)
+    engine.computes("short")
+    engine.starts("r", "abc")
+    (plan,) = engine.steps().transfers
+    assert plan.copies[0].host_blocks == tuple(engine.cache.pool.find(key) for key in chain("abc")[1:])
+
+
+def test_bad_destinations_are_refused_before_anything_is_pinned():
+    """S7.19, L5.32, rule 7"""
+    engine = on_host_only("abc")
+    engine.starts("r", "abc", load=False)
+    slots = engine.slots["r"]
+    for bad in ([], [slots[:2]], [[*slots, 9]], [slots[:2] + slots[:1]], [slots, slots]):
+        with pytest.raises(MisuseError, match="destination"):
+            engine.cache.load("r", 3 * GRID, bad, 0.0)
+    assert engine.cache.statistics().pool.pinned == 0
+    engine.cache.load("r", 3 * GRID, [slots], 0.0)
+
+
+def test_the_null_block_is_no_destination():
+    """S7.4, O8.24"""
+    device = QueueSlots(4)
+    cache = CPUPrefixCache(HybridChunkPlanner([ATTENTION], max_model_len=100), device, host_blocks=4, offload="eager")
+    cache.pool.commit(cache.pool.allocate(2), chain("ab"), cache.pool.root, cache.pool.touch(None))
+    cache.admit(Request("r", chain("ab"), 9), 0, 2 * GRID)
+    with pytest.raises(MisuseError, match="null"):
+        cache.load("r", 2 * GRID, [[1, 0]], 0.0)
+    assert cache.load("r", 2 * GRID, [[1, 2]], 0.0) == 0
+
+
+def test_a_load_is_refused_when_it_makes_no_sense():
+    engine = on_host_only("abc")
+    engine.starts("r", "abc", load=False)
+    slots = engine.slots["r"]
+    for boundary in (0, GRID + 1, 4 * GRID):
+        with pytest.raises(MisuseError, match="rule 6"):
+            engine.cache.load("r", boundary, [slots], 0.0)
+    with pytest.raises(MisuseError, match="not admitted"):
+        engine.cache.load("stranger", GRID, [slots[:1]], 0.0)
+    engine.cache.load("r", GRID, [slots[:1]], 0.0)
+    with pytest.raises(MisuseError, match="loading already"):
+        engine.cache.load("r", GRID, [slots[:1]], 0.0)
+
+
+def test_a_load_whose_source_is_gone_fails_like_any_other():
+    """S7.2, rule 7: no plan has a missing source, and the failure comes back from the ranks."""
+    engine = on_host_only("abc")
+    request = Request("r", chain("abc"), 13)
+    assert engine.cache.lookup(request, 0, 0.0) == Hit(3 * GRID)
+    engine.cache.pool.withdraw(engine.cache.pool.find(b"abc"))
+    blocks = engine.gpu.allocate(3)
+    engine.cache.admit(request, 0, 3 * GRID)
+    id = engine.cache.load("r", 3 * GRID, [blocks], 0.0)
+    (plan,) = engine.steps().transfers
+    assert plan.failed and plan.copies == () and plan.num_bytes == 0
+    assert engine.reports(failed=[id]) == [Resolved(id, Direction.LOAD, "r", False)]
+    assert engine.host == {"a", "ab"}  # what is still there is as good as before
+
+
+def test_the_source_of_a_load_stays_until_the_copy_has_ended():
+    """S7.2"""
+    engine = on_host_only("abc", host=3)
+    id = engine.starts("r", "abc")
+    engine.steps()
+    engine.starts("other", "xyz")
+    engine.computes("other")
+    assert engine.steps().transfers == ()  # no room: all of the host is being read
+    assert engine.host == {"a", "ab", "abc"}
+    engine.reports([id])
+    engine.ends("other")
+    engine.copies()
+    assert engine.host == {"x", "xy", "xyz"}
+
+
+def test_the_destinations_of_a_load_are_held_until_the_copy_has_ended():
+    """S7.13, L5.24: an aborted request does not free what is still written to."""
+    engine = on_host_only("abc")
+    id = engine.starts("r", "abc")
+    slots = engine.slots["r"]
+    engine.steps()
+    engine.ends("r", 3)
+    assert all(engine.gpu.is_pinned(slot) for slot in slots)
+    engine.reports([id])
+    assert not any(engine.gpu.is_pinned(slot) for slot in slots) and engine.is_at_rest()
+
+
+def test_a_failed_load_is_withdrawn_so_that_nothing_loops():
+    """S7.24, O8.35, L5.20"""
+    engine = on_host_only("abc")
+    engine.serves("x")
+    id = engine.starts("r", "abc")
+    engine.steps()
+    assert engine.reports(failed=[id]) == [Resolved(id, Direction.LOAD, "r", False)]
+    assert engine.asks("abc") == Miss() and engine.host == {"x"}
+    engine.computes("r")
+    engine.copies()
+    assert engine.asks("abc") == Hit(3 * GRID)  # recomputed, and stored again (L5.14)
+
+
+def test_a_store_below_a_withdrawn_prefix_meets_no_second_store():
+    """The load of "ab" fails while "abc" is being stored: "abc" is stored anew, with its parents, and only once."""
+    engine = on_host_only("ab")
+    first = engine.starts("first", "ab")
+    engine.steps()
+    engine.now = 1.0
+    second = engine.starts("second", "abc")
+    engine.steps()
+    engine.reports([second])
+    engine.computes("second")
+    (below,) = engine.steps().transfers
+    engine.reports(failed=[first])
+    engine.ends("second")
+    (anew,) = engine.steps().transfers
+    engine.reports([anew.id])
+    engine.reports([below.id])
+    assert engine.host == {"a", "ab", "abc"}
+    engine.ends("first", 0)
+    assert engine.is_at_rest()
+
+
+def test_while_a_request_loads_nothing_of_it_counts_as_computed():
+    """S7.13: an engine counts loaded tokens before they are there."""
+    engine = on_host_only("ab")
+    id = engine.starts("r", "abc")
+    engine.steps()
+    engine.fills("r", 3)  # the engine has written down the keys already
+    engine.cache.computed("r", 3 * GRID)
+    engine.cache.finished("r", 3 * GRID)
+    assert engine.steps().transfers == ()
+    engine.reports(failed=[id])
+    engine.leaves("r")
+    assert engine.copies() == [] and engine.host == set()
+
+
+def test_a_request_that_comes_back_while_its_old_load_moves_is_a_new_one():
+    """S7.16, O8.22, L5.15"""
+    engine = on_host_only("ab")
+    old = engine.starts("r", "ab")
+    engine.steps()
+    engine.preempts("r")
+    engine.now = 1.0
+    new = engine.starts("r", "ab")
+    engine.steps()
+    engine.reports([old])
+    with pytest.raises(MisuseError, match="loading already"):
+        engine.cache.load("r", 2 * GRID, [engine.slots["r"]], 0.0)
+    engine.reports([new])
+    engine.computes("r")
+    engine.ends("r")
+    engine.copies()
+    assert engine.is_at_rest()
+
+
+# admission and computing
+
+
+def test_admitting_twice_changes_nothing(engine):
+    """S7.20"""
+    engine.starts("r", "ab")
+    engine.computes("r")
+    engine.cache.admit(engine.requests["r"], 0)
+    assert engine.cache.statistics().running == 1
+    assert engine.copies() == ["ab"]
+
+
+def test_a_request_is_one_use_at_admission_whatever_lands_later():
+    """Rule 3: nothing is ranked anew at completion or finish."""
+    engine = Engine("eager", host=4)
+    engine.starts("early", "ab")
+    engine.starts("late", "xy")
+    engine.computes("late")
+    engine.copies()
+    engine.computes("early")
+    engine.copies()
+    engine.ends("late")
+    engine.ends("early")
+    engine.serves("k")
+    assert engine.host == {"a", "x", "xy", "k"}
+
+
+def test_a_load_is_no_second_use():
+    engine = on_host_only("ab", host=4)
+    engine.starts("loads", "ab")
+    engine.serves("xy")
+    engine.copies()
+    engine.ends("loads", 0)
+    engine.serves("k")
+    assert engine.host == {"a", "x", "xy", "k"}
+
+
+def test_strangers_are_ignored(engine):
+    engine.cache.computed("stranger", 100)
+    engine.cache.preempted("stranger")
+    engine.cache.finished("stranger", 100)
+    assert engine.steps().transfers == () and engine.is_at_rest()
+
+
+def test_a_decoding_request_is_due_when_it_can_cross_a_boundary(engine):
+    engine.starts("r", "ab")
+    engine.computes("r", 2)  # 8 of 9 tokens: still in prefill
+    engine.steps()
+    assert engine.cache.due() == ["r"]
+    engine.cache.computed("r", 9)
+    due = []
+    for tokens in range(10, 18):
+        engine.steps()
+        due.append(engine.cache.due())
+        for id in engine.cache.due():
+            engine.cache.computed(id, tokens)
+    assert due == [[], [], ["r"], [], [], [], ["r"], []]
+
+
+def test_a_request_that_comes_back_at_once_is_due_once(engine):
+    """S7.16: preempted and resumed in the same step."""
+    engine.starts("r", "ab")
+    engine.preempts("r")
+    engine.starts("r", "ab")
+    engine.steps()
+    assert engine.cache.due() == ["r"]
+
+
+# stores and how they land
+
+
+def test_a_store_that_lands_before_its_parents_waits_for_it(engine):
+    """Rule 3, L5.49"""
+    engine.starts("r", "abc")
+    ids = []
+    for chunks in (1, 2, 3):
+        engine.computes("r", chunks)
+        ids += [transfer.id for transfer in engine.steps().transfers]
+    engine.reports([ids[2]])
+    engine.reports([ids[1]])
+    assert engine.host == set()
+    engine.reports([ids[0]])
+    assert engine.host == {"a", "ab", "abc"}
+    engine.ends("r")
+    assert engine.is_at_rest()
+
+
+def test_one_report_may_bring_a_whole_chain(engine):
+    engine.starts("r", "abc")
+    ids = []
+    for chunks in (1, 2, 3):
+        engine.computes("r", chunks)
+        ids += [transfer.id for transfer in engine.steps().transfers]
+    assert [each.id for each in engine.reports(ids)] == ids
+    assert engine.host == {"a", "ab", "abc"}
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_what_follows_a_failed_store_fails_with_it(engine, landed):
+    engine.starts("r", "ab")
+    ids = []
+    for chunks in (1, 2):
+        engine.computes("r", chunks)
+        ids += [transfer.id for transfer in engine.steps().transfers]
+    if landed:
+        engine.reports([ids[1]])
+    engine.reports(failed=[ids[0]])
+    engine.reports([ids[1]])
+    assert engine.host == set() and engine.cache.statistics().pool.free == 16
+    engine.ends("r")
+    assert engine.copies() == ["ab"]  # and the end of the request tries again
+    assert engine.is_at_rest()
+
+
+def test_the_keys_of_a_store_are_those_of_its_planning(engine):
+    """S7.10, rule 14: the engine's list may change while the bytes move."""
+    keys = chain("ab")
+    engine.starts("r", "ab")
+    engine.requests["r"] = Request("r", keys, 9)
+    engine.cache.finished("r", 0)
+    engine.cache.admit(engine.requests["r"], 0)
+    engine.computes("r")
+    (plan,) = engine.steps().transfers
+    keys[1] = b"other"
+    engine.reports([plan.id])
+    assert engine.host == {"a", "ab"}
+
+
+def test_two_ranks_must_both_have_copied():
+    """S7.7, O8.25, L5.27"""
+    engine = Engine("eager", ranks=2)
+    engine.starts("r", "ab")
+    engine.computes("r")
+    (plan,) = engine.steps().transfers
+    assert engine.reports([plan.id], rank=1) == engine.reports([plan.id], rank=1) == []
+    assert engine.host == set()
+    assert engine.reports([plan.id], rank=0) == [Resolved(plan.id, Direction.STORE, None, True)]
+    assert engine.host == {"a", "ab"}
+    assert engine.reports([plan.id], rank=0) == []
+    with pytest.raises(MisuseError, match="rank 2"):
+        engine.reports([], rank=2)
+
+
+def test_one_rank_that_fails_fails_the_load_for_all():
+    """L5.30"""
+    engine = on_host_only("ab", ranks=2)
+    id = engine.starts("r", "ab")
+    engine.steps()
+    engine.reports([id], rank=0)
+    assert engine.reports(failed=[id], rank=1) == [Resolved(id, Direction.LOAD, "r", False)]
+    assert engine.host == set()
+
+
+def test_a_store_that_read_a_bad_block_registers_nothing(engine):
+    """Rule 14: nor does what hangs below it; what does not, does."""
+    engine.starts("r", "ab")
+    ids = []
+    for chunks in (1, 2):
+        engine.computes("r", chunks)
+        ids += [transfer.id for transfer in engine.steps().transfers]
+    engine.starts("x", "x")
+    engine.computes("x")
+    ids += [transfer.id for transfer in engine.steps().transfers]
+    engine.cache.invalidated([engine.slots["r"][0]])
+    engine.reports(ids)
+    assert engine.host == {"x"}
+
+
+def test_bad_blocks_of_nobody_change_nothing(engine):
+    engine.starts("r", "a")
+    engine.computes("r")
+    (plan,) = engine.steps().transfers
+    engine.cache.invalidated([15])
+    engine.reports([plan.id])
+    assert engine.host == {"a"}
+
+
+# reset
+
+
+def test_after_a_reset_nothing_old_is_found_and_nothing_in_flight_registers():
+    """S7.40, O8.25"""
+    engine = on_host_only("ab")
+    load = engine.starts("loads", "ab")
+    engine.starts("stores", "xy")
+    engine.computes("stores")
+    (_, store) = engine.steps().transfers
+    engine.cache.reset()
+    assert engine.host == set() and engine.cache.epoch == 1 and engine.asks("ab") == Miss()
+    plan = engine.steps()
+    assert plan.cancelled == (load,) and plan.epoch == 1
+    assert engine.steps().cancelled == ()
+    assert engine.reports([load, store.id]) == [
+        Resolved(load, Direction.LOAD, "loads", False),
+        Resolved(store.id, Direction.STORE, None, False),
+    ]
+    assert engine.host == set()
+    engine.ends("loads", 0)
+    engine.ends("stores", 0)
+    assert engine.is_at_rest()
+
+
+def test_a_load_that_was_not_sent_yet_is_sent_and_cancelled():
+    """S7.41: so that it comes back from the ranks like any other."""
+    engine = on_host_only("ab")
+    load = engine.starts("r", "ab")
+    engine.cache.reset()
+    plan = engine.steps()
+    assert [transfer.id for transfer in plan.transfers] == list(plan.cancelled) == [load]
+    assert engine.reports(failed=[load])[0].ok is False
+
+
+def test_a_cancelled_load_takes_nothing_of_the_new_epoch_with_it():
+    engine = on_host_only("ab")
+    load = engine.starts("r", "ab")
+    engine.steps()
+    engine.cache.reset()
+    engine.gpu.reset()
+    engine.serves("ab")
+    assert engine.host == {"a", "ab"}
+    engine.reports(failed=[load])
+    assert engine.host == {"a", "ab"}
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_requests_from_before_a_reset_store_no_more(mode):
+    """S7.17 departs from this on purpose: what such a request computes continues from KV of the old epoch."""
+    engine = Engine(mode, device=4, max_step_tokens=2 * GRID)
+    engine.starts("old", "abc")
+    engine.computes("old", 1)
+    engine.cache.reset()
+    engine.computes("old", 2)
+    engine.steps()
+    engine.cache.due()
+    engine.computes("old", 3)
+    engine.ends("old", 3)
+    assert engine.copies() == engine.copies() == [] and engine.host == set()
+
+    engine.starts("preempted", "xy")
+    engine.computes("preempted")
+    engine.cache.reset()
+    engine.preempts("preempted")
+    assert engine.copies() == [] and engine.is_at_rest()
+
+
+def test_a_reset_of_a_reset_does_no_harm(engine):
+    engine.serves("ab")
+    engine.cache.reset()
+    engine.cache.reset()
+    engine.gpu.reset()
+    assert engine.cache.epoch == 2
+    engine.serves("ab")
+    assert engine.host == {"a", "ab"}
+
+
+# leases, size, configuration
+
+
+def test_a_reserved_prefix_stays_until_it_is_released_exactly_once():
+    """L5.25, L5.39"""
+    engine = on_host_only("ab", host=2)
+    lease = engine.reserves("ab")
+    engine.serves("xy")
+    assert engine.host == {"a", "ab"} and lease.boundary == 2 * GRID
+    engine.cache.release(lease)
+    with pytest.raises(MisuseError, match="released before"):
+        engine.cache.release(lease)
+    engine.serves("xy")
+    engine.serves("xyz")
+    assert "ab" not in engine.host
+
+
+def test_what_is_not_all_there_cannot_be_reserved():
+    engine = on_host_only("ab")
+    assert engine.reserves("abc") is None and engine.reserves("") is None
+
+
+def test_the_host_is_used_as_far_as_every_rank_has_prepared_it():
+    """S7.46"""
+    engine = Engine("eager", host=8, ranks=2, ready_blocks=0)
+    engine.serves("ab")
+    assert engine.host == set()
+    engine.cache.report(RankReport(0, ready_blocks=8))
+    assert engine.cache.statistics().pool.ready == 0
+    engine.cache.report(RankReport(1, ready_blocks=1))
+    assert engine.cache.statistics().pool.ready == 1
+    engine.serves("ab")
+    assert engine.host == {"a"}
+    engine.cache.report(RankReport(1, ready_blocks=99))
+    assert engine.cache.statistics().pool.ready == 8
+
+
+def test_settled_transfers_need_not_be_reported_again():
+    engine = Engine("eager", ranks=2)
+    engine.starts("r", "ab")
+    engine.computes("r", 1)
+    (first,) = engine.steps().transfers
+    engine.reports([first.id], rank=0)
+    assert engine.steps().settled_below == first.id
+    engine.reports([first.id], rank=1)
+    assert engine.steps().settled_below == first.id + 1
+
+
+def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
+    """O8.19: chunk by chunk on the host, group by group in the plan."""
+    from cpu_prefix_cache import Group, GroupKind, KVCacheCoordinator
+
+    draft = Group(name="draft", kind=GroupKind.PREFIX, block_tokens=2, block_bytes=300_000)
+    target = Group(name="target", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=1_200_000)
+    planner = HybridChunkPlanner([draft, target], max_model_len=100)
+    pool = BlockPool(2 * planner.host_blocks_per_chunk, blocks_per_chunk=planner.host_blocks_per_chunk)
+    chunks = pool.allocate(2)
+    copies = KVCacheCoordinator(planner, pool).copies(chunks, [10, 11, 20, 12, 13, 21])
+    assert [copy.device_blocks for copy in copies] == [(10, 11, 12, 13), (20, 21)]
+    hosts = [[pool.blocks_of([chunk]) for chunk in chunks], [piece.host_blocks for piece in planner.pieces]]
+    assert copies[0].host_blocks == tuple(b for chunk in hosts[0] for b in chunk[: hosts[1][0]])
+    assert copies[1].host_blocks == tuple(b for chunk in hosts[0] for b in chunk[hosts[1][0] :])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"offload": "never"}, {"ranks": 0}, {"max_step_tokens": 0}, {"decode_step_tokens": 0}, {"policy": "mru"}],
+)
+def test_configuration_is_checked_at_the_door(wrong):
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    with pytest.raises(ConfigurationError):
+        CPUPrefixCache(planner, PooledDevice(BlockPool(4)), **{"host_blocks": 4, **wrong})
+    with pytest.raises(ConfigurationError):
+        CPUPrefixCache(planner, PooledDevice(BlockPool(4)), host_blocks=4, link_bytes_per_second=0)

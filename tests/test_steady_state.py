@@ -1,0 +1,63 @@
+"""Nothing grows with the number of requests served (S7.40, L5.27: "tombstones bounded")."""
+
+from collections import OrderedDict, deque
+from itertools import product
+
+import pytest
+
+from cpu_prefix_cache.block_pool import BlockPool
+from tests.story import Engine
+
+
+def sizes(thing, path="cache", seen=None):
+    """The length of every container that can be reached from here, by where it was found."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or isinstance(thing, str | bytes | bytearray | int | float | type(None) | type):
+        return {}
+    seen.add(id(thing))
+    found = {}
+    if isinstance(thing, dict | OrderedDict | list | tuple | set | frozenset | deque):
+        found[path] = len(thing)
+        inside = list(thing.values()) if isinstance(thing, dict) else list(thing)
+        for each in inside:
+            for where, size in sizes(each, f"{path}[]", seen).items():
+                found[where] = found.get(where, 0) + size
+    for name in [*getattr(thing, "__dict__", ()), *slots(thing)]:
+        found |= sizes(getattr(thing, name, None), f"{path}.{name}", seen)
+    return found
+
+
+def slots(thing):
+    return [name for each in type(thing).__mro__ for name in getattr(each, "__slots__", ()) if name != "__weakref__"]
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_two_thousand_requests_leave_what_one_thousand_left(mode):
+    engine = Engine(mode, device=12, host=20, max_step_tokens=8)
+    prompts = ["".join(letters) for letters in product("abcdefghijklm", repeat=3)][:2_000]
+    seen = []
+    for number, prompt in enumerate(prompts, 1):
+        engine.starts(prompt, prompt)
+        engine.copies()
+        engine.computes(prompt)
+        engine.copies()
+        engine.ends(prompt)
+        engine.requests.clear()
+        engine.touches.clear()
+        engine.copies()
+        if number % 1_000 == 0:
+            for _ in range(10):
+                engine.copies()
+            assert engine.is_at_rest()
+            seen.append(sizes(engine.cache))
+    first, second = seen
+    grown = {where: (first.get(where, 0), size) for where, size in second.items() if size > first.get(where, 0) + 4}
+    assert not grown
+    assert sum(second.values()) < 2_000
+
+
+def test_the_measure_itself_sees_into_a_pool():
+    pool = BlockPool(4)
+    before = sum(sizes(pool).values())
+    pool.commit(pool.allocate(2), [b"a", b"ab"], pool.root, pool.touch(None))
+    assert sum(sizes(pool).values()) > before

@@ -1,0 +1,129 @@
+"""The ledger: every transfer resolves exactly once, whatever the ranks say and in whatever order (rules 11, 15)."""
+
+import itertools
+
+import pytest
+
+from cpu_prefix_cache import Direction
+from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
+
+
+class Ledger(TransferLedger):
+    def store(self, *keys, follows=None):
+        return self._new(Direction.STORE, keys, follows)
+
+    def load(self, *keys):
+        return self._new(Direction.LOAD, keys, None)
+
+    def hears(self, rank, *transfers, done=True):
+        return [each.id for each in self.report(rank, [transfer.id for transfer in transfers], done)]
+
+    def _new(self, direction, keys, follows):
+        transfer = Transfer(self.new_plan(direction, (), 0), keys, range(len(keys)), hold=None, follows=follows)
+        self.add(transfer)
+        return transfer
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_last_rank_resolves_it_in_whatever_order(order):
+    """S7.7, S7.21, O8.25"""
+    ledger = Ledger(3)
+    store = ledger.store(b"a")
+    ledger.launch()
+    assert [ledger.hears(rank, store) for rank in order] == [[], [], [store.id]]
+    assert store.succeeded
+
+
+def test_repeated_reports_do_no_harm():
+    """O8.8: ranks are a set, not a count."""
+    ledger = Ledger(2)
+    store = ledger.store(b"a")
+    ledger.launch()
+    assert ledger.hears(0, store) == ledger.hears(0, store) == ledger.hears(0, store) == []
+    assert ledger.hears(1, store) == [store.id]
+    assert ledger.hears(1, store) == []
+    ledger.remove(store)
+    assert ledger.hears(0, store) == [] and len(ledger) == 0
+
+
+def test_reports_of_strangers_and_of_what_was_not_sent_are_ignored():
+    ledger = Ledger(1)
+    store = ledger.store(b"a")
+    assert ledger.hears(0, store) == []
+    assert list(ledger.report(0, [77], True)) == []
+    ledger.launch()
+    assert ledger.hears(0, store) == [store.id]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_failure_fails_it(bad):
+    ledger = Ledger(2)
+    store = ledger.store(b"a")
+    ledger.launch()
+    for rank in (0, 1):
+        ledger.hears(rank, store, done=rank != bad)
+    assert store.phase is Phase.LANDED and not store.succeeded
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_contradictory_reports_the_failure_counts(first):
+    """L5.27"""
+    ledger = Ledger(2)
+    store = ledger.store(b"a")
+    ledger.launch()
+    ledger.hears(0, store, done=first)
+    ledger.hears(0, store, done=not first)
+    ledger.hears(1, store)
+    assert not store.succeeded
+
+
+def test_keys_are_known_while_they_move():
+    ledger = Ledger(1)
+    store, load = ledger.store(b"a", b"ab"), ledger.load(b"x")
+    assert ledger.writing == {b"a": store, b"ab": store} and ledger.loading == {b"x": load}
+    ledger.remove(store)
+    ledger.remove(load)
+    assert not ledger.writing and not ledger.loading
+
+
+def test_a_doomed_store_takes_its_followers_along():
+    ledger = Ledger(1)
+    first = ledger.store(b"a")
+    second = ledger.store(b"ab", follows=first)
+    third, other = ledger.store(b"abc", follows=second), ledger.store(b"x")
+    assert ledger.doom(first) == [first, second, third]
+    assert ledger.doom(first) == []
+    assert not (first.succeeded or third.succeeded) and other.succeeded
+    assert list(ledger.writing) == [b"x"]  # nobody waits for what will not come
+
+
+def test_a_doomed_store_forgets_only_its_own_keys():
+    ledger = Ledger(1)
+    old = ledger.store(b"a")
+    ledger.doom(old)
+    new = ledger.store(b"a")
+    ledger.remove(old)
+    assert ledger.writing == {b"a": new}
+
+
+def test_a_doomed_load_is_cancelled_once_and_still_resolves():
+    """S7.41"""
+    ledger = Ledger(1)
+    load = ledger.load(b"a")
+    ledger.doom(load)
+    ledger.doom(load)
+    plans, cancelled = ledger.launch()
+    assert plans == (load.plan,) and cancelled == (load.id,)
+    assert ledger.launch() == ((), ())
+    assert ledger.hears(0, load, done=False) == [load.id]
+
+
+def test_ids_ascend_and_what_is_settled_is_below():
+    ledger = Ledger(1)
+    first, second = ledger.store(b"a"), ledger.store(b"x")
+    assert (first.id, second.id, ledger.settled_below) == (0, 1, 0)
+    ledger.remove(second)
+    assert ledger.settled_below == 0
+    ledger.remove(first)
+    assert ledger.settled_below == 2
+    assert ledger.store(b"y").id == 2

@@ -1,0 +1,88 @@
+"""Rule 18: a step costs what changed in it. Held by counting, not by seconds."""
+
+from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+from property_tests.engines import QueueSlots
+
+GRID = 16
+
+
+class Fleet:
+    """Many requests that decode, one token to a step. Only those that are due are reported."""
+
+    def __init__(self, requests, mode, device_chunks, host_chunks):
+        attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+        planner = HybridChunkPlanner([attention], max_model_len=100_000)
+        self.device = QueueSlots(device_chunks)
+        self.cache = CPUPrefixCache(
+            planner, self.device, host_blocks=host_chunks, offload=mode, max_step_tokens=64 * GRID
+        )
+        self.requests, self.holdings, self.reported = {}, {}, 0
+        for number in range(requests):
+            keys = [f"{number}-{at}".encode() for at in range(20)]
+            self.requests[str(number)] = Request(str(number), keys, GRID + number % GRID)
+            self.holdings[str(number)] = self.device.take(keys, 0, 8)
+            self.cache.admit(self.requests[str(number)], 0)
+        self.tokens = {id: request.num_tokens for id, request in self.requests.items()}
+        self.step()  # prefill
+        for _ in range(2):
+            self.step()
+
+    def step(self):
+        plan = self.cache.step()
+        for id in self.cache.due():
+            self.reported += 1
+            tokens = self.tokens[id]
+            self.device.publish(self.holdings[id], self.requests[id].keys, tokens // GRID)
+            self.cache.computed(id, tokens)
+        self.tokens = {id: tokens + 1 for id, tokens in self.tokens.items()}
+        done = frozenset(transfer.id for transfer in plan.transfers)
+        self.cache.report(RankReport(0, done))
+
+    def cost(self, steps):
+        work, calls, reported = self.cache.statistics().work, self.device.calls, self.reported
+        for _ in range(steps):
+            self.step()
+        return self.cache.statistics().work - work, self.device.calls - calls, self.reported - reported
+
+
+def test_a_decoding_request_costs_something_only_at_a_boundary():
+    for mode in ("eager", "lazy"):
+        work, calls, reported = Fleet(256, mode, 4_000, 4_000).cost(4 * GRID)
+        boundaries = 256 * 4
+        assert reported <= boundaries + 256, mode  # of 256 x 64 tokens
+        assert work <= 4 * boundaries, mode
+        assert calls <= 12 * boundaries, mode
+
+
+def test_a_step_in_which_nothing_happens_costs_nothing():
+    for mode in ("eager", "lazy"):
+        fleet = Fleet(16, mode, 500, 500)
+        before = fleet.cache.statistics().work, fleet.device.calls
+        for _ in range(1_000):
+            fleet.cache.step()
+        assert fleet.cache.statistics().work - before[0] <= 64
+        assert fleet.device.calls - before[1] <= 3 * 1_000, "a look or two at the ends of the stretch"
+
+
+def test_a_pool_a_hundred_times_larger_costs_no_more():
+    for mode in ("eager", "lazy"):
+        small = Fleet(32, mode, 600, 600).cost(3 * GRID)
+        large = Fleet(32, mode, 60_000, 60_000).cost(3 * GRID)
+        for here, there in zip(small, large, strict=True):
+            assert there <= here + here // 10 + 8, (mode, small, large)
+
+
+def test_the_lazy_walk_looks_at_each_chunk_once():
+    """A device full of waiting chunks: the walk goes on by what left, and does not begin anew."""
+    fleet = Fleet(32, "lazy", 600, 6_000)
+    for _ in range(6 * GRID):
+        fleet.step()
+    for id, holding in fleet.holdings.items():
+        fleet.cache.finished(id, fleet.tokens[id])
+        fleet.device.let_go(holding)
+    for _ in range(20):
+        fleet.step()
+    before = fleet.cache.statistics().work
+    for _ in range(500):
+        fleet.step()
+    assert fleet.cache.statistics().work - before <= 8

@@ -1,0 +1,260 @@
+"""Short stories, each about one thing between vLLM's scheduler and the cache."""
+
+import subprocess
+import sys
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from connector.vllm import CPUPrefixCacheConnector
+from cpu_prefix_cache import ConfigurationError
+from tests_vllm.engine import ATTENTION, BLOCK, LOADING, Engine, one_group, vllm_config
+
+PROMPT = list(range(30))  # 7 full blocks and 2 tokens
+WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=ATTENTION.dtype, sliding_window=9)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """An engine at rest, whose host memory is ready."""
+
+    def start(**options):
+        engine = Engine(tmp_path, **{"host_blocks": 1000, "slowest": 1, **options})
+        while engine.cache.pool.statistics().ready < engine.cache.pool.capacity:
+            engine.step()
+        return engine
+
+    return start
+
+
+def flood(engine: Engine, prompts: int = 12) -> None:
+    """Enough other prompts to push everything else out of the device."""
+    for _ in range(prompts):
+        engine.run([engine.random.randrange(500, 900) for _ in range(30)])
+
+
+def order_on_device(engine: Engine, keys: list[bytes]) -> list[int]:
+    """Which chunks of `keys` wait to be evicted, soonest first."""
+    return [keys.index(key) for _, key in engine.device.soonest_evicted(None) if key in keys]
+
+
+# Coming back
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_a_prompt_the_device_forgot_comes_back_from_the_host(start, offload):
+    engine = start(offload=offload)
+    said = engine.run(PROMPT)
+    flood(engine)
+    assert engine.run(PROMPT) == said
+    assert engine.counts["loads done"] == 1
+    assert engine.cache.statistics().chunks_loaded == 7
+    engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize(("length", "loaded"), [(3, 0), (4, 0), (5, 1), (28, 6), (29, 7)])
+def test_the_last_token_of_a_prompt_is_always_computed(start, length, loaded):  # S7.27
+    engine = start(offload="eager")
+    engine.run(PROMPT)
+    flood(engine)
+    engine.run(PROMPT[:length])
+    assert engine.cache.statistics().chunks_loaded == loaded
+
+
+def test_what_a_request_decoded_comes_back_too(start):  # S7.11
+    engine = start(offload="eager")
+    said = engine.run(PROMPT, max_tokens=20)
+    flood(engine)
+    engine.run([*said, 1])
+    assert engine.cache.statistics().chunks_loaded == (len(said) - 1) // BLOCK
+
+
+def test_two_with_one_prefix_load_it_once(start):  # S7.26
+    engine = start(offload="eager", slowest=3)
+    engine.run(PROMPT)
+    flood(engine)
+    engine.submit([*PROMPT, 1])
+    engine.submit([*PROMPT, 2])
+    engine.drain()
+    assert engine.counts["pending"] > 0
+    assert engine.counts["loads planned"] == 1
+
+
+# Storing
+
+
+def test_what_one_step_computes_goes_out_with_the_next(start):  # S7.9
+    engine = start(offload="eager")
+    engine.submit(list(range(100)), max_tokens=1)
+    on_their_way = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        pool = engine.cache.pool.statistics()
+        on_their_way.append(pool.writing + pool.cached)
+    assert on_their_way == [0, 12, 25, 25]  # 48 tokens a step: 12 chunks, 12 more and at its end the last
+
+
+def test_the_last_step_of_a_request_is_not_lost(start):  # S7.11
+    engine = start(offload="eager")
+    engine.run(PROMPT, max_tokens=1)  # one step of prefill, and that is all
+    assert engine.cache.statistics().chunks_stored == 7
+
+
+def test_a_block_cannot_be_stored_in_the_step_that_computes_it(start):  # S7.9
+    """vLLM hashes it before that. Somebody may have confirmed the same chunk long ago, in a block that is gone."""
+    engine = start()
+    keys = engine.requests[engine.submit(PROMPT)].block_hashes
+    step, seen = engine.cache.step, []
+
+    def step_and_look():
+        seen.append(engine.device.find(keys[0]) is not None)
+        return step()
+
+    engine.cache.step = step_and_look
+    engine.step()
+    engine.step()
+    assert seen == [False, True]
+
+
+def test_a_store_outlives_its_request_and_gives_its_blocks_back_deepest_first(start):  # S7.1, S7.6
+    engine = start(offload="eager", slowest=30)
+    id = engine.submit(PROMPT, max_tokens=1)
+    keys = engine.requests[id].block_hashes
+    while id in engine.requests:
+        engine.step()
+    assert engine.half.has_transfers() and order_on_device(engine, keys) == []
+    engine.drain()  # S7.42
+    assert order_on_device(engine, keys) == [6, 5, 4, 3, 2, 1, 0]
+    engine.check_nothing_leaked()
+
+
+def test_the_lazy_walk_goes_on_where_it_stopped(start):  # S7.47
+    engine = start(offload="lazy", device_blocks=100)
+    flood(engine, prompts=40)
+    freed = 40 * 8
+    assert 0 < engine.counts["blocks walked"] <= freed + engine.pool.num_gpu_blocks
+    engine.step()  # looks at what the last request left behind
+    walked = engine.counts["blocks walked"]
+    for _ in range(20):
+        engine.step()
+    assert engine.counts["blocks walked"] == walked, "a step that allocated nothing walked"
+
+
+# Going wrong
+
+
+def test_a_load_that_fails_is_computed_and_not_tried_again(start):  # S7.24
+    engine = start(offload="eager")
+    said = engine.run(PROMPT)
+    flood(engine)
+    engine.ranks[0].failure_rate = 1.0
+    assert engine.run(PROMPT) == said
+    assert (engine.counts["loads planned"], engine.counts["loads failed"]) == (1, 1)
+    engine.check_nothing_leaked()
+
+
+def test_one_rank_that_fails_fails_the_load(start):
+    engine = start(offload="eager", ranks=3, slowest=4)
+    said = engine.run(PROMPT)
+    flood(engine)
+    engine.ranks[1].failure_rate = 1.0
+    assert engine.run(PROMPT) == said
+    assert engine.counts["loads failed"] == 1
+
+
+def test_an_aborted_load_keeps_its_blocks_until_the_bytes_have_landed(start):  # S7.22, S7.13
+    engine = start(offload="eager", slowest=20)
+    engine.run(PROMPT)
+    flood(engine)
+    id = engine.submit(PROMPT)
+    engine.step()
+    assert engine.requests[id].status is LOADING
+    engine.abort(id)
+    assert engine.pool.get_num_free_blocks() < engine.pool.num_gpu_blocks - 1
+    engine.drain()
+    engine.check_nothing_leaked()
+
+
+def test_a_reset_during_a_load_leaves_nobody_hanging(start):  # S7.40, S7.41
+    engine = start(offload="eager", slowest=20)
+    said = engine.run(PROMPT)
+    flood(engine)
+    engine.submit(PROMPT)
+    engine.step()
+    engine.reset()
+    engine.drain()
+    assert engine.finished[-1] == said
+    assert engine.counts["loads cancelled"] == 1
+    engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_a_request_is_preempted_by_a_reset_and_resumed_in_the_very_next_step(start, offload):  # S7.16
+    engine = start(offload=offload)
+    engine.submit(PROMPT, max_tokens=12)
+    for _ in range(6):
+        engine.step()
+    assert engine.restart_running()
+    engine.drain()
+    engine.check_nothing_leaked()
+
+
+# The checks check: each fails when there is something to find
+
+
+def test_one_corrupted_host_block_is_noticed(start):
+    engine = start(offload="eager")
+    engine.run(PROMPT)
+    block = next(iter(engine.ranks[0].host))
+    flood(engine)
+    content, epoch = engine.ranks[0].host[block]
+    engine.ranks[0].host[block] = ("rotten", content), epoch
+    with pytest.raises(AssertionError, match="loaded with wrong bytes"):
+        engine.run(PROMPT)
+
+
+def test_one_corrupted_device_block_is_noticed(start):
+    engine = start(offload="eager")
+    said = engine.run(PROMPT)
+    (block,) = engine.device.find(next(key for _, key in engine.device.soonest_evicted(None)))
+    engine.ranks[0].device[block] = "rotten"
+    with pytest.raises(AssertionError, match="reads wrong KV"):
+        engine.run([*said, 1])
+
+
+# Being constructed
+
+
+def test_options_are_checked_by_name(start, tmp_path):
+    with pytest.raises(ConfigurationError, match="unknown option 'speed'; known options are cpu_bytes_to_use"):
+        start(speed="fast")
+    with pytest.raises(ConfigurationError, match="offload must be one of lazy, eager"):
+        start(offload="never")
+    with pytest.raises(ConfigurationError, match="a whole number of bytes, got '48 GiB'"):
+        CPUPrefixCacheConnector(
+            vllm_config(tmp_path, cpu_bytes_to_use="48 GiB"), KVConnectorRole.SCHEDULER, one_group(80)
+        )
+
+
+def test_a_model_with_a_window_is_refused_and_not_guessed_at(tmp_path):
+    config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
+    full, window = KVCacheGroupSpec(["full"], ATTENTION), KVCacheGroupSpec(["window"], WINDOW)
+    with pytest.raises(ConfigurationError, match="FullAttentionSpec, SlidingWindowSpec"):
+        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(80, [], [full, window]))
+    with pytest.raises(ConfigurationError, match="SlidingWindowSpec is not built yet"):
+        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(80, [], [window]))
+    with pytest.raises(NotImplementedError, match="worker half"):
+        CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(80))
+
+
+def test_importing_the_connector_imports_nothing_heavy_of_its_own():
+    code = """
+import sys, vllm.v1.core.sched.scheduler
+before = set(sys.modules)
+import connector.vllm
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - {"vllm", "connector", "cpu_prefix_cache", "sortedcontainers", "xxhash"} - sys.stdlib_module_names))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
