@@ -120,7 +120,7 @@ class QueueSlots:
         self.calls += 1
         return self.blocks_of(self.places[key][0]) if key in self.places else None
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
+    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         self.calls += 1
         order = iter(list(self.queue))
         if after is not None:
@@ -128,10 +128,9 @@ class QueueSlots:
                 if self.blocks_of(slot)[0] == after:
                     break
         for slot in order:
-            if slot in self.keys:
-                yield self.blocks_of(slot)[0], self.keys[slot]
+            yield self.blocks_of(slot)[0], self.keys.get(slot)
 
-    def is_waiting(self, block: int, key: bytes) -> bool:
+    def is_waiting(self, block: int, key: bytes | None) -> bool:
         self.calls += 1
         slot = (block - 1) // self.width
         return slot in self.queue and self.keys.get(slot) == key

@@ -23,7 +23,7 @@ def test_free_runs_are_a_set_that_gives_out_neighbours(data: st.DataObject) -> N
             if fits is not None and count:
                 assert got[-1] - got[0] == count - 1, f"{count} neighbours were free in {sorted(free)}"
             taken, free = taken | set(got), free - set(got)
-        assert runs.blocks() == sorted(free) and len(runs) == len(free)
+        assert list(runs) == sorted(free) and len(runs) == len(free)
 
 
 def shortest_run_of(free: set[int], count: int) -> int | None:

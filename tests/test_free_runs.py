@@ -19,13 +19,13 @@ def test_the_run_that_fits_best_is_taken_first():
 def test_a_longer_run_is_cut_at_its_beginning():
     runs = free(0, 1, 2, 3)
     assert runs.take(3) == [0, 1, 2]
-    assert runs.blocks() == [3]
+    assert list(runs) == [3]
 
 
 def test_without_a_fitting_run_the_longest_ones_are_taken():
     runs = free(0, 2, 3, 5, 6, 7)
     assert runs.take(5) == [2, 3, 5, 6, 7]
-    assert runs.blocks() == [0]
+    assert list(runs) == [0]
 
 
 def test_neighbours_grow_together_from_both_sides():

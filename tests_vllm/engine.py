@@ -423,7 +423,8 @@ class Engine:
         def checked_to_front(held):
             to_front(held)
             back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
-            front = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()[: len(back)]]
+            hashed = [block for block in self.pool.free_block_queue.get_all_free_blocks() if block.block_hash]
+            front = [block.block_id for block in hashed[: len(back)]]
             assert front == back, "what was about to be evicted is not the first to be evicted"
             self.counts["released to the front"] += len(back)
             self.counts["used again before they could be released"] += len(held) - len(back)

@@ -122,6 +122,10 @@ class BlockPool:
             return wanted
         return min(wanted, free + cached - self._forest.held())
 
+    def free_blocks(self) -> Iterator[int]:
+        """The blocks that are handed out before anything is evicted. Changes nothing."""
+        return iter(self._free)
+
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned chunks in the order they would leave. Changes nothing."""
         return self._policy.soonest_evicted()
@@ -252,7 +256,7 @@ class BlockPool:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self._forest.check_valid()
         self._policy.check_valid()
-        free = self._free.blocks()
+        free = list(self._free)
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
         assert all(self._state[block] == FREE for block in free), "a block in use is free"
         assert len(free) + sum(self._count[WRITING:]) == self._ready, "blocks were lost (rule 1)"

@@ -8,7 +8,7 @@ whose device pool is this library's own BlockPool.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin
+from cpu_prefix_cache.block_pool import BlockPool, Pin, State
 
 
 class Device(Protocol):
@@ -23,16 +23,21 @@ class Device(Protocol):
         """The block that stands for "no block" in the engine's tables, if it has one. Never copied."""
 
     def find(self, key: bytes) -> Sequence[int] | None:
-        """The device blocks of the chunk with this key, group by group; None unless all of them are there."""
+        """The device blocks of the chunk with this key, group by group; None unless all of them are there.
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
-        """Chunks that wait to be evicted, soonest first, as (first block, key); those behind block `after` if given.
-
-        Blocks without a key are left out. The cache reads it to the end it needs before it holds anything.
+        Only blocks whose bytes are written: an engine that gives blocks their keys before it computes them leaves
+        those out until it has (rule 12).
         """
 
-    def is_waiting(self, block: int, key: bytes) -> bool:
-        """Whether `block` still holds `key` and waits to be evicted."""
+    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
+        """The blocks that wait to be handed out, soonest first, each with its key; those behind block `after` if given.
+
+        Blocks without a key are among them, where they stand. A chunk of several blocks comes once, by its first.
+        The cache reads as far as it needs before it holds anything.
+        """
+
+    def is_waiting(self, block: int, key: bytes | None) -> bool:
+        """Whether `block` still has this key, or still none, and waits to be handed out."""
 
     def hold(self, blocks: Sequence[int]) -> Any:
         """Keep `blocks` from being reused, with a reference of the engine's own. Given back to one of the releases."""
@@ -43,6 +48,7 @@ class Device(Protocol):
     def release_to_front(self, hold: Any) -> None:
         """End a hold so that the blocks are the first to be evicted, the deepest chunk before its ancestors.
 
+        Blocks without a key are still handed out before them.
         For blocks that were about to be evicted when they were stored: released as usual, the coldest blocks would
         become the hottest (measured: 6 points of hit ratio).
         """
@@ -60,13 +66,15 @@ class PooledDevice:
         block = self._pool.find(key)
         return None if block is None else (block,)
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
-        for block in self._order_behind(after):
-            key = self._pool.key(block)
-            if key is not None:
-                yield block, key
+    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
+        order = self._order()
+        if after is not None and all(block != after for block, _ in order):
+            order = self._order()  # `after` waits no more, or not for long: a chunk below it is pinned
+        return order
 
-    def is_waiting(self, block: int, key: bytes) -> bool:
+    def is_waiting(self, block: int, key: bytes | None) -> bool:
+        if key is None:
+            return self._pool.state(block) is State.FREE
         return self._pool.key(block) == key and not self._pool.is_pinned(block)
 
     def hold(self, blocks: Sequence[int]) -> Pin:
@@ -78,9 +86,8 @@ class PooledDevice:
     def release_to_front(self, hold: Pin) -> None:
         self._pool.unpin(hold)
 
-    def _order_behind(self, after: int | None) -> Iterator[int]:
-        """The eviction order behind `after`; all of it when `after` is not in it any more (a chunk below is pinned)."""
-        order = self._pool.soonest_evicted()
-        if after is not None and all(block != after for block in order):
-            return self._pool.soonest_evicted()
-        return order
+    def _order(self) -> Iterator[tuple[int, bytes | None]]:
+        for block in self._pool.free_blocks():
+            yield block, None
+        for block in self._pool.soonest_evicted():
+            yield block, self._pool.key(block)

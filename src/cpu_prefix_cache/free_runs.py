@@ -9,7 +9,7 @@
 ([0, 1, 2, 3], [7], 0)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -56,9 +56,10 @@ class FreeRuns:
         taken.sort()
         return taken
 
-    def blocks(self) -> list[int]:
-        """Every free block, ascending. For tests."""
-        return [block for first, length in self._length_at.items() for block in range(first, first + length)]
+    def __iter__(self) -> Iterator[int]:
+        """Every free block, ascending."""
+        for first, length in self._length_at.items():
+            yield from range(first, first + length)
 
     def _put_run(self, first: int, end: int) -> None:
         at = self._length_at.bisect_left(first)

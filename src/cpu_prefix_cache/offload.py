@@ -3,19 +3,23 @@
     eager    a chunk as soon as its tokens are confirmed computed; what is left when the request ends
     lazy     a chunk shortly before the device evicts it, its missing ancestors first
 
-Lazy stores less and hits more: what the device still holds need not be held twice. Each step it looks at the stretch
-of the device's eviction order that the next steps may use up, the *horizon*, and makes sure all of it is covered: on
-the host, on its way there, or beyond saving.
+Lazy stores less and hits more: what the device still holds need not be held twice. It looks at the *stretch* of the
+device's eviction order that the next steps may use up, and makes sure all of it is covered: without a key, on the
+host, on its way there, or beyond saving. What is on its way is held, and comes back to the front of the order.
 
-    next to be evicted                                                    last
-    [ covered ][ covered ][ covered ]|[ new: look ][ new: look ] ... | ...
-    `--------- walked before ---------'                              horizon
+    handed out next                          handed out last
+    [ ][ ] ... [ ][m] [ ][ ] ... [ ][ ][ ][e] | [ ][ ] ...
+    `- a quarter ---'                        |
+    `- the stretch: `horizon` blocks --------'
 
-Only what joined the stretch since the last step is looked at, so a step that allocates nothing costs nothing.
+The look is not repeated every step. As long as the mark m waits, at most the quarter before it has left since, and at
+least half of the stretch is covered, which is what one step can allocate. Where the order is shorter than the stretch,
+what joins it stands behind its end e. So a step that allocates nothing costs nothing, and one that does costs, taken
+together, a few looks for each block.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool
@@ -23,6 +27,8 @@ from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.lineage import Lineage
 from cpu_prefix_cache.stores import Stop, StorePlanner
 from cpu_prefix_cache.transfers import Transfer
+
+Place = tuple[int, bytes | None]  # a device block, and the key it had when it was looked at
 
 
 class Progress(Protocol):
@@ -60,8 +66,8 @@ class Offload(Protocol):
     def ended(self, progress: Progress) -> None:
         """The request finished. Its blocks stay on the device until they are evicted."""
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """These chunks on the device were used again: they no longer wait to be evicted."""
+    def used(self, chunks: int) -> None:
+        """So many chunks on the device were used again: they no longer wait to be evicted."""
 
     def plan(self) -> None:
         """Plan the stores of this step."""
@@ -100,7 +106,7 @@ class Eager:
         self._due.pop(progress.id, None)
         self.work += store_confirmed(self._pool, self._stores, progress)
 
-    def used(self, keys: Sequence[bytes]) -> None:
+    def used(self, chunks: int) -> None:
         pass
 
     def plan(self) -> None:
@@ -133,7 +139,7 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -
 
 
 class Lazy:
-    """Keeps the next `horizon` chunks of the device's eviction order covered, at most `chunks_per_step` a step."""
+    """Keeps the soonest evicted `horizon` blocks of the device covered, storing at most `chunks_per_step` at a time."""
 
     def __init__(
         self, pool: BlockPool, stores: StorePlanner, device: Device, *, horizon: int, chunks_per_step: int
@@ -142,13 +148,13 @@ class Lazy:
         self._stores = stores
         self._device = device
         self._horizon = horizon
+        self._quarter = max(1, horizon // 4)
         self._chunks_per_step = chunks_per_step
         self._lineage = Lineage(lambda key: device.find(key) is not None, stores.is_covered)
-        self._covered: OrderedDict[bytes, int] = OrderedDict()  # the walked stretch, soonest evicted first
-        self._returned: set[bytes] = set()  # the first of them: given back by stores, and not met by the walk yet
-        self._left = 0  # chunks that left the old end since all of the stretch was last gone through
-        self._holding = 0  # chunks kept from being reused until their store lands
-        self._in_flight: dict[int, list[tuple[int, bytes]]] = {}  # store -> the chunks of the stretch it holds
+        self._mark: Place | None = None
+        self._end: Place | None = None  # of an order that is shorter than the stretch
+        self._used = 0  # chunks used again since the last look
+        self._holding: dict[int, int] = {}  # store -> chunks it keeps from being reused
         self.work = 0
 
     @property
@@ -166,39 +172,15 @@ class Lazy:
     def ended(self, progress: Progress) -> None:
         pass
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        # At once: one that is released again soon waits at the far end, and must not pass for the end of the walk.
-        if self._covered:
-            self.work += len(keys)
-            for key in keys:
-                self._drop(key)
+    def used(self, chunks: int) -> None:
+        self._used += chunks
 
     def plan(self) -> None:
-        self._drop_what_left()
-        missing = self._horizon - len(self._covered)
-        if missing <= 0:
-            return
-        joined = self._next(missing)
-        block_of = {key: block for block, key in joined}
-        for block, key in joined:
-            self.work += 1
-            if not self._cover(key, block_of):
-                return
-            if self._device.is_waiting(block, key):
-                self._covered[key] = block
-                self._covered.move_to_end(key)
-                self._returned.discard(key)
+        if self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now():
+            self._look()
 
     def landed(self, transfer: Transfer) -> None:
-        back = self._in_flight.pop(transfer.id, None)
-        if back is None:
-            return
-        self._holding -= len(transfer.keys)
-        for block, key in back:
-            if self._device.is_waiting(block, key):
-                self._covered[key] = block
-                self._covered.move_to_end(key, last=False)
-                self._returned.add(key)
+        self._holding.pop(transfer.id, None)
 
     def committed(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -206,56 +188,47 @@ class Lazy:
 
     def reset(self) -> None:
         self._lineage.clear()
-        self._covered.clear()
-        self._returned.clear()
-        self._left = 0
+        self._mark = self._end = None
 
-    def _drop_what_left(self) -> None:
-        """Take out of the stretch what was evicted: from its ends at once, and from its middle now and then."""
-        covered, is_waiting = self._covered, self._device.is_waiting
-        for old_end in (True, False):
-            while covered:
-                key = next(iter(covered)) if old_end else next(reversed(covered))
-                if is_waiting(covered[key], key):
-                    break
-                self._drop(key)
-                self._left += 1
-                self.work += 1
-        if self._left * 4 > len(covered):
-            self.work += len(covered)
-            self._left = 0
-            for key in [key for key, block in covered.items() if not is_waiting(block, key)]:
-                self._drop(key)
+    def _waits(self, place: Place | None) -> bool:
+        return place is not None and self._device.is_waiting(*place)
 
-    def _drop(self, key: bytes) -> None:
-        self._covered.pop(key, None)
-        self._returned.discard(key)
+    def _is_longer_now(self) -> bool:
+        """Whether blocks have joined an order that was shorter than the stretch."""
+        if self._end is None:
+            return False
+        return not self._waits(self._end) or any(True for _ in self._device.soonest_evicted(self._end[0]))
 
-    def _next(self, missing: int) -> list[tuple[int, bytes]]:
-        """The chunks behind those walked already, until `missing` of them are new to the stretch."""
-        last = next(reversed(self._covered.values())) if len(self._covered) > len(self._returned) else None
-        joined = []
-        for block, key in self._device.soonest_evicted(last):
-            joined.append((block, key))
-            missing -= key not in self._returned
-            if not missing:
-                break
-        return joined
+    def _look(self) -> None:
+        """Cover the whole stretch, from its beginning. Where something cannot be stored now, the next step looks again."""
+        self._mark = self._end = None
+        self._used = 0
+        length = self._horizon - self._held
+        stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
+        self.work += len(stretch)
+        for _, key in stretch:
+            if key is not None and not self._cover(key):
+                return
+        self._mark = next(filter(self._waits, reversed(stretch[: self._quarter])), None)
+        if len(stretch) < length:
+            self._end = next(filter(self._waits, reversed(stretch)), None)
 
-    def _cover(self, key: bytes, joined: Mapping[bytes, int]) -> bool:
+    @property
+    def _held(self) -> int:
+        return sum(self._holding.values())
+
+    def _cover(self, key: bytes) -> bool:
         """Plan the store of one chunk and its missing ancestors, if need be. Whether there is no more to do for it."""
         chain = self._missing_chain(key)
         if not chain:
             return True
-        budget = self._chunks_per_step - self._holding
+        budget = self._chunks_per_step - self._held
         if budget <= 0:
             return False
         parent_key, touch = self._lineage.parent(chain[0]), self._pool.touch(None)
-        decision = self._stores.plan(parent_key, chain[:budget], touch, waiting=joined)
+        decision = self._stores.plan(parent_key, chain[:budget], touch, to_front=True)
         if decision.transfer is not None:
-            back = [(joined[each], each) for each in decision.transfer.keys if each in joined]
-            self._in_flight[decision.transfer.id] = back
-            self._holding += decision.planned
+            self._holding[decision.transfer.id] = decision.planned
         return decision.stopped_by is Stop.NOT_ON_DEVICE or decision.planned == len(chain)
 
     def _missing_chain(self, key: bytes) -> list[bytes]:

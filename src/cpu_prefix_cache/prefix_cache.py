@@ -224,7 +224,7 @@ class CPUPrefixCache:
         deepest = self.pool.find(request.keys[boundary // grid - 1]) if boundary is not None and loaded else None
         running = Running(request, n0, self.pool.touch(deepest), due=self._steps + 1)
         self._running[request.id] = running
-        self._offload.used(request.keys[: n0 // grid])
+        self._offload.used(n0 // grid)
         self._agenda.setdefault(running.due, []).append(request.id)
 
     def due(self) -> list[str]:

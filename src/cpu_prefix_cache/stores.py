@@ -6,7 +6,7 @@ pool is full of what cannot be evicted (rule 4).
 """
 
 import enum
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,11 @@ class StorePlanner:
         return self._pool.find(key) is not None or key in self._ledger.writing
 
     def plan(
-        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, waiting: Container[bytes] = ()
+        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, *, to_front: bool = False
     ) -> StoreDecision:
         """Plan a store of the chain `keys`, which hangs below `parent_key` (None: a first chunk).
 
-        Chunks in `waiting` wait to be evicted; all their blocks go back to the front of that order.
+        With `to_front`, the chunks of it that wait to be evicted go back to the front of that order.
         """
         follows = None if parent_key is None else self._ledger.writing.get(parent_key)
         parent = self._pool.root if parent_key is None else self._pool.find(parent_key)
@@ -77,8 +77,7 @@ class StorePlanner:
             if pin is not None:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=stopped_by)
-        owners = [key for key in keys[:count] for _ in range(width)]
-        front = {block for block, key in zip(device_blocks, owners, strict=True) if key in waiting}
+        front, back = self._sides(keys[:count], device_blocks) if to_front else ([], device_blocks)
         chunks = self._pool.allocate(count)
         copies = self._coordinator.copies(chunks, device_blocks)
         num_bytes = count * self._coordinator.planner.chunk_bytes
@@ -86,8 +85,8 @@ class StorePlanner:
             self._ledger.new_plan(Direction.STORE, copies, num_bytes),
             tuple(keys[:count]),
             chunks,
-            hold=self._device.hold([block for block in device_blocks if block not in front]),
-            hold_to_front=self._device.hold([block for block in device_blocks if block in front]),
+            hold=self._device.hold(back),
+            hold_to_front=self._device.hold(front),
             pin=pin,
             touch=touch,
             parent_key=parent_key,
@@ -105,3 +104,13 @@ class StorePlanner:
                 break
             blocks.extend(found)
         return blocks
+
+    def _sides(self, keys: Sequence[bytes], device_blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
+        width = self._coordinator.planner.device_blocks_per_chunk
+        front: list[int] = []
+        back: list[int] = []
+        for at, key in enumerate(keys):
+            blocks = device_blocks[at * width : (at + 1) * width]
+            (front if self._device.is_waiting(blocks[0], key) else back).extend(blocks)
+        return front, back

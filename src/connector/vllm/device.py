@@ -11,9 +11,10 @@ leave a block and its hash alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 
 
 def _nothing(key: bytes) -> bool:
@@ -42,16 +43,14 @@ class VllmDevice:
             return None
         return (found[0].block_id,)
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes]]:
+    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
         for block in self._pool.free_block_queue.iter_blocks_after(start):
-            key = block.block_hash
-            if key is not None and get_group_id(key) == self._group:
-                yield block.block_id, get_block_hash(key)
+            yield block.block_id, self._key(block)
 
-    def is_waiting(self, block: int, key: bytes) -> bool:
+    def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]
-        return here.ref_cnt == 0 and here.block_hash == make_block_hash_with_group_id(key, self._group)
+        return here.ref_cnt == 0 and self._key(here) == key
 
     def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
         held = [self._pool.blocks[block] for block in blocks]
@@ -63,7 +62,17 @@ class VllmDevice:
         self._pool.free_blocks(reversed(hold))
 
     def release_to_front(self, hold: list[KVCacheBlock]) -> None:
-        # Not `free_blocks`: that puts hashed blocks at the back of the queue.
+        # Not `free_blocks`: that puts hashed blocks at the back of the queue. Behind the blocks without a hash, as
+        # long as there are any: those are handed out first, or a device that is not full would lose what it has.
         for block in hold:
             block.ref_cnt -= 1
-        self._pool.free_block_queue.prepend_n([block for block in reversed(hold) if block.ref_cnt == 0])
+        queue = self._pool.free_block_queue
+        blank = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
+        for block in blank:
+            queue.remove(block)
+        queue.prepend_n([*blank, *(block for block in reversed(hold) if block.ref_cnt == 0)])
+
+    def _key(self, block: KVCacheBlock) -> bytes | None:
+        """Our key of a block; None without one, or with one of another group."""
+        key = block.block_hash
+        return None if key is None or get_group_id(key) != self._group else get_block_hash(key)
