@@ -184,8 +184,6 @@ class BlockPool:
             victims = self._policy.evict(short)
             self._evictions += short
             self._count[CACHED] -= short * per_chunk
-            for block in victims:
-                self._state[block] = FREE  # as a chunk of several blocks it may not come first in the next one
         blocks = self._free.take((count - len(victims)) * per_chunk)
         if victims:
             blocks += self._whole(victims)
@@ -305,7 +303,9 @@ class BlockPool:
         self._count[after] += chunks * self.blocks_per_chunk
 
     def _whole(self, chunks: Sequence[int]) -> list[int]:
-        """All the blocks of chunks that end here."""
+        """All the blocks of chunks that end here. Their first ones may not be first in the chunks that come."""
         if self.blocks_per_chunk == 1:
             return list(chunks)
+        for chunk in chunks:
+            self._state[chunk] = FREE
         return [each for chunk in chunks for each in (chunk, *self._rest.pop(chunk))]

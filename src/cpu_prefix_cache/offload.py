@@ -200,7 +200,7 @@ class Lazy:
         return not self._waits(self._end) or any(True for _ in self._device.soonest_evicted(self._end[0]))
 
     def _look(self) -> None:
-        """Cover the whole stretch, from its beginning. Where something cannot be stored now, the next step looks again."""
+        """Cover the whole stretch, from its beginning. What cannot be stored yet is looked at again in the next step."""
         self._mark = self._end = None
         self._used = 0
         length = self._horizon - self._held
