@@ -4,8 +4,8 @@ Asks questions about documents, round after round, with a device pool too small 
 evicted in one round comes back from the host in the next. Every answer is compared with the same engine without a
 cache. Run it as it is, or see --help.
 
-Exit status: 0 all answers agree; 1 they do not; 2 the request cannot be carried out; 3 a control found nothing to
-corrupt, or nobody noticed.
+Exit status: 0 all answers agree (half precision may differ, and says so); 1 they do not; 2 the request cannot be
+carried out; 3 a control found nothing to corrupt, or nobody noticed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
@@ -23,8 +23,15 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from connector.transformers import ARCHITECTURES, Generation, PrefixCachedGenerator, PromptTooLong, build_model
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError
+from connector.transformers import (
+    ARCHITECTURES,
+    ByteTokenizer,
+    Generation,
+    PrefixCachedGenerator,
+    PromptRefused,
+    build_model,
+)
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, CacheStatistics, ConfigurationError
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 
@@ -64,6 +71,11 @@ class Check:
     logit_error: float  # in standard deviations of the reference logits
     tokens_match: bool
     near_tie: bool  # the two best reference logits are closer than four times the error
+    damaged: bool  # something the answer may rest on was corrupted on purpose
+
+    @property
+    def agrees(self) -> bool:
+        return self.tokens_match and self.logit_error <= TOLERANCE
 
 
 @dataclass
@@ -83,8 +95,8 @@ class Round:
     tokens_match: bool
     bytes_stored: int
     bytes_loaded: int
-    differences: int = field(default=0)
-    near_ties: int = field(default=0)
+    differences: int
+    near_ties: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
         return run(options)
-    except (UserError, ConfigurationError, PromptTooLong) as error:
+    except (UserError, ConfigurationError, PromptRefused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -104,39 +116,33 @@ def run(options: argparse.Namespace) -> int:
     generator, reference, damage = build_generators(options, model, tokenizer)
     print(f"model: {arch}, {next(model.parameters()).dtype}; input: {source}")
     rounds: list[Round] = []
+    checks: list[Check] = []
     total = sum(map(len, prompts))
     with tqdm(total=total, unit="request", disable=None if sys.stderr.isatty() else False, mininterval=1.0) as bar:
         for number, requests in enumerate(prompts, start=1):
-            rounds.append(run_round(number, requests, generator, reference, options.max_new_tokens, bar))
+            before = generator.statistics()
+            answered = []
+            for prompt in requests:
+                answered.append(check(prompt, generator, reference, options.max_new_tokens, damage))
+                bar.update()
+            checks += answered
+            rounds.append(summary(number, answered, before, generator.statistics()))
     print_table(rounds)
-    exact = next(model.parameters()).dtype == torch.float32
-    agree = all(line.tokens_match and line.max_logit_error <= TOLERANCE for line in rounds)
-    control = judge_control(damage, agree) if options.corrupt else None
+    control = judge_control(checks) if options.corrupt else None
     if options.json:
         write_json(options, arch, generator, rounds, control)
-    return verdict(agree, exact, control, rounds)
+    return verdict(checks, control, exact=next(model.parameters()).dtype == torch.float32)
 
 
-def run_round(
-    number: int,
-    prompts: Sequence[Sequence[int]],
-    generator: PrefixCachedGenerator,
-    reference: PrefixCachedGenerator,
-    max_new_tokens: int,
-    bar: "tqdm[Any]",
+def summary(
+    number: int, checks: Sequence[Check], before: CacheStatistics | None, after: CacheStatistics | None
 ) -> Round:
-    before = generator.statistics()
-    checks = []
-    for prompt in prompts:
-        checks.append(check(prompt, generator, reference, max_new_tokens))
-        bar.update()
-    after = generator.statistics()
     answers = [each.answer for each in checks]
     host_hits = [answer.ttft_seconds for answer in answers if answer.host_hit_tokens]
     no_cache = min(median(each.chunked_ttft for each in checks), median(each.one_shot_ttft for each in checks))
     return Round(
         round=number,
-        requests=len(prompts),
+        requests=len(checks),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         computed_tokens=sum(answer.computed_tokens for answer in answers),
         device_hit_tokens=sum(answer.device_hit_tokens for answer in answers),
@@ -148,13 +154,17 @@ def run_round(
         tokens_match=all(each.tokens_match for each in checks),
         bytes_stored=after.bytes_stored - before.bytes_stored if after and before else 0,
         bytes_loaded=after.bytes_loaded - before.bytes_loaded if after and before else 0,
-        differences=sum(not each.tokens_match for each in checks),
-        near_ties=sum(not each.tokens_match and each.near_tie for each in checks),
+        differences=sum(not each.agrees for each in checks),
+        near_ties=sum(not each.agrees and each.near_tie for each in checks),
     )
 
 
 def check(
-    prompt: Sequence[int], generator: PrefixCachedGenerator, reference: PrefixCachedGenerator, max_new_tokens: int
+    prompt: Sequence[int],
+    generator: PrefixCachedGenerator,
+    reference: PrefixCachedGenerator,
+    max_new_tokens: int,
+    damage: Sequence[CorruptingCopier],
 ) -> Check:
     """Answer a prompt with the cache, then without: with the same prefill cuts, and in one shot for its time."""
     answer = generator.answer(prompt, max_new_tokens)
@@ -171,6 +181,7 @@ def check(
         logit_error=difference / float(chunked.first_logits.std()),
         tokens_match=answer.tokens == chunked.tokens,
         near_tie=best - second < 4 * difference,
+        damaged=any(copier.corrupted for copier in damage),
     )
 
 
@@ -204,7 +215,7 @@ def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
     try:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the model {options.model!r}: {first_sentence(error)}") from error
+        raise UserError(f"cannot load the model {options.model!r}: {one_line(error)}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError, KeyError):
@@ -218,12 +229,14 @@ def load_prompts(options: argparse.Namespace, tokenizer: Any, max_model_len: int
     """Token ids of the prompts of every round, and where they are from."""
 
     def encode(text: str) -> list[int]:
-        return list(text.encode()) if tokenizer is None else tokenizer.encode(text)
+        return (ByteTokenizer() if tokenizer is None else tokenizer).encode(text)
 
     if options.prompts is not None:
         prompts = [encode(text) for text in read_prompts(options.prompts)]
         return [prompts] * options.rounds, str(options.prompts)
     longest = max(len(encode(question)) for question in QUESTIONS) + options.max_new_tokens
+    if max_model_len <= longest:
+        raise UserError(f"a question and {options.max_new_tokens} new tokens are more than the model's {max_model_len}")
     documents, names = load_documents(options.documents, encode, max_model_len - longest)
     rounds = []
     for number in range(options.rounds):
@@ -262,26 +275,31 @@ def read_prompt(line: str, file: Path) -> str:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f'{file} has a line that is not {{"prompt": "..."}}: {line[:60]}') from error
-    if not isinstance(prompt, str):
+    if not isinstance(prompt, str) or any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise UserError(f"{file} has a prompt that is not a text: {line[:60]}")
     return prompt
 
 
-def judge_control(damage: Sequence[CorruptingCopier], agree: bool) -> str:
-    if not any(copier.corrupted for copier in damage):
+def judge_control(checks: Sequence[Check]) -> str:
+    """Whether the damage was seen, and nothing else was: what came before it must agree."""
+    if not all(each.agrees for each in checks if not each.damaged):
+        return "differs without damage"
+    damaged = [each for each in checks if each.damaged]
+    if not damaged:
         return "nothing to corrupt"
-    return "missed" if agree else "caught"
+    return "missed" if all(each.agrees for each in damaged) else "caught"
 
 
-def verdict(agree: bool, exact: bool, control: str | None, rounds: Sequence[Round]) -> int:
+def verdict(checks: Sequence[Check], control: str | None, *, exact: bool) -> int:
     if control is not None:
         print(f"control: {control}")
         return 1 if control == "caught" else 3
-    if agree:
+    differing = [each for each in checks if not each.agrees]
+    if not differing:
         print("every answer agrees with the same engine without a cache")
         return 0
-    differences, ties = sum(line.differences for line in rounds), sum(line.near_ties for line in rounds)
-    print(f"{differences} answers differ from the same engine without a cache, {ties} of them at a near tie")
+    ties = sum(each.near_tie for each in differing)
+    print(f"{len(differing)} answers differ from the same engine without a cache, {ties} of them at a near tie")
     return 1 if exact else 0
 
 
@@ -343,6 +361,8 @@ def check_built(options: argparse.Namespace) -> None:
             raise UserError(f"--{option} {value} is not built yet; there is {', '.join(built)}")
     if options.corrupt and options.arch not in PIECES[options.corrupt]:
         raise UserError(f"--corrupt {options.corrupt}: architecture {options.arch} has no such piece")
+    if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
+        raise UserError(f"--json {options.json} is not a file that can be written")
     for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):
         if getattr(options, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(options, option)}")
@@ -376,7 +396,7 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
-def first_sentence(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 

@@ -76,7 +76,7 @@ def test_a_prompt_longer_than_the_host_is_cut():
     engine = Engine("eager", host=3)
     engine.serves("abcde")
     assert engine.host == {"a", "ab", "abc"}
-    assert engine.cache.statistics().chunks_not_stored > 0
+    assert engine.cache.statistics().store_refusals > 0
     assert engine.asks("abcde") == Hit(3 * GRID)
 
 
@@ -146,7 +146,7 @@ def test_a_hot_common_prefix_reaches_the_host():
 
 
 def test_a_step_stores_no_more_than_its_budget_and_no_child_without_its_parent():
-    engine = Engine("lazy", device=8, max_step_tokens=4 * GRID, store_bytes_per_step=200)
+    engine = Engine("lazy", device=8, max_step_tokens=4 * GRID, lazy_bytes_in_flight=200)
     engine.starts("r", "abcdef")
     engine.computes("r")
     engine.ends("r")
@@ -174,6 +174,20 @@ def test_what_moves_counts_as_covered_and_is_held():
     engine.reports([transfer.id])
     engine.device_forgets()
     assert engine.gpu.find(b"ab") is None and engine.host == {"a", "ab"}
+
+
+def test_what_moves_is_not_made_up_for():
+    """It comes back to the front of the order: storing more instead would run ahead of the device, step by step."""
+    engine = Engine("lazy", device=16, host=64, max_step_tokens=8 * GRID)
+    for prompt in "abcdefghijklmnop":
+        engine.serves(prompt)
+    on_their_way = 0
+    for prompt in ("qr", "st"):  # two leave, two join the stretch of eight; nothing lands
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        on_their_way += len(engine.steps().transfers)
+    assert on_their_way > 0
+    assert len(engine.host) + on_their_way <= 4 + 8
 
 
 def test_what_leaves_unsaved_is_counted():

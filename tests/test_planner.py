@@ -27,7 +27,7 @@ def test_groups_meet_at_their_least_common_multiple():
 
 def test_the_engines_own_grid_is_kept():
     assert planner(group(tokens=16), grid_tokens=64).pieces[0].device_blocks == 4
-    with pytest.raises(ConfigurationError, match="not a multiple of 16"):
+    with pytest.raises(ConfigurationError, match="not a multiple of the 16 tokens of a block of group 'attention'"):
         planner(group(tokens=16), grid_tokens=40)
     with pytest.raises(ConfigurationError, match="not a multiple"):
         planner(group(tokens=16), grid_tokens=0)

@@ -64,6 +64,48 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
         assert fleet.device.calls - before[1] <= 3 * 1_000, "a look or two at the ends of the stretch"
 
 
+def test_a_step_that_can_store_nothing_costs_nothing():
+    """Whether its stores are on their way and do not land, or the host is full of pins."""
+    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+    for host_blocks, lands in ((1_000, False), (10, True)):
+        device = QueueSlots(600)
+        planner = HybridChunkPlanner([attention], max_model_len=100_000)
+        cache = CPUPrefixCache(planner, device, host_blocks=host_blocks, max_step_tokens=200 * GRID)
+        for number in range(20):
+            keys = [f"{number}-{at}".encode() for at in range(30)]
+            holding = device.take(keys, 0, 30)
+            device.publish(holding, keys, 30)
+            cache.admit(Request(str(number), keys, 30 * GRID), 0)
+            cache.finished(str(number), 30 * GRID)
+            device.let_go(holding)
+            if not number:
+                plan = cache.step()
+                cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))
+                leases = [cache.reserve(Request("lease", keys, 1), at * GRID) for at in range(1, 31)]
+        for _ in range(5):
+            plan = cache.step()
+            if lands:
+                cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))
+        before = cache.statistics().work, device.calls
+        for _ in range(20):
+            cache.step()
+        assert cache.statistics().work == before[0]
+        assert device.calls <= before[1] + 3 * 20
+        del leases
+
+
+def test_bad_blocks_are_looked_for_only_when_there_are_some():
+    fleet = Fleet(16, "eager", 500, 500)
+
+    class Never:
+        def __iter__(self):
+            raise AssertionError("all transfers were gone through for nothing")
+
+    ledger, fleet.cache._ledger = fleet.cache._ledger, Never()
+    fleet.cache.invalidated(())
+    fleet.cache._ledger = ledger
+
+
 def test_a_pool_a_hundred_times_larger_costs_no_more():
     for mode in ("eager", "lazy"):
         small = Fleet(32, mode, 600, 600).cost(3 * GRID)
@@ -72,8 +114,8 @@ def test_a_pool_a_hundred_times_larger_costs_no_more():
             assert there <= here + here // 10 + 8, (mode, small, large)
 
 
-def test_the_lazy_walk_looks_at_each_chunk_once():
-    """A device full of waiting chunks: the walk goes on by what left, and does not begin anew."""
+def test_a_device_that_has_been_covered_is_not_looked_at_again():
+    """A device full of waiting chunks, and no step that allocates."""
     fleet = Fleet(32, "lazy", 600, 6_000)
     for _ in range(6 * GRID):
         fleet.step()

@@ -5,16 +5,18 @@ A block is always in one of four states (rule 1):
     FREE       waiting for an owner
     WRITING    its owner fills it; nobody finds it
     CACHED     holds a chunk under a key; found by lookup; evicted when childless and unpinned
-    RETIRED    its key was withdrawn while somebody still needed the bytes; nobody finds it
+    RETIRED    its key was withdrawn, or will never come, while somebody still uses the bytes; nobody finds it
 
 and moves between them only here:
 
+    grow       (none) -> FREE         a block becomes ready
     allocate   FREE -> WRITING        evicting CACHED chunks when FREE runs out
     commit     WRITING -> CACHED
-    abort      WRITING -> FREE        or RETIRED -> FREE, by the writer of a retired block
-    retire     WRITING -> RETIRED     its writer goes on, and will not commit
+    abort      WRITING -> FREE        or RETIRED, until its last pin ends
+    retire     WRITING -> RETIRED     its writer goes on, and ends with abort
     withdraw   CACHED -> FREE         or RETIRED, until the last pin on it or below it ends
-    evict      CACHED -> FREE         on the way to WRITING, inside allocate
+    unpin      RETIRED -> FREE        with the last pin
+    evict      CACHED -> WRITING      inside allocate
 
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
@@ -186,7 +188,7 @@ class BlockPool:
             self._count[CACHED] -= short * per_chunk
         blocks = self._free.take((count - len(victims)) * per_chunk)
         if victims:
-            blocks += self._whole(victims)
+            blocks += self._dissolve(victims)
             blocks.sort()
         self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk]
@@ -202,7 +204,8 @@ class BlockPool:
     def commit(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         """Make written chunks findable: `blocks[0]` below `parent`, each further one below the one before it.
 
-        Raises MisuseError when a block is not being written, a key is here already, or `parent` is not cached.
+        Raises MisuseError when a block is not being written, a key is here already, or `parent` is not cached. The
+        chunks before the one it fails at are committed then, and the pool is not to be used any more.
         """
         state = self._state
         for block, key in zip(blocks, keys, strict=True):
@@ -286,7 +289,7 @@ class BlockPool:
                 block = self._unlink(block)
         if gone:
             self._moved(RETIRED, FREE, len(gone))
-            self._free.put(sorted(self._whole(gone)))
+            self._free.put(sorted(self._dissolve(gone)))
 
     def _unlink(self, block: int) -> int:
         """Take a freed chunk out of the forest. What it hung below, or the root."""
@@ -302,8 +305,8 @@ class BlockPool:
         self._count[before] -= chunks * self.blocks_per_chunk
         self._count[after] += chunks * self.blocks_per_chunk
 
-    def _whole(self, chunks: Sequence[int]) -> list[int]:
-        """All the blocks of chunks that end here. Their first ones may not be first in the chunks that come."""
+    def _dissolve(self, chunks: Sequence[int]) -> list[int]:
+        """All the blocks of chunks that end here, which from now on are blocks like any other."""
         if self.blocks_per_chunk == 1:
             return list(chunks)
         for chunk in chunks:

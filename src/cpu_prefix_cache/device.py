@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin, State
+from cpu_prefix_cache.errors import ConfigurationError
 
 
 class Device(Protocol):
@@ -55,9 +56,14 @@ class Device(Protocol):
 
 
 class PooledDevice:
-    """A device pool that is a BlockPool with one block to a chunk. A hold is a pin and moves nothing."""
+    """A device pool that is a BlockPool with one block to a chunk. A hold is a pin and moves nothing.
+
+    Raises ConfigurationError for a pool with several blocks to a chunk.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
+        if pool.blocks_per_chunk != 1:
+            raise ConfigurationError(f"a device pool takes 1 block to a chunk, not {pool.blocks_per_chunk}")
         self._pool = pool
         self.num_chunks = pool.capacity
         self.null_block = None

@@ -24,5 +24,9 @@ class PoolExhausted(PrefixCacheError):
         self.available = available
 
 
+class InternalError(PrefixCacheError):
+    """A rule of this library does not hold. Nobody outside can cause it: we mend the library."""
+
+
 class MisuseError(PrefixCacheError):
     """The caller broke a rule, such as releasing a pin twice. The author of the engine fixes the caller."""

@@ -14,8 +14,8 @@ host, on its way there, or beyond saving. What is on its way is held, and comes 
 
 The look is not repeated every step. As long as the mark m waits, at most the quarter before it has left since, and at
 least half of the stretch is covered, which is what one step can allocate. Where the order is shorter than the stretch,
-what joins it stands behind its end e. So a step that allocates nothing costs nothing, and one that does costs, taken
-together, a few looks for each block.
+what joins it stands behind its end e. When a store has landed the order has changed in front of m: look again. So a
+step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 """
 
 from collections.abc import Sequence
@@ -66,6 +66,9 @@ class Offload(Protocol):
     def ended(self, progress: Progress) -> None:
         """The request finished. Its blocks stay on the device until they are evicted."""
 
+    def preempted(self, progress: Progress) -> None:
+        """The request lost its blocks: store what it computed while they can still be found, in both modes."""
+
     def used(self, chunks: int) -> None:
         """So many chunks on the device were used again: they no longer wait to be evicted."""
 
@@ -106,6 +109,8 @@ class Eager:
         self._due.pop(progress.id, None)
         self.work += store_confirmed(self._pool, self._stores, progress)
 
+    preempted = ended
+
     def used(self, chunks: int) -> None:
         pass
 
@@ -139,22 +144,23 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -
 
 
 class Lazy:
-    """Keeps the soonest evicted `horizon` blocks of the device covered, storing at most `chunks_per_step` at a time."""
+    """Keeps the soonest evicted `horizon` blocks of the device covered, at most `chunks_in_flight` on their way."""
 
     def __init__(
-        self, pool: BlockPool, stores: StorePlanner, device: Device, *, horizon: int, chunks_per_step: int
+        self, pool: BlockPool, stores: StorePlanner, device: Device, *, horizon: int, chunks_in_flight: int
     ) -> None:
         self._pool = pool
         self._stores = stores
         self._device = device
         self._horizon = horizon
         self._quarter = max(1, horizon // 4)
-        self._chunks_per_step = chunks_per_step
-        self._lineage = Lineage(lambda key: device.find(key) is not None, stores.is_covered)
+        self._chunks_in_flight = chunks_in_flight
+        self._lineage = Lineage(lambda key: device.find(key) is not None, lambda key: pool.find(key) is not None)
         self._mark: Place | None = None
         self._end: Place | None = None  # of an order that is shorter than the stretch
         self._used = 0  # chunks used again since the last look
-        self._holding: dict[int, int] = {}  # store -> chunks it keeps from being reused
+        self._walking: set[int] = set()  # stores of this walk that have not landed
+        self._held = 0  # chunks they keep from being reused
         self.work = 0
 
     @property
@@ -172,6 +178,9 @@ class Lazy:
     def ended(self, progress: Progress) -> None:
         pass
 
+    def preempted(self, progress: Progress) -> None:
+        self.work += store_confirmed(self._pool, self._stores, progress)
+
     def used(self, chunks: int) -> None:
         self._used += chunks
 
@@ -180,7 +189,10 @@ class Lazy:
             self._look()
 
     def landed(self, transfer: Transfer) -> None:
-        self._holding.pop(transfer.id, None)
+        if transfer.id in self._walking:
+            self._walking.remove(transfer.id)
+            self._held -= len(transfer.keys)
+            self._mark = None  # what it held waits in front of the mark now, or made the last look stop
 
     def committed(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -200,35 +212,37 @@ class Lazy:
         return not self._waits(self._end) or any(True for _ in self._device.soonest_evicted(self._end[0]))
 
     def _look(self) -> None:
-        """Cover the whole stretch, from its beginning. What cannot be stored yet is looked at again in the next step."""
+        """Cover the whole stretch, from its beginning.
+
+        What cannot be stored yet is looked at again when a store has landed or the first of the stretch is handed out.
+        """
         self._mark = self._end = None
         self._used = 0
         length = self._horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
-        for _, key in stretch:
-            if key is not None and not self._cover(key):
-                return
+        if not all(key is None or self._cover(key) for _, key in stretch):
+            self._mark = next(filter(self._waits, stretch), None)
+            return
         self._mark = next(filter(self._waits, reversed(stretch[: self._quarter])), None)
         if len(stretch) < length:
             self._end = next(filter(self._waits, reversed(stretch)), None)
 
-    @property
-    def _held(self) -> int:
-        return sum(self._holding.values())
-
     def _cover(self, key: bytes) -> bool:
         """Plan the store of one chunk and its missing ancestors, if need be. Whether there is no more to do for it."""
+        if self._stores.is_covered(key):
+            return True
+        budget = self._chunks_in_flight - self._held
+        if budget <= 0:
+            return False  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
         if not chain:
             return True
-        budget = self._chunks_per_step - self._held
-        if budget <= 0:
-            return False
         parent_key, touch = self._lineage.parent(chain[0]), self._pool.touch(None)
         decision = self._stores.plan(parent_key, chain[:budget], touch, to_front=True)
         if decision.transfer is not None:
-            self._holding[decision.transfer.id] = decision.planned
+            self._walking.add(decision.transfer.id)
+            self._held += decision.planned
         return decision.stopped_by is Stop.NOT_ON_DEVICE or decision.planned == len(chain)
 
     def _missing_chain(self, key: bytes) -> list[bytes]:

@@ -30,7 +30,8 @@ class GroupCopy:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
+    """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding,
+    for copiers that budget and for metrics.
 
     `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed,
     so that a failure has one way back whatever its cause (rule 7).
@@ -45,16 +46,18 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What every rank does in one engine step.
+    """What every rank does in one engine step. `epoch` counts resets, for logs and metrics.
 
-    `cancelled` loads are not to be started; those already started end as they end. In both cases they are reported
-    as failed. Reports of transfers below `settled_below` have all arrived: a rank need not repeat them.
+    A `cancelled` load that has not begun is reported as failed; one that has begun is reported as it ends. It resolves
+    as failed either way. What a rank reported of transfers below `settled_below`, and of those in `settled`, has
+    arrived: it need not be repeated.
     """
 
     epoch: int
     transfers: tuple[TransferPlan, ...]
     cancelled: tuple[int, ...] = ()
     settled_below: int = 0
+    settled: tuple[int, ...] = ()
     version: int = VERSION
 
 

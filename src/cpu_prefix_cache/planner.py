@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.groups import Group, GroupKind
 
-# Below this a store to a random host address falls under 87 % of the link (one H200, staged copies; DESIGN 4.4), so
-# a smaller host block is chosen only when the smallest piece is itself smaller.
+# Stores to random host addresses reach 87 % of the link at this size and less below it (one H200, staged copies), so a
+# smaller host block is chosen only when the smallest piece is itself smaller.
 SMALLEST_SPLIT_BYTES = 192 * 1024
 
 
@@ -92,8 +92,14 @@ def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int |
     common = math.lcm(*(group.block_tokens for group in groups))
     grid = common if grid_tokens is None else grid_tokens
     if grid < 1 or grid % common:
+        misfit = next(group for group in groups if grid < 1 or grid % group.block_tokens)
         raise ConfigurationError(
-            f"a grid of {grid} tokens is not a multiple of {common}, the least common multiple of the groups' blocks"
+            f"a grid of {grid} tokens is not a multiple of the {misfit.block_tokens} tokens of a block of group "
+            f"{misfit.name!r}; a multiple of {common} fits all groups"
+        )
+    if grid > max_model_len and grid_tokens is not None and common <= max_model_len:
+        raise ConfigurationError(
+            f"a grid of {grid} tokens is past max_model_len {max_model_len}; a multiple of {common} up to that works"
         )
     if grid > max_model_len:
         coarsest = max(groups, key=lambda group: group.block_tokens)

@@ -1,12 +1,12 @@
 """CPUPrefixCache: what an engine's KV cache manager holds.
 
-An engine asks two questions and reports eight events. Everything is decided here, in one thread, without a clock:
+An engine asks four questions and reports eight events. Everything is decided here, in one thread, without a clock:
 
     question                                      event
     lookup     how much could I skip?             admit        a request was scheduled
     load       bring it here                      computed     so many of its tokens hold KV now
     reserve    keep it until I ask for it         step         one engine step begins: what is to be copied?
-                                                  preempted    the request lost its device blocks
+    due        whose progress do you need?        preempted    the request lost its device blocks
                                                   finished     the request ended, or was aborted
                                                   report       a rank has copied
                                                   invalidated  these device blocks hold wrong bytes
@@ -28,8 +28,8 @@ from typing import Any
 from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.offload import Eager, Lazy, Offload, store_confirmed
+from cpu_prefix_cache.errors import ConfigurationError, InternalError, MisuseError
+from cpu_prefix_cache.offload import Eager, Lazy, Offload
 from cpu_prefix_cache.plan import Direction, RankReport, StepPlan
 from cpu_prefix_cache.planner import HybridChunkPlanner
 from cpu_prefix_cache.request import MISS, Answer, Hit, Pending, Request
@@ -87,8 +87,8 @@ class CPUPrefixCache:
 
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
-    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A step stores
-    at most `store_bytes_per_step` (default: 10 ms of the link, or what a step can allocate if that is more).
+    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. Lazy stores hold
+    at most `lazy_bytes_in_flight` on the device (default and upper bound: what a step can allocate).
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -105,7 +105,7 @@ class CPUPrefixCache:
         ranks: int = 1,
         max_step_tokens: int = 8192,
         decode_step_tokens: int = 1,
-        store_bytes_per_step: int | None = None,
+        lazy_bytes_in_flight: int | None = None,
         link_bytes_per_second: float = 25e9,
     ) -> None:
         if offload not in OFFLOAD_MODES:
@@ -114,11 +114,11 @@ class CPUPrefixCache:
             ("ranks", ranks),
             ("max_step_tokens", max_step_tokens),
             ("decode_step_tokens", decode_step_tokens),
+            ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
+            ("link_bytes_per_second", link_bytes_per_second),
         ):
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        if link_bytes_per_second <= 0:
-            raise ConfigurationError(f"link_bytes_per_second must be positive, got {link_bytes_per_second}")
         self.planner = planner
         self.pool = BlockPool(host_blocks, policy, blocks_per_chunk=planner.host_blocks_per_chunk, ready=ready_blocks)
         self.coordinator = KVCacheCoordinator(planner, self.pool)
@@ -134,13 +134,15 @@ class CPUPrefixCache:
             self._offload = Eager(self.pool, self._stores)
         else:
             step_chunks = -(-max_step_tokens // planner.grid_tokens)
-            budget = store_bytes_per_step or int(max(link_bytes_per_second * 0.01, step_chunks * planner.chunk_bytes))
+            chunks_in_flight = step_chunks
+            if lazy_bytes_in_flight is not None:
+                chunks_in_flight = max(1, min(step_chunks, lazy_bytes_in_flight // planner.chunk_bytes))
             self._offload = Lazy(
                 self.pool,
                 self._stores,
                 device,
                 horizon=max(1, min(2 * step_chunks, device.num_chunks // 2)),
-                chunks_per_step=max(1, min(step_chunks, budget // planner.chunk_bytes)),
+                chunks_in_flight=chunks_in_flight,
             )
         self._running: dict[str, Running] = {}
         self._steps = 0
@@ -165,9 +167,11 @@ class CPUPrefixCache:
         return Hit(boundary)
 
     def reserve(self, request: Request, boundary: int) -> Lease | None:
-        """Keep everything before `boundary` on the host until `release`. None when it is not all there."""
-        chunks = boundary // self.planner.grid_tokens
-        block = self.pool.find(request.keys[chunks - 1]) if chunks else None
+        """Keep everything before `boundary` on the host until `release`. None when it is not all there.
+
+        Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
+        """
+        block = self._deepest(request, boundary)
         return None if block is None else Lease(boundary, self.pool.pin(block))
 
     def release(self, lease: Lease) -> None:
@@ -216,15 +220,15 @@ class CPUPrefixCache:
         """The engine has scheduled `request`: `n0` tokens are on the device, and [n0, boundary) will be loaded.
 
         This is the request's one use of the cache (rule 3). Told again of a running request, it changes nothing.
+
+        Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
         """
         if request.id in self._running:
             return
-        grid = self.planner.grid_tokens
-        loaded = boundary is not None and boundary > n0
-        deepest = self.pool.find(request.keys[boundary // grid - 1]) if boundary is not None and loaded else None
+        deepest = self._deepest(request, boundary) if boundary is not None and boundary > n0 else None
         running = Running(request, n0, self.pool.touch(deepest), due=self._steps + 1)
         self._running[request.id] = running
-        self._offload.used(n0 // grid)
+        self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
 
     def due(self) -> list[str]:
@@ -237,6 +241,8 @@ class CPUPrefixCache:
 
     def computed(self, request_id: str, num_tokens: int) -> None:
         """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
+
+        The device finds the chunks of these tokens by now; what it does not find counts as evicted.
 
         Ignored while the request loads: its blocks count as computed before they hold anything. Ignored for one that
         is not running, or was admitted before a reset.
@@ -254,13 +260,16 @@ class CPUPrefixCache:
         self._steps += 1
         self._offload.plan()
         plans, cancelled = self._ledger.launch()
-        return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below)
+        return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below, self._ledger.take_settled())
 
     def preempted(self, request_id: str) -> None:
-        """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes."""
+        """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
+
+        Here and in `finished`, a request that is not running is ignored: it may have ended already.
+        """
         running = self._running.pop(request_id, None)
         if running is not None and not running.stale:
-            self._work += store_confirmed(self.pool, self._stores, running)
+            self._offload.preempted(running)
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
@@ -271,7 +280,10 @@ class CPUPrefixCache:
             self._offload.ended(running)
 
     def report(self, report: RankReport) -> list[Resolved]:
-        """A rank has finished transfers. Those that are over now. Lost, late and repeated reports do no harm."""
+        """A rank has finished transfers. Those that are over now. Lost, late and repeated reports do no harm.
+
+        Raises MisuseError for a rank that does not exist.
+        """
         if not 0 <= report.rank < self._ranks:
             raise MisuseError(f"rank {report.rank} reported, but there are {self._ranks} ranks")
         if report.ready_blocks is not None:
@@ -285,6 +297,8 @@ class CPUPrefixCache:
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
         bad = set(device_blocks)
+        if not bad:
+            return
         for transfer in list(self._ledger):
             sources = (block for copy in transfer.plan.copies for block in copy.device_blocks)
             if transfer.is_store and not bad.isdisjoint(sources):
@@ -304,7 +318,13 @@ class CPUPrefixCache:
         for running in self._running.values():
             running.stale = True
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether anything is planned or moving: an engine at rest keeps stepping until it is not."""
+        return len(self._ledger) > 0
+
     def statistics(self) -> CacheStatistics:
+        """What the cache holds and has done so far. O(transfers in flight)."""
         counts, chunk_bytes = self._counts, self.planner.chunk_bytes
         storing = sum(transfer.is_store for transfer in self._ledger)
         return CacheStatistics(
@@ -318,7 +338,7 @@ class CPUPrefixCache:
             bytes_loaded=counts["loaded"] * chunk_bytes,
             stores_failed=counts["stores_failed"],
             loads_failed=counts["loads_failed"],
-            chunks_not_stored=self._stores.chunks_not_stored,
+            store_refusals=self._stores.refusals,
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,
             work=self._work + self._offload.work,
@@ -347,7 +367,8 @@ class CPUPrefixCache:
         """All ranks have reported: the device blocks are free again, whatever becomes of the bytes."""
         self._device.release(transfer.hold)
         if transfer.is_store:
-            self._device.release_to_front(transfer.hold_to_front)
+            if transfer.hold_to_front is not None:
+                self._device.release_to_front(transfer.hold_to_front)
             self._offload.landed(transfer)
             ok = transfer.succeeded
             self._settle_stores(transfer)
@@ -415,6 +436,13 @@ class CPUPrefixCache:
 
     # Small things
 
+    def _deepest(self, request: Request, boundary: int) -> int | None:
+        """The host chunk that ends at `boundary`, if it is here."""
+        chunks, off_grid = divmod(boundary, self.planner.grid_tokens)
+        if off_grid or not 0 <= chunks <= len(request.keys):
+            raise MisuseError(f"request {request.id!r} has no boundary at token {boundary} (rule 6)")
+        return self.pool.find(request.keys[chunks - 1]) if chunks else None
+
     def _admitted(self, request_id: str) -> Running:
         running = self._running.get(request_id)
         if running is None:
@@ -424,7 +452,7 @@ class CPUPrefixCache:
     def _cached(self, key: bytes | None) -> int:
         block = None if key is None else self.pool.find(key)
         if block is None:
-            raise MisuseError("a store follows one that did not write its parent")
+            raise InternalError("a store follows one that did not write its parent")
         return block
 
     def _confirm(self, running: Running, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of what a pool and a cache hold and have done. Counts of blocks, chunks, tokens and bytes; no rates."""
+"""Snapshots of what a pool and a cache hold and have done. Counts of blocks, chunks and bytes; no rates."""
 
 from dataclasses import dataclass
 
@@ -27,11 +27,11 @@ class CacheStatistics:
     loading: int
     chunks_stored: int
     chunks_loaded: int
-    bytes_stored: int
+    bytes_stored: int  # on each rank, like all bytes here
     bytes_loaded: int
     stores_failed: int  # transfers
     loads_failed: int
-    chunks_not_stored: int  # dropped because the pool was full of pinned and unfinished chunks
-    lost_before_store: int  # chunks the device evicted before they were stored; counted with a delay
+    store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
+    lost_before_store: int  # lazy: chunks the device evicted before they were stored, counted with a delay; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds

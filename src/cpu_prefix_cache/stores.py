@@ -12,6 +12,7 @@ from typing import Any
 
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device
+from cpu_prefix_cache.errors import InternalError, MisuseError
 from cpu_prefix_cache.plan import Direction
 from cpu_prefix_cache.transfers import Transfer, TransferLedger
 
@@ -43,7 +44,7 @@ class StorePlanner:
         self._pool = coordinator.pool
         self._device = device
         self._ledger = ledger
-        self.chunks_not_stored = 0
+        self.refusals = 0
 
     def is_covered(self, key: bytes) -> bool:
         """Whether the host has this chunk, or will when a store in flight ends well."""
@@ -63,7 +64,7 @@ class StorePlanner:
         elif parent is not None or follows is not None:
             pin = None
         else:
-            return StoreDecision(stopped_by=Stop.NOT_ON_DEVICE)
+            raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
         width = self._coordinator.planner.device_blocks_per_chunk
         room = self._pool.available(len(keys))
         device_blocks = self._on_device(keys[:room])
@@ -72,7 +73,7 @@ class StorePlanner:
             stopped_by: Stop | None = Stop.NOT_ON_DEVICE
         else:
             stopped_by = Stop.POOL_FULL if room < len(keys) else None
-            self.chunks_not_stored += len(keys) - room
+            self.refusals += len(keys) - room
         if not count:
             if pin is not None:
                 self._pool.unpin(pin)
@@ -86,7 +87,7 @@ class StorePlanner:
             tuple(keys[:count]),
             chunks,
             hold=self._device.hold(back),
-            hold_to_front=self._device.hold(front),
+            hold_to_front=self._device.hold(front) if front else None,
             pin=pin,
             touch=touch,
             parent_key=parent_key,
@@ -98,10 +99,13 @@ class StorePlanner:
     def _on_device(self, keys: Sequence[bytes]) -> list[int]:
         """The device blocks of the longest beginning of `keys` that the device has."""
         blocks: list[int] = []
+        width = self._coordinator.planner.device_blocks_per_chunk
         for key in keys:
             found = self._device.find(key)
             if found is None:
                 break
+            if len(found) != width:
+                raise MisuseError(f"the device has {len(found)} blocks for a chunk that takes {width} of them")
             blocks.extend(found)
         return blocks
 

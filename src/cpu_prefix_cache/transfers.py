@@ -1,6 +1,7 @@
 """Every copy that is planned or moving: one record and one phase each.
 
-    PLANNED --launch--> MOVING --last rank reports--> resolved, once, as done or failed (rule 11)
+    PLANNED --launch--> MOVING --last rank reports--> LANDED ----> RESOLVED, once, as done or failed (rule 11)
+                                                        `-- a store, until the one it follows is resolved
 
 Bytes that move cannot be called back, so nothing takes a MOVING transfer out but the reports of all its ranks. What
 the deciding half no longer wants is *doomed*: it resolves like any other, and then registers nothing.
@@ -69,6 +70,7 @@ class TransferLedger:
         self._open: dict[int, Transfer] = {}
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
+        self._settled: list[int] = []  # since the last plan
         self.writing: dict[bytes, Transfer] = {}
         self.loading: dict[bytes, Transfer] = {}
 
@@ -92,8 +94,11 @@ class TransferLedger:
     def add(self, transfer: Transfer) -> None:
         self._open[transfer.id] = transfer
         self._planned.append(transfer)
-        moving = self.writing if transfer.is_store else self.loading
-        moving.update(dict.fromkeys(transfer.keys, transfer))
+        if transfer.is_store:
+            self.writing.update(dict.fromkeys(transfer.keys, transfer))
+        else:
+            for key in transfer.keys:
+                self.loading.setdefault(key, transfer)  # others have waited for the first long enough (rule 13)
         if transfer.follows is not None:
             transfer.follows.followers.append(transfer)
 
@@ -104,6 +109,11 @@ class TransferLedger:
         plans, cancelled = tuple(transfer.plan for transfer in self._planned), tuple(self._cancelled)
         self._planned, self._cancelled = [], []
         return plans, cancelled
+
+    def take_settled(self) -> tuple[int, ...]:
+        """The ids that were resolved since this was asked last."""
+        settled, self._settled = tuple(self._settled), []
+        return settled
 
     def report(self, rank: int, ids: Iterable[int], done: bool) -> Iterator[Transfer]:
         """Note what a rank has finished. The transfers for which it was the last; repeats and strangers are ignored.
@@ -137,6 +147,7 @@ class TransferLedger:
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that is resolved."""
         transfer.phase = Phase.RESOLVED
+        self._settled.append(transfer.id)
         del self._open[transfer.id]
         self._forget_keys(transfer)
 

@@ -10,7 +10,7 @@ import gc
 import pytest
 import torch
 
-from connector.transformers import PrefixCachedGenerator, PromptTooLong, build_model
+from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
 from cpu_prefix_cache import ConfigurationError, Direction
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 from tests.sizes import sizes_of_containers
@@ -186,11 +186,11 @@ def test_text_goes_in_and_text_comes_out(model):
 
 def test_a_prompt_that_does_not_fit_is_refused_in_a_sentence(model):
     generator = PrefixCachedGenerator(model, device_blocks=2, host_bytes=HOST_BYTES)
-    with pytest.raises(PromptTooLong, match="3 device blocks, but the pool has 2"):
+    with pytest.raises(PromptRefused, match="3 device blocks, but the pool has 2"):
         generator.answer([1] * 30, 4)
-    with pytest.raises(PromptTooLong, match="more than the model's 8192"):
+    with pytest.raises(PromptRefused, match="more than the model's 8192"):
         generator.answer([1] * 9000, 4)
-    with pytest.raises(PromptTooLong, match="at least one token"):
+    with pytest.raises(PromptRefused, match="at least one token"):
         generator.answer([], 4)
 
 
@@ -201,7 +201,7 @@ def test_a_prompt_that_does_not_fit_is_refused_in_a_sentence(model):
         ({"prefill_tokens": 20}, "multiple of the 16 tokens"),
         ({"offload": "sometimes"}, "lazy, eager"),
         ({"policy": "random"}, "policy must be one of"),
-        ({"host_bytes": 100}, "at least the 1 blocks of one chunk"),
+        ({"host_bytes": 100}, "host_bytes must hold at least one chunk"),
         ({"host_bytes": 1 << 60}, "ask for at most"),
     ],
 )

@@ -74,3 +74,21 @@ def test_a_plan_of_another_version_is_refused_whole(worker, copier):
     with pytest.raises(MisuseError, match="version"):
         worker.run(plan(0, version=2))
     assert copier.copied == 0
+
+
+def test_what_is_settled_one_by_one_is_not_repeated_either(worker):
+    worker.run(plan(0, 1, 2))
+    worker.run(plan(settled_below=1, settled=(2,)))
+    assert worker.report().done == {1}
+
+
+def test_an_interrupt_leaves_nothing_that_nobody_will_report(worker, copier):
+    def interrupted(direction, copies):
+        raise KeyboardInterrupt
+
+    worker.run(plan(0))
+    copier.copy = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        worker.run(plan(1, 2))
+    assert worker.report().done == {0}
+    assert worker.report().failed == {1, 2}

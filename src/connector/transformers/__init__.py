@@ -11,7 +11,7 @@ from connector.transformers.generator import (
     ByteTokenizer,
     Generation,
     PrefixCachedGenerator,
-    PromptTooLong,
+    PromptRefused,
     Tokenizer,
 )
 
@@ -20,7 +20,7 @@ __all__ = [
     "ByteTokenizer",
     "Generation",
     "PrefixCachedGenerator",
-    "PromptTooLong",
+    "PromptRefused",
     "Tokenizer",
     "build_model",
 ]

@@ -20,8 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from connector.transformers.host import CopierWrapper, HostTier
-from connector.transformers.paged import BlockTable, PagedKV
+from connector.transformers.paged import BlockTable, PagedKV, check_continues
 from cpu_prefix_cache import (
+    OFFLOAD_MODES,
     BlockPool,
     CacheStatistics,
     ChainHasher,
@@ -37,8 +38,8 @@ from cpu_prefix_cache import (
 )
 
 
-class PromptTooLong(PrefixCacheError):
-    """A prompt does not fit the model or the device pool. The user shortens it, or gives the pool more blocks."""
+class PromptRefused(PrefixCacheError):
+    """A prompt is empty, not of the model's tokens, or too long for the model or the device pool. The user acts."""
 
 
 class Tokenizer(Protocol):
@@ -118,17 +119,20 @@ class PrefixCachedGenerator:
         prefix_caching: bool = True,
         wrap_copier: CopierWrapper | None = None,
     ) -> None:
+        if offload not in (*OFFLOAD_MODES, "off"):
+            raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}, off; got {offload!r}")
         if device_blocks < 1:
             raise ConfigurationError(f"the device pool needs at least 1 block, got {device_blocks}")
-        if prefill_tokens < 1 or prefill_tokens % block_tokens:
+        if block_tokens < 1 or prefill_tokens < 1 or prefill_tokens % block_tokens:
             raise ConfigurationError(
                 f"prefill_tokens must be a multiple of the {block_tokens} tokens of a block, got {prefill_tokens}"
             )
         self.model = model.eval()
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
-        self.max_model_len: int = model.config.get_text_config().max_position_embeddings
+        self.max_model_len = _max_model_len(model)
         self.kv = PagedKV(model, device_blocks, block_tokens)
+        check_continues(model)
         self.group = Group(
             name="attention", kind=GroupKind.PREFIX, block_tokens=block_tokens, block_bytes=self.kv.block_bytes
         )
@@ -155,7 +159,7 @@ class PrefixCachedGenerator:
     def generate(self, prompts: Iterable[str | Sequence[int]], max_new_tokens: int = 16) -> Iterator[Generation]:
         """Answer prompts, texts or token ids, one after the other.
 
-        Raises PromptTooLong for a prompt that, with its answer, does not fit the model or the device pool.
+        Raises PromptRefused for a prompt that, with its answer, does not fit the model or the device pool.
         """
         for prompt in prompts:
             yield self.answer(prompt, max_new_tokens)
@@ -164,18 +168,25 @@ class PrefixCachedGenerator:
     def answer(
         self, prompt: str | Sequence[int], max_new_tokens: int = 16, cuts: Sequence[int] | None = None
     ) -> Generation:
-        """Answer one prompt. `cuts` are positions at which prefill chunks must end, in place of the usual ones."""
+        """Answer one prompt. `cuts` are the positions at which prefill chunks end, in place of the usual ones.
+
+        Raises PromptRefused for a prompt that is empty, too long, or not of the model's tokens, and for cuts that do
+        not ascend to its end.
+        """
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_tokens(tokens)
         self._check_fits(len(tokens), max_new_tokens)
+        if cuts is not None and (list(cuts) != sorted(set(cuts)) or cuts[-1:] != [len(tokens)]):
+            raise PromptRefused(f"cuts must ascend and end at the prompt's {len(tokens)} tokens, got {list(cuts)}")
         begin = time.perf_counter()
         sequence, device_hit = self._admit(tokens)
         try:
             host_hit = self._load(sequence, device_hit)
             hit = sequence.table.length
-            ends = [end for end in cuts or self._usual_cuts(hit, len(tokens)) if end > hit]
-            logits = torch.empty(0)
+            *ends, last = (end for end in cuts or self._usual_cuts(hit, len(tokens)) if end > hit)
             for end in ends:
-                logits = self._forward(sequence, end)
+                self._forward(sequence, end)
+            logits = self._forward(sequence, last)
             generated = [int(logits.argmax())]
             ttft = time.perf_counter() - begin
             generated += self._decode(sequence, generated[0], max_new_tokens)
@@ -189,7 +200,7 @@ class PrefixCachedGenerator:
             host_hit_tokens=host_hit,
             computed_tokens=len(tokens) - hit,
             ttft_seconds=ttft,
-            cuts=tuple(ends),
+            cuts=(*ends, last),
             first_logits=logits.float(),
         )
 
@@ -197,21 +208,23 @@ class PrefixCachedGenerator:
         """What the host cache holds and has done; None without one."""
         return None if self._host is None else self._host.cache.statistics()
 
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not tokens:
+            raise PromptRefused("a prompt needs at least one token")
+        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens):
+            raise PromptRefused(f"a prompt is a text or token ids from 0 to {vocabulary - 1}")
+
     def _check_fits(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        total = prompt_tokens + max_new_tokens
-        if not prompt_tokens or max_new_tokens < 1:
-            raise PromptTooLong("a prompt needs at least one token, and an answer at least one")
-        if total > self.max_model_len:
-            raise PromptTooLong(
-                f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones are more than the model's "
-                f"{self.max_model_len}"
-            )
-        needed = -(-total // self.group.block_tokens)
+        asked = f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones"
+        if max_new_tokens < 1:
+            raise PromptRefused(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if prompt_tokens + max_new_tokens > self.max_model_len:
+            raise PromptRefused(f"{asked} are more than the model's {self.max_model_len}")
+        computed = prompt_tokens + max_new_tokens - 1  # the last token is never fed back
+        needed = -(-computed // self.group.block_tokens)
         if needed > self.pool.capacity:
-            raise PromptTooLong(
-                f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones take {needed} device blocks, "
-                f"but the pool has {self.pool.capacity}"
-            )
+            raise PromptRefused(f"{asked} take {needed} device blocks, but the pool has {self.pool.capacity}")
 
     def _usual_cuts(self, begin: int, end: int) -> list[int]:
         first = begin - begin % self.prefill_tokens + self.prefill_tokens
@@ -292,21 +305,23 @@ class PrefixCachedGenerator:
     def _commit(self, sequence: _Sequence) -> None:
         """Let others find the blocks that are full now.
 
-        A block whose chunk is cached already (the last one of a prompt that ends on a boundary is always computed
-        again) stays the request's own, and what follows hangs below the cached one.
+        A chunk that is cached already (the last one of a prompt that ends on a boundary is always computed again)
+        stays where it is: the request goes on with that block and gives up its own.
         """
         if not self._prefix_caching:
             return
         self._hasher.extend(sequence.keys, sequence.tokens)
-        full = self.planner.full_chunks(sequence.table.length)
-        for key, block in zip(
-            sequence.keys[sequence.committed : full], sequence.table.blocks[sequence.committed : full], strict=True
-        ):
+        table, full = sequence.table, self.planner.full_chunks(sequence.table.length)
+        for at in range(sequence.committed, full):
+            key, block = sequence.keys[at], table.blocks[at]
             found = self.pool.find(key)
+            sequence.owned.remove(block)
             if found is None:
                 self.pool.commit([block], [key], sequence.parent, sequence.touch)
-                sequence.owned.remove(block)
-            sequence.parent = block if found is None else found
+            else:
+                self.pool.abort([block])
+                table.blocks[at] = found
+            sequence.parent = table.blocks[at]
         if full > sequence.committed:
             sequence.committed = full
             before, sequence.pin = sequence.pin, self.pool.pin(sequence.parent)
@@ -314,11 +329,20 @@ class PrefixCachedGenerator:
                 self.pool.unpin(before)
 
     def _finish(self, sequence: _Sequence) -> None:
-        if self._host is not None:
-            self._host.finished(sequence.request.id, sequence.table.length)
-        if sequence.pin is not None:
-            self.pool.unpin(sequence.pin)
-        self.pool.abort(sequence.owned)
+        try:
+            if self._host is not None:
+                self._host.finished(sequence.request.id, sequence.table.length)
+        finally:
+            if sequence.pin is not None:
+                self.pool.unpin(sequence.pin)
+            self.pool.abort(sequence.owned)
+
+
+def _max_model_len(model: PreTrainedModel) -> int:
+    length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if not isinstance(length, int):
+        raise ConfigurationError(f"the configuration of {type(model).__name__} does not say how long a prompt may be")
+    return length
 
 
 def _stop_tokens(model: PreTrainedModel) -> set[int]:

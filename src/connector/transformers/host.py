@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cpu_prefix_cache import CPUPrefixCache, Device, Direction, Hit, HybridChunkPlanner, Request
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Direction, Hit, HybridChunkPlanner, Request
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
@@ -34,6 +34,11 @@ class HostTier:
     ) -> None:
         check_fits(host_bytes)
         num_blocks = host_bytes // planner.host_block_bytes
+        if num_blocks < planner.host_blocks_per_chunk:
+            raise ConfigurationError(
+                f"host_bytes must hold at least one chunk of {planner.chunk_bytes} bytes, got {host_bytes}; "
+                'without host memory say offload="off"'
+            )
         self.cache = CPUPrefixCache(
             planner,
             device,
@@ -66,6 +71,8 @@ class HostTier:
 
     def step(self) -> set[int]:
         """One engine step of the cache. The loads that ended well."""
-        self._worker.run(self.cache.step())
-        resolved = self.cache.report(self._worker.report())
+        try:
+            self._worker.run(self.cache.step())
+        finally:  # what an interrupt cut short is resolved as failed
+            resolved = self.cache.report(self._worker.report())
         return {each.id for each in resolved if each.ok and each.direction is Direction.LOAD}

@@ -1,11 +1,11 @@
-"""The class vLLM constructs: once in the scheduler's process, once in each worker's.
+"""The class vLLM constructs: once in the scheduler's process, once in each worker's. The worker half is not built yet.
+
+When it is, this will be how to turn it on:
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector",
     "kv_connector_module_path": "connector.vllm", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552}}'
 """
-
-# mypy: allow-subclassing-any
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What travels between the two halves inside vLLM's own messages: out with each step, back with each step's output."""
 
-# mypy: allow-subclassing-any
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

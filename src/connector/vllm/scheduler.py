@@ -102,8 +102,7 @@ class SchedulerHalf:
         self.cache.reset()
 
     def has_transfers(self) -> bool:
-        statistics = self.cache.statistics()
-        return statistics.storing + statistics.loading > 0
+        return self.cache.has_transfers
 
     def _preempted(self, id: str) -> None:
         self._admitted.pop(id, None)

@@ -38,12 +38,22 @@ class ReferenceCopier:
     `tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`; `host` is the region,
     uint8 [host blocks, host_block_bytes].
 
-    Raises ConfigurationError when the tensors do not weigh what the planner was told, or differ in blocks.
+    Raises ConfigurationError when the tensors do not weigh what the planner was told, or differ in blocks, or the host
+    region has other blocks.
     """
 
     def __init__(
         self, planner: HybridChunkPlanner, tensors: Sequence[Sequence[torch.Tensor]], host: torch.Tensor
     ) -> None:
+        if (
+            host.dtype != torch.uint8
+            or host.shape[1] != planner.host_block_bytes
+            or len(tensors) != len(planner.pieces)
+        ):
+            raise ConfigurationError(
+                f"the planner has {len(planner.pieces)} groups and host blocks of {planner.host_block_bytes} bytes; "
+                f"got tensors of {len(tensors)} groups and a host region of {host.dtype} {tuple(host.shape)}"
+            )
         self._host = host
         self._groups = [
             _BoundGroup(piece, [block_bytes(tensor) for tensor in parts], host)

@@ -1,6 +1,6 @@
 """The copying half on one rank: carries out step plans and says, until it is heard, what became of them.
 
-StepPlan  ->  run  ->  every transfer ends as done or failed, whatever happens (rule 11)
+StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts included (rule 11)
 report    ->  all that has ended and no plan has called settled yet
 """
 
@@ -26,13 +26,17 @@ class CopyWorker:
         """Carry out one step's transfers. Raises MisuseError for a plan of another version, before it begins."""
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
-        self._done = {id for id in self._done if id >= plan.settled_below}
-        self._failed = {id for id in self._failed if id >= plan.settled_below}
-        for transfer in plan.transfers:
-            if transfer.failed or transfer.id in plan.cancelled:
-                self._failed.add(transfer.id)
-            else:
-                self._copy(transfer)
+        settled = set(plan.settled)
+        self._done = {id for id in self._done if id >= plan.settled_below} - settled
+        self._failed = {id for id in self._failed if id >= plan.settled_below} - settled
+        try:
+            for transfer in plan.transfers:
+                if transfer.failed or transfer.id in plan.cancelled:
+                    self._failed.add(transfer.id)
+                else:
+                    self._copy(transfer)
+        finally:  # an interrupt leaves nothing that nobody will ever report
+            self._failed.update({transfer.id for transfer in plan.transfers} - self._done)
 
     def report(self) -> RankReport:
         return RankReport(self._rank, frozenset(self._done), frozenset(self._failed))

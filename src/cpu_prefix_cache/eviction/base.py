@@ -12,8 +12,8 @@ class EvictionPolicy(Protocol):
     A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
     which the pool gives back with every chunk the request adds.
 
-    Only a childless, unpinned chunk may leave, and a parent is never older than its child: it inherits the youngest
-    touch of the children it loses (rule 3).
+    Only a childless, unpinned chunk may leave, and a parent inherits the youngest touch of the children it loses
+    (rule 3).
     """
 
     def admitted(self, deepest: int) -> Any:

@@ -18,7 +18,7 @@ above children is taken out, as it cannot go before them, and put back when they
 import heapq
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.errors import MisuseError
+from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.forest import NONE, Forest
 
 
@@ -78,7 +78,7 @@ class Lru:
         while len(victims) < count:
             touch = _linked(older.younger)
             if touch is self._ring:
-                raise MisuseError(f"{count} chunks were to be evicted, but only {len(victims)} can go")
+                raise InternalError(f"{count} chunks were to be evicted, but only {len(victims)} can go")
             if children[touch.block]:
                 _leave(touch)
             elif pins[touch.block]:
@@ -171,7 +171,7 @@ class Lru:
     def _carried(self, block: int) -> Touch:
         touch = self._touch[block]
         if touch is None:
-            raise MisuseError(f"block {block} holds no chunk")
+            raise InternalError(f"block {block} holds no chunk")
         return touch
 
     def _enter_young(self, touch: Touch) -> None:
@@ -204,5 +204,5 @@ def _leave(touch: Touch) -> None:
 
 def _linked(touch: Touch | None) -> Touch:
     if touch is None:
-        raise MisuseError("a touch left the ring while it was being walked")
+        raise InternalError("a touch left the ring while it was being walked")
     return touch

@@ -1,5 +1,6 @@
 """The host region: one mapping of equal blocks, checked against what the machine may use before it is made."""
 
+import contextlib
 import mmap
 from pathlib import Path
 
@@ -25,7 +26,8 @@ class HostArena:
         num_bytes = num_blocks * block_bytes
         check_fits(num_bytes)
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+            region.madvise(mmap.MADV_HUGEPAGE)
         self.blocks = torch.frombuffer(region, dtype=torch.uint8).view(num_blocks, block_bytes)
 
 

@@ -15,7 +15,7 @@ the group, d device blocks, is these bytes, in the canonical order that LAYOUT_V
 from collections.abc import Sequence
 from itertools import accumulate
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 1  # for whoever keeps pieces longer than the process that wrote them
 
 
 class PieceLayout:
