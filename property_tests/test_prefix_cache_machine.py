@@ -218,7 +218,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.lookup(Request(id, keys, num_tokens), n0 + 1, self.now) == Miss()  # rule 10
         if isinstance(answer, Pending):
             assert self.now < answer.deadline and could > n0
-            assert any(n0 <= each.n0 <= n0 < each.boundary for each in self.loads.values())
+            assert any(each.n0 <= n0 < each.boundary for each in self.loads.values())
             return False
         assert answer == (Hit(could) if could > n0 else Miss())
         boundary = n0

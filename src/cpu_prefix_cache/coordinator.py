@@ -18,7 +18,7 @@ that is one bisection, however many groups share a chunk.
 48
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.plan import GroupCopy
@@ -44,23 +44,26 @@ class KVCacheCoordinator:
         stop = min(self.planner.hittable_chunks(num_tokens), len(keys))
         return max(n0, self.pool.resident_run(keys, n0 // grid, stop) * grid)
 
-    def copies(self, chunks: Sequence[int], device_blocks: Sequence[int]) -> tuple[GroupCopy, ...]:
-        """Pair the host blocks of `chunks` with the device blocks of the same chunks, group by group."""
-        pieces = self.planner.pieces
-        host_blocks = self.pool.blocks_of(chunks)
-        if len(pieces) == 1:
-            return (GroupCopy(0, host_blocks, tuple(device_blocks)),)
-        host_lanes = _lanes(host_blocks, [piece.host_blocks for piece in pieces])
-        device_lanes = _lanes(device_blocks, [piece.device_blocks for piece in pieces])
+    def copies(self, chunks: Sequence[int], device_blocks: Sequence[Sequence[int]]) -> tuple[GroupCopy, ...]:
+        """Pair the host blocks of `chunks` with the device blocks of the same chunks, given group by group."""
+        host_blocks = _by_group(self.pool.blocks_of(chunks), [piece.host_blocks for piece in self.planner.pieces])
         return tuple(
-            GroupCopy(group, host, device)
-            for group, (host, device) in enumerate(zip(host_lanes, device_lanes, strict=True))
+            GroupCopy(group, tuple(host), tuple(device))
+            for group, (host, device) in enumerate(zip(host_blocks, device_blocks, strict=True))
         )
 
+    def device_blocks_by_group(self, device_blocks: Sequence[int]) -> list[Sequence[int]]:
+        """Split device blocks given chunk by chunk, as `Device.find` gives them, into a list for each group."""
+        return _by_group(device_blocks, [piece.device_blocks for piece in self.planner.pieces])
 
-def _lanes(blocks: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Split a chunk-major list, each chunk `widths` blocks for one group after another, into a list per group."""
+
+def _by_group(blocks: Sequence[int], widths: Sequence[int]) -> list[Sequence[int]]:
+    """Split a list of chunks, each `widths` blocks for one group after another, into a list for each group."""
+    if len(widths) == 1:
+        return [blocks]
+    groups: list[Sequence[int]] = []
     chunk, begin = sum(widths), 0
     for width in widths:
-        yield tuple(block for at in range(begin, len(blocks), chunk) for block in blocks[at : at + width])
+        groups.append([block for at in range(begin, len(blocks), chunk) for block in blocks[at : at + width]])
         begin += width
+    return groups

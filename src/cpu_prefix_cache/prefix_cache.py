@@ -194,17 +194,17 @@ class CPUPrefixCache:
         off_grid = running.n0 % self.planner.grid_tokens or boundary % self.planner.grid_tokens
         if off_grid or not start < stop <= len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
-        blocks = self._flatten(destinations, stop - start)
+        self._check_destinations(destinations, stop - start)
         keys = tuple(running.keys[start:stop])
         deepest = self.pool.find(keys[-1])
         chunks: Sequence[int] = () if deepest is None else self.pool.path(deepest, stop - start)
         num_bytes = len(chunks) * self.planner.chunk_bytes
-        copies = self.coordinator.copies(chunks, blocks) if chunks else ()
+        copies = self.coordinator.copies(chunks, destinations) if chunks else ()
         transfer = Transfer(
             self._ledger.new_plan(Direction.LOAD, copies, num_bytes, failed=deepest is None),
             keys,
             chunks,
-            hold=self._device.hold(blocks),
+            hold=self._device.hold([block for blocks in destinations for block in blocks]),
             pin=None if deepest is None else self.pool.pin(deepest),
             request_id=request_id,
             deadline=now + 2 * num_bytes / self._link_bytes_per_second + PENDING_GRACE_SECONDS,
@@ -472,20 +472,12 @@ class CPUPrefixCache:
             running.due = due
             self._agenda.setdefault(due, []).append(running.id)
 
-    def _flatten(self, destinations: Sequence[Sequence[int]], chunks: int) -> list[int]:
-        """Destinations of all groups, chunk by chunk, checked: enough of them, none null, none twice (rule 7)."""
+    def _check_destinations(self, destinations: Sequence[Sequence[int]], chunks: int) -> None:
+        """Enough of them, none null, and within a group none twice (rule 7)."""
         pieces, null = self.planner.pieces, self._device.null_block
         wanted = [chunks * piece.device_blocks for piece in pieces]
         if [len(blocks) for blocks in destinations] != wanted:
             raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
-        for group, blocks in zip(pieces, destinations, strict=True):
+        for piece, blocks in zip(pieces, destinations, strict=True):
             if null in blocks or len(set(blocks)) != len(blocks):
-                raise MisuseError(f"a destination of group {group.group.name!r} is null or named twice (rule 7)")
-        if len(pieces) == 1:
-            return list(destinations[0])
-        return [
-            block
-            for chunk in range(chunks)
-            for piece, blocks in zip(pieces, destinations, strict=True)
-            for block in blocks[chunk * piece.device_blocks : (chunk + 1) * piece.device_blocks]
-        ]
+                raise MisuseError(f"a destination of group {piece.group.name!r} is null or named twice (rule 7)")

@@ -80,7 +80,7 @@ class StorePlanner:
             return StoreDecision(stopped_by=stopped_by)
         front, back = self._sides(keys[:count], device_blocks) if to_front else ([], device_blocks)
         chunks = self._pool.allocate(count)
-        copies = self._coordinator.copies(chunks, device_blocks)
+        copies = self._coordinator.copies(chunks, self._coordinator.device_blocks_by_group(device_blocks))
         num_bytes = count * self._coordinator.planner.chunk_bytes
         transfer = Transfer(
             self._ledger.new_plan(Direction.STORE, copies, num_bytes),

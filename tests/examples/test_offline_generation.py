@@ -3,9 +3,14 @@
 import importlib.util
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from connector.transformers import build_model
 
@@ -37,8 +42,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half_precision_checkpoint(tmp_path_factory):
+    """In half precision, with a tokenizer: one token for each of some words."""
     folder = tmp_path_factory.mktemp("half")
-    build_model("full", hidden=32, layers=1).to(torch.bfloat16).save_pretrained(folder)
+    build_model("full", hidden=64, layers=2).to(torch.bfloat16).save_pretrained(folder)
+    words = sorted({word for text in topics.values() for word in text.split()})[:318]
+    tokenizer = Tokenizer(WordLevel({word: id for id, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     return folder
 
 
@@ -99,10 +109,38 @@ def test_a_checkpoint_without_a_tokenizer_takes_bytes(example, tmp_path, checkpo
     assert report["rounds"][1]["device_hit_tokens"] == 32
 
 
-def test_half_precision_reports_differences_and_does_not_fail_on_them(example, tmp_path, half_precision_checkpoint):
+def test_half_precision_with_a_tokenizer_runs_and_does_not_fail_on_differences(
+    example, tmp_path, half_precision_checkpoint
+):
     status, report = run(example, tmp_path, "--model", str(half_precision_checkpoint), *SMALL)
     assert status == 0
-    assert {"differences", "near_ties"} <= report["rounds"][0].keys()
+    first, second = report["rounds"]
+    assert 2 * 2 * example.DOCUMENT_TOKENS[0] <= first["prompt_tokens"]
+    assert second["host_hit_tokens"] > 0
+    assert {"differences", "near_ties"} <= second.keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "exact", "control", "status"),
+    [
+        (0.0, True, None, 0),
+        (1e-3, True, None, 1),  # float32 must agree
+        (1e-3, False, None, 0),  # half precision may not, and says so
+        (1e-3, True, "caught", 1),
+        (0.0, True, "missed", 3),
+    ],
+)
+def test_the_verdict(example, capsys, error, exact, control, status):
+    checks = [example.Check(None, 0.0, 0.0, error, True, False, control is not None)]
+    assert example.verdict(checks, control and example.judge_control(checks), exact=exact) == status
+    said = capsys.readouterr().out
+    assert (control or ("every answer agrees" if not error else "1 answers differ")) in said
+
+
+def test_a_control_that_differs_before_the_damage_proves_nothing(example):
+    before = example.Check(None, 0.0, 0.0, 1e-3, True, False, damaged=False)
+    after = example.Check(None, 0.0, 0.0, 1e-3, True, False, damaged=True)
+    assert example.judge_control([before, after]) == "differs without damage"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +157,9 @@ def test_half_precision_reports_differences_and_does_not_fail_on_them(example, t
         (["--prompts", "/no/such/file.jsonl"], "cannot read the prompts"),
         (["--documents", "10000"], "ask for no more"),
         (["--device-blocks", "3"], "device blocks, but the pool has 3"),
+        (["--device-blocks", "999999999"], "ask for at most"),
+        (["--json", "/no/such/folder/x.json"], "not a file that can be written"),
+        (["--max-new-tokens", "8190"], "more than the model's 8192"),
     ],
 )
 @pytest.mark.usefixtures("small_model")
@@ -129,7 +170,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(example, capsys, options, s
     assert sentence in message
 
 
-@pytest.mark.parametrize("line", ["not json", '{"text": "a"}', '{"prompt": 1}', "[]"])
+@pytest.mark.parametrize("line", ["not json", '{"text": "a"}', '{"prompt": 1}', "[]", r'{"prompt": "\ud800"}'])
 def test_a_bad_line_of_prompts_is_named(example, tmp_path, capsys, line):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "good"}\n' + line + "\n")

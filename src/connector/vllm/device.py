@@ -11,14 +11,11 @@ leave a block and its hash alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
-
-
-def _nothing(key: bytes) -> bool:
-    return False
 
 
 class VllmDevice:
@@ -26,8 +23,8 @@ class VllmDevice:
 
     vLLM's key of a block is its hash and the group, ours the hash alone, as it stands in `Request.block_hashes`.
 
-    `is_awaited(key)` says whether the bytes of a block in use under `key` are still to come: vLLM hashes a block when
-    it allocates it, before the step that computes it. The scheduler half sets it for as long as a step is decided.
+    vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaiting`
+    keeps those blocks from being found.
     """
 
     def __init__(self, pool: BlockPool, group: int = 0) -> None:
@@ -35,13 +32,23 @@ class VllmDevice:
         self._group = group
         self.num_chunks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
-        self.is_awaited: Callable[[bytes], bool] = _nothing
+        self._is_awaited: Callable[[bytes], bool] | None = None
 
     def find(self, key: bytes) -> Sequence[int] | None:
         found = self._pool.get_cached_block(key, [self._group])
-        if found is None or (found[0].ref_cnt and self.is_awaited(key)):
+        if found is None:
             return None
-        return (found[0].block_id,)
+        awaited = self._is_awaited is not None and found[0].ref_cnt > 0 and self._is_awaited(key)
+        return None if awaited else (found[0].block_id,)
+
+    @contextmanager
+    def awaiting(self, is_awaited: Callable[[bytes], bool]) -> Iterator[None]:
+        """In this context, blocks in use are not found under keys whose bytes are still to come."""
+        self._is_awaited = is_awaited
+        try:
+            yield
+        finally:
+            self._is_awaited = None
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]

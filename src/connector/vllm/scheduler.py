@@ -2,7 +2,7 @@
 
     in the scheduler                    becomes
     get_num_new_matched_tokens          cache.lookup
-    update_state_after_alloc            cache.admit, cache.load
+    update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step
     update_connector_output             cache.invalidated, cache.report
     request_finished                    cache.finished
@@ -75,15 +75,14 @@ class SchedulerHalf:
             self._loads[self.cache.load(id, boundary, [destinations], self.clock())] = id
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
-        self.device.is_awaited = self._computed_by(output)
-        for id in output.preempted_req_ids or ():
-            if id not in self._readmitted:
-                self._preempted(id)
-        self._readmitted.clear()
-        for id in self.cache.due():
-            self.cache.computed(id, _computed_tokens(self._admitted[id]))
-        plan = self.cache.step()
-        self.device.is_awaited = lambda key: False
+        with self.device.awaiting(self._computed_by(output)):
+            for id in output.preempted_req_ids or ():
+                if id not in self._readmitted:
+                    self._preempted(id)
+            self._readmitted.clear()
+            for id in self.cache.due():
+                self.cache.computed(id, _computed_tokens(self._admitted[id]))
+            plan = self.cache.step()
         requests, self._loads = self._loads, {}
         return StepMetadata(plan, requests)
 
@@ -112,9 +111,8 @@ class SchedulerHalf:
         """The request was admitted before: its load failed, or a reset preempted it and this very step resumes it."""
         self._readmitted.add(id)
         # Other requests of this step, unknown before its end, may have hashed blocks under the same keys.
-        self.device.is_awaited = lambda key: True
-        self._preempted(id)
-        self.device.is_awaited = lambda key: False
+        with self.device.awaiting(lambda key: True):
+            self._preempted(id)
 
     def _computed_by(self, output: SchedulerOutput) -> Callable[[bytes], bool]:
         """Whether a block in use under this key is filled by the step that `output` describes, not before."""
