@@ -45,7 +45,7 @@ class CountingDevice:
     def release(self, hold):
         pass
 
-    def release_to_front(self, hold):
+    def release_in_place(self, hold, behind):
         pass
 
 

@@ -144,12 +144,18 @@ class QueueSlots:
         return list(blocks)
 
     def release(self, hold: list[int]) -> None:
-        self._release(hold, to_front=False)
+        self._release(hold)
         self.released_as += ["end"] * len(hold)
 
-    def release_to_front(self, hold: list[int]) -> None:
-        self._release(hold, to_front=True)
-        self.released_as += ["front"] * len(hold)
+    def release_in_place(self, hold: list[int], behind: int | None) -> None:
+        free = list(self.queue)
+        at = 0 if behind is None else free.index((behind - 1) // self.width) + 1
+        while at < len(free) and free[at] not in self.keys:
+            at += 1
+        self._release(hold)
+        back = [slot for slot in self.queue if slot not in free]
+        self.queue = OrderedDict.fromkeys([*free[:at], *reversed(back), *free[at:]])
+        self.released_as += ["place"] * len(hold)
 
     # what the engine calls
 
@@ -179,7 +185,7 @@ class QueueSlots:
 
     def let_go(self, holding: Holding) -> None:
         for slot in reversed(holding.slots):
-            self._release(list(self.blocks_of(slot)), to_front=False)
+            self._release(list(self.blocks_of(slot)))
 
     def bad(self, slot: int) -> None:
         self._forget(slot)
@@ -206,7 +212,7 @@ class QueueSlots:
             if not self.places[key]:
                 del self.places[key]
 
-    def _release(self, hold: list[int], to_front: bool) -> None:
+    def _release(self, hold: list[int]) -> None:
         self.calls += 1
         slots = []
         for block in hold:
@@ -218,5 +224,3 @@ class QueueSlots:
         for slot in slots:
             if not any(self.references.get(block) for block in self.blocks_of(slot)):
                 self.queue[slot] = None
-                if to_front:
-                    self.queue.move_to_end(slot, last=False)

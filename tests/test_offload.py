@@ -16,7 +16,7 @@ from cpu_prefix_cache import (
     Request,
 )
 from property_tests.engines import QueueSlots
-from tests.story import GRID, Engine, chain
+from tests.story import ATTENTION, GRID, Engine, chain
 
 # Eager
 
@@ -246,7 +246,7 @@ def test_lazy_goes_on_while_a_request_runs_below_what_waits():
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_what_was_about_to_leave_goes_back_to_the_front(width):
+def test_what_was_about_to_leave_goes_back_to_its_place(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
     device = QueueSlots(5, width)
     attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
@@ -265,7 +265,30 @@ def test_what_was_about_to_leave_goes_back_to_the_front(width):
     assert [key for _, key in device.soonest_evicted(None)] == [b"xyz", b"xy", b"x"]
     cache.report(RankReport(0, frozenset([transfer.id])))
     assert list(device.soonest_evicted(None)) == before
-    assert all(kept == "front" for kept in device.released_as)
+    assert all(kept == "place" for kept in device.released_as)
+
+
+def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
+    """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
+    device = QueueSlots(10)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=2 * GRID)
+    for prompt in ("ab", "xyz", "klmno"):
+        holding = device.take(chain(prompt), 0, len(prompt))
+        device.publish(holding, chain(prompt), len(prompt))
+        cache.admit(Request(prompt, chain(prompt), 100), 0)
+        cache.computed(prompt, len(prompt) * GRID)
+        cache.finished(prompt, len(prompt) * GRID)
+        device.let_go(holding)
+    before = list(device.soonest_evicted(None))
+    stored = 0
+    for _ in range(8):
+        moving = [transfer.id for transfer in cache.step().transfers]
+        cache.report(RankReport(0, frozenset(moving)))
+        stored += len(moving)
+        assert list(device.soonest_evicted(None)) == before
+    assert stored > 2
+    assert cache.pool.find(b"xyz") is not None
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])

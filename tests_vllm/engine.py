@@ -407,7 +407,7 @@ class Engine:
 
     def _watch(self) -> None:
         """Compare every lookup with the oracle, and see what becomes of holds."""
-        lookup, to_front, find = self.cache.lookup, self.device.release_to_front, self.device.find
+        lookup, in_place, find = self.cache.lookup, self.device.release_in_place, self.device.find
         walk, hold = self.device.soonest_evicted, self.device.hold
 
         def checked_lookup(request, n0, now):
@@ -420,13 +420,19 @@ class Engine:
             self.counts[type(answer).__name__.lower()] += 1
             return answer
 
-        def checked_to_front(held):
-            to_front(held)
+        def checked_in_place(held, behind):
+            before = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+            in_place(held, behind)
             back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
-            hashed = [block for block in self.pool.free_block_queue.get_all_free_blocks() if block.block_hash]
-            front = [block.block_id for block in hashed[: len(back)]]
-            assert front == back, "what was about to be evicted is not the first to be evicted"
-            self.counts["released to the front"] += len(back)
+            after = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+            assert [id for id in after if id not in back] == before, "others have moved"
+            first = after.index(back[0]) if back else 0
+            assert after[first : first + len(back)] == back, "the deepest is not the first to be evicted"
+            ahead = after[:first]
+            while ahead and ahead[-1] != behind and not self.pool.blocks[ahead[-1]].block_hash:
+                ahead.pop()
+            assert not back or ahead[-1:] == ([] if behind is None else [behind]), "not where it waited"
+            self.counts["released in place"] += len(back)
             self.counts["used again before they could be released"] += len(held) - len(back)
 
         def counted_walk(after):
@@ -446,7 +452,7 @@ class Engine:
             self.counts["blocks held"] += len(held)
             return held
 
-        self.cache.lookup, self.device.release_to_front = checked_lookup, checked_to_front
+        self.cache.lookup, self.device.release_in_place = checked_lookup, checked_in_place
         self.device.soonest_evicted, self.device.find, self.device.hold = counted_walk, counted_find, counted_hold
 
 

@@ -27,7 +27,7 @@ ALWAYS = (
     "blocks hidden until computed",
 )
 ONLY_LAZY = (
-    "released to the front",
+    "released in place",
     "used again before they could be released",
     "walks resumed",
     "blocks walked",

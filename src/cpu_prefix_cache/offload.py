@@ -5,7 +5,7 @@
 
 Lazy stores less and hits more: what the device still holds need not be held twice. It looks at the *stretch* of the
 device's eviction order that the next steps may use up, and makes sure all of it is covered: without a key, on the
-host, on its way there, or beyond saving. What is on its way is held, and comes back to the front of the order.
+host, on its way there, or beyond saving. What is on its way is held, and comes back to where it waited.
 
     handed out next                          handed out last
     [ ][ ] ... [ ][m] [ ][ ] ... [ ][ ][ ][e] | [ ][ ] ...
@@ -14,7 +14,7 @@ host, on its way there, or beyond saving. What is on its way is held, and comes 
 
 The look is not repeated every step. As long as the mark m waits, at most the quarter before it has left since, and at
 least half of the stretch is covered, which is what one step can allocate. Where the order is shorter than the stretch,
-what joins it stands behind its end e. When a store has landed the order has changed in front of m: look again. So a
+what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 """
 
@@ -26,9 +26,7 @@ from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.lineage import Lineage
 from cpu_prefix_cache.stores import Stop, StorePlanner
-from cpu_prefix_cache.transfers import Transfer
-
-Place = tuple[int, bytes | None]  # a device block, and the key it had when it was looked at
+from cpu_prefix_cache.transfers import Place, Transfer
 
 
 class Progress(Protocol):
@@ -221,15 +219,23 @@ class Lazy:
         length = self._horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
-        if not all(key is None or self._cover(key) for _, key in stretch):
-            self._mark = next(filter(self._waits, stretch), None)
-            return
-        self._mark = next(filter(self._waits, reversed(stretch[: self._quarter])), None)
+        first = before = None  # the first block that keeps its place, and the one before the block in hand
+        for at, place in enumerate(stretch):
+            if place[1] is not None and not self._cover(place, place[1], before):
+                self._mark = first or place
+                return
+            if self._waits(place):
+                first, before = first or place, place
+                if at < self._quarter or self._mark is None:
+                    self._mark = place
         if len(stretch) < length:
-            self._end = next(filter(self._waits, reversed(stretch)), None)
+            self._end = before
 
-    def _cover(self, key: bytes) -> bool:
-        """Plan the store of one chunk and its missing ancestors, if need be. Whether there is no more to do for it."""
+    def _cover(self, place: Place, key: bytes, before: Place | None) -> bool:
+        """Plan the store of the chunk at `place` and its missing ancestors, if need be. Whether no more is to be done.
+
+        `before` is the block that it waits behind, of those that keep their place.
+        """
         if self._stores.is_covered(key):
             return True
         budget = self._chunks_in_flight - self._held
@@ -239,7 +245,8 @@ class Lazy:
         if not chain:
             return True
         parent_key, touch = self._lineage.parent(chain[0]), self._pool.touch(None)
-        decision = self._stores.plan(parent_key, chain[:budget], touch, to_front=True)
+        behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
+        decision = self._stores.plan(parent_key, chain[:budget], touch, in_place=True, behind=behind)
         if decision.transfer is not None:
             self._walking.add(decision.transfer.id)
             self._held += decision.planned

@@ -367,8 +367,11 @@ class CPUPrefixCache:
         """All ranks have reported: the device blocks are free again, whatever becomes of the bytes."""
         self._device.release(transfer.hold)
         if transfer.is_store:
-            if transfer.hold_to_front is not None:
-                self._device.release_to_front(transfer.hold_to_front)
+            if transfer.hold_in_place is not None:
+                behind = transfer.behind
+                if behind is not None and not self._device.is_waiting(*behind):
+                    behind = None  # it was handed out, and all before it
+                self._device.release_in_place(transfer.hold_in_place, None if behind is None else behind[0])
             self._offload.landed(transfer)
             ok = transfer.succeeded
             self._settle_stores(transfer)

@@ -14,7 +14,7 @@ from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.errors import InternalError, MisuseError
 from cpu_prefix_cache.plan import Direction
-from cpu_prefix_cache.transfers import Transfer, TransferLedger
+from cpu_prefix_cache.transfers import Place, Transfer, TransferLedger
 
 
 class Stop(enum.Enum):
@@ -51,11 +51,17 @@ class StorePlanner:
         return self._pool.find(key) is not None or key in self._ledger.writing
 
     def plan(
-        self, parent_key: bytes | None, keys: Sequence[bytes], touch: Any, *, to_front: bool = False
+        self,
+        parent_key: bytes | None,
+        keys: Sequence[bytes],
+        touch: Any,
+        *,
+        in_place: bool = False,
+        behind: Place | None = None,
     ) -> StoreDecision:
         """Plan a store of the chain `keys`, which hangs below `parent_key` (None: a first chunk).
 
-        With `to_front`, the chunks of it that wait to be evicted go back to the front of that order.
+        With `in_place`, those of them that wait to be evicted go back to where they waited: behind that block.
         """
         follows = None if parent_key is None else self._ledger.writing.get(parent_key)
         parent = self._pool.root if parent_key is None else self._pool.find(parent_key)
@@ -78,7 +84,7 @@ class StorePlanner:
             if pin is not None:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=stopped_by)
-        front, back = self._sides(keys[:count], device_blocks) if to_front else ([], device_blocks)
+        waiting, in_use = self._sides(keys[:count], device_blocks) if in_place else ([], device_blocks)
         chunks = self._pool.allocate(count)
         copies = self._coordinator.copies(chunks, self._coordinator.device_blocks_by_group(device_blocks))
         num_bytes = count * self._coordinator.planner.chunk_bytes
@@ -86,8 +92,9 @@ class StorePlanner:
             self._ledger.new_plan(Direction.STORE, copies, num_bytes),
             tuple(keys[:count]),
             chunks,
-            hold=self._device.hold(back),
-            hold_to_front=self._device.hold(front) if front else None,
+            hold=self._device.hold(in_use),
+            hold_in_place=self._device.hold(waiting) if waiting else None,
+            behind=behind,
             pin=pin,
             touch=touch,
             parent_key=parent_key,
@@ -112,9 +119,9 @@ class StorePlanner:
     def _sides(self, keys: Sequence[bytes], device_blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
         width = self._coordinator.planner.device_blocks_per_chunk
-        front: list[int] = []
-        back: list[int] = []
+        waiting: list[int] = []
+        in_use: list[int] = []
         for at, key in enumerate(keys):
             blocks = device_blocks[at * width : (at + 1) * width]
-            (front if self._device.is_waiting(blocks[0], key) else back).extend(blocks)
-        return front, back
+            (waiting if self._device.is_waiting(blocks[0], key) else in_use).extend(blocks)
+        return waiting, in_use

@@ -20,6 +20,8 @@ from typing import Any
 from cpu_prefix_cache.block_pool import Pin
 from cpu_prefix_cache.plan import Direction, GroupCopy, TransferPlan
 
+Place = tuple[int, bytes | None]  # a device block that waits to be handed out, and the key it was seen under
+
 
 class Phase(enum.Enum):
     PLANNED = "planned"
@@ -36,7 +38,8 @@ class Transfer:
     keys: Sequence[bytes]
     chunks: Sequence[int]
     hold: Any  # the device blocks, held by the engine's own reference until it resolves (rule 12)
-    hold_to_front: Any = None  # of a store: those of them that go back to the front of the eviction order
+    hold_in_place: Any = None  # of a store: those of them that waited to be evicted
+    behind: Place | None = None  # the block they waited behind, and its key; None: they were the first
     pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
     touch: Any = None  # of a store: the use its chunks belong to
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root

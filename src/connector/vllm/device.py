@@ -12,7 +12,6 @@ leave a block and its hash alone.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
@@ -68,16 +67,20 @@ class VllmDevice:
         # Deepest first, as vLLM frees a request: a chunk must not outlive its parent.
         self._pool.free_blocks(reversed(hold))
 
-    def release_to_front(self, hold: list[KVCacheBlock]) -> None:
-        # Not `free_blocks`: that puts hashed blocks at the back of the queue. Behind the blocks without a hash, as
-        # long as there are any: those are handed out first, or a device that is not full would lose what it has.
-        for block in hold:
-            block.ref_cnt -= 1
+    def release_in_place(self, hold: list[KVCacheBlock], behind: int | None) -> None:
+        # Not `free_blocks`: that puts hashed blocks at the back of the queue. The queue has no verb for its middle, so
+        # the blocks are linked in by hand.
         queue = self._pool.free_block_queue
-        blank = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
-        for block in blank:
-            queue.remove(block)
-        queue.prepend_n([*blank, *(block for block in reversed(hold) if block.ref_cnt == 0)])
+        place = queue.fake_free_list_head if behind is None else self._pool.blocks[behind]
+        while place.next_free_block is not queue.fake_free_list_tail and place.next_free_block.block_hash is None:
+            place = place.next_free_block  # blocks without a hash are handed out first
+        for block in reversed(hold):
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                block.prev_free_block, block.next_free_block = place, place.next_free_block
+                place.next_free_block.prev_free_block = block
+                place.next_free_block = place = block
+                queue.num_free_blocks += 1
 
     def _key(self, block: KVCacheBlock) -> bytes | None:
         """Our key of a block; None without one, or with one of another group."""
