@@ -132,7 +132,13 @@ class Lru:
         parent = parents[block]
         run = [block]
         touches[block] = None
-        while len(run) < count and touches[parent] is touch and children[parent] == 1 and not pins[parent]:
+        while len(run) < count and children[parent] == 1 and not pins[parent]:
+            own = touches[parent]
+            if own is not touch:
+                if own is None or own.stamp > touch.stamp:
+                    break  # the root, or a chunk that was used since
+                if own.block == parent:
+                    _leave(own)
             touches[parent] = None
             run.append(parent)
             parent = parents[parent]
