@@ -1,9 +1,12 @@
 """One Hypothesis profile for all machines: small pools, many short stories, no clock."""
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "core",
+    derandomize="CI" in os.environ,  # a change is judged by what it does, and searched further on its author's machine
     deadline=None,
     report_multiple_bugs=False,
     print_blob=False,
