@@ -19,13 +19,10 @@ from cpu_prefix_cache import (
     StepPlan,
 )
 from cpu_prefix_cache.request import Answer
+from property_tests.strategies import chain
 
 GRID = 4
 ATTENTION = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
-
-
-def chain(prompt: str) -> list[bytes]:
-    return [prompt[: end + 1].encode() for end in range(len(prompt))]
 
 
 class Shelf:
@@ -158,6 +155,14 @@ class Engine:
         self.copies()
 
     # copies
+
+    def stores_chunk_by_chunk(self, id: str, chunks: int) -> list[int]:
+        """Compute a request a chunk at a time, with a step after each. The stores, none of which has landed."""
+        ids: list[int] = []
+        for end in range(1, chunks + 1):
+            self.computes(id, end)
+            ids += [transfer.id for transfer in self.steps().transfers]
+        return ids
 
     def steps(self) -> StepPlan:
         plan = self.cache.step()

@@ -245,6 +245,16 @@ def test_lazy_goes_on_while_a_request_runs_below_what_waits():
     assert {"k", "l"} <= engine.host
 
 
+def runs_and_ends(device, cache, prompt):
+    """A whole request on a device that is a queue, without a step."""
+    holding = device.take(chain(prompt), 0, len(prompt))
+    device.publish(holding, chain(prompt), len(prompt))
+    cache.admit(Request(prompt, chain(prompt), 100), 0)
+    cache.computed(prompt, len(prompt) * GRID)
+    cache.finished(prompt, len(prompt) * GRID)
+    device.let_go(holding)
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_what_was_about_to_leave_goes_back_to_its_place(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
@@ -252,13 +262,8 @@ def test_what_was_about_to_leave_goes_back_to_its_place(width):
     attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
     planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
     cache = CPUPrefixCache(planner, device, host_blocks=8, max_step_tokens=2 * GRID)
-    for id, prompt in (("r", "ab"), ("s", "xyz")):
-        holding = device.take(chain(prompt), 0, len(prompt))
-        device.publish(holding, chain(prompt), len(prompt))
-        cache.admit(Request(id, chain(prompt), 100), 0)
-        cache.computed(id, len(prompt) * GRID)
-        cache.finished(id, len(prompt) * GRID)
-        device.let_go(holding)
+    for prompt in ("ab", "xyz"):
+        runs_and_ends(device, cache, prompt)
     before = list(device.soonest_evicted(None))
     assert [key for _, key in before] == [b"ab", b"a", b"xyz", b"xy", b"x"]
     (transfer,) = cache.step().transfers
@@ -274,12 +279,7 @@ def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=2 * GRID)
     for prompt in ("ab", "xyz", "klmno"):
-        holding = device.take(chain(prompt), 0, len(prompt))
-        device.publish(holding, chain(prompt), len(prompt))
-        cache.admit(Request(prompt, chain(prompt), 100), 0)
-        cache.computed(prompt, len(prompt) * GRID)
-        cache.finished(prompt, len(prompt) * GRID)
-        device.let_go(holding)
+        runs_and_ends(device, cache, prompt)
     before = list(device.soonest_evicted(None))
     stored = 0
     for _ in range(8):

@@ -337,10 +337,7 @@ def test_a_request_that_comes_back_at_once_is_due_once(engine):
 def test_a_store_that_lands_before_its_parents_waits_for_it(engine):
     """Rule 3, L5.49"""
     engine.starts("r", "abc")
-    ids = []
-    for chunks in (1, 2, 3):
-        engine.computes("r", chunks)
-        ids += [transfer.id for transfer in engine.steps().transfers]
+    ids = engine.stores_chunk_by_chunk("r", 3)
     engine.reports([ids[2]])
     engine.reports([ids[1]])
     assert engine.host == set()
@@ -352,10 +349,7 @@ def test_a_store_that_lands_before_its_parents_waits_for_it(engine):
 
 def test_one_report_may_bring_a_whole_chain(engine):
     engine.starts("r", "abc")
-    ids = []
-    for chunks in (1, 2, 3):
-        engine.computes("r", chunks)
-        ids += [transfer.id for transfer in engine.steps().transfers]
+    ids = engine.stores_chunk_by_chunk("r", 3)
     assert [each.id for each in engine.reports(ids)] == ids
     assert engine.host == {"a", "ab", "abc"}
 

@@ -1,34 +1,12 @@
 """Nothing grows with the number of requests served (S7.40, L5.27: "tombstones bounded")."""
 
-from collections import OrderedDict, deque
 from itertools import product
 
 import pytest
 
 from cpu_prefix_cache.block_pool import BlockPool
+from tests.sizes import sizes_of_containers
 from tests.story import Engine
-
-
-def sizes(thing, path="cache", seen=None):
-    """The length of every container that can be reached from here, by where it was found."""
-    seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(thing, str | bytes | bytearray | int | float | type(None) | type):
-        return {}
-    seen.add(id(thing))
-    found = {}
-    if isinstance(thing, dict | OrderedDict | list | tuple | set | frozenset | deque):
-        found[path] = len(thing)
-        inside = list(thing.values()) if isinstance(thing, dict) else list(thing)
-        for each in inside:
-            for where, size in sizes(each, f"{path}[]", seen).items():
-                found[where] = found.get(where, 0) + size
-    for name in [*getattr(thing, "__dict__", ()), *slots(thing)]:
-        found |= sizes(getattr(thing, name, None), f"{path}.{name}", seen)
-    return found
-
-
-def slots(thing):
-    return [name for each in type(thing).__mro__ for name in getattr(each, "__slots__", ()) if name != "__weakref__"]
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
@@ -49,7 +27,7 @@ def test_two_thousand_requests_leave_what_one_thousand_left(mode):
             for _ in range(10):
                 engine.copies()
             assert engine.is_at_rest()
-            seen.append(sizes(engine.cache))
+            seen.append(sizes_of_containers(engine.cache))
     first, second = seen
     grown = {where: (first.get(where, 0), size) for where, size in second.items() if size > first.get(where, 0) + 4}
     assert not grown
@@ -58,6 +36,6 @@ def test_two_thousand_requests_leave_what_one_thousand_left(mode):
 
 def test_the_measure_itself_sees_into_a_pool():
     pool = BlockPool(4)
-    before = sum(sizes(pool).values())
+    before = sum(sizes_of_containers(pool).values())
     pool.commit(pool.allocate(2), [b"a", b"ab"], pool.root, pool.touch(None))
-    assert sum(sizes(pool).values()) > before
+    assert sum(sizes_of_containers(pool).values()) > before

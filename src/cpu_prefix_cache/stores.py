@@ -44,6 +44,7 @@ class StorePlanner:
         self._pool = coordinator.pool
         self._device = device
         self._ledger = ledger
+        self._width = coordinator.planner.device_blocks_per_chunk
         self.refusals = 0
 
     def is_covered(self, key: bytes) -> bool:
@@ -71,10 +72,9 @@ class StorePlanner:
             pin = None
         else:
             raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
-        width = self._coordinator.planner.device_blocks_per_chunk
         room = self._pool.available(len(keys))
         device_blocks = self._on_device(keys[:room])
-        count = len(device_blocks) // width
+        count = len(device_blocks) // self._width
         if count < room:
             stopped_by: Stop | None = Stop.NOT_ON_DEVICE
         else:
@@ -106,22 +106,20 @@ class StorePlanner:
     def _on_device(self, keys: Sequence[bytes]) -> list[int]:
         """The device blocks of the longest beginning of `keys` that the device has."""
         blocks: list[int] = []
-        width = self._coordinator.planner.device_blocks_per_chunk
         for key in keys:
             found = self._device.find(key)
             if found is None:
                 break
-            if len(found) != width:
-                raise MisuseError(f"the device has {len(found)} blocks for a chunk that takes {width} of them")
+            if len(found) != self._width:
+                raise MisuseError(f"the device has {len(found)} blocks for a chunk that takes {self._width} of them")
             blocks.extend(found)
         return blocks
 
     def _sides(self, keys: Sequence[bytes], device_blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
-        width = self._coordinator.planner.device_blocks_per_chunk
         waiting: list[int] = []
         in_use: list[int] = []
         for at, key in enumerate(keys):
-            blocks = device_blocks[at * width : (at + 1) * width]
+            blocks = device_blocks[at * self._width : (at + 1) * self._width]
             (waiting if self._device.is_waiting(blocks[0], key) else in_use).extend(blocks)
         return waiting, in_use

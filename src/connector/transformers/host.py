@@ -9,7 +9,7 @@ from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Directi
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory.arena import HostArena, check_fits
+from cpu_prefix_cache.memory.arena import HostArena
 
 CopierWrapper = Callable[[Copier, Sequence[Sequence[torch.Tensor]]], Copier]
 
@@ -32,13 +32,13 @@ class HostTier:
         max_step_tokens: int,
         wrap_copier: CopierWrapper | None,
     ) -> None:
-        check_fits(host_bytes)
         num_blocks = host_bytes // planner.host_block_bytes
         if num_blocks < planner.host_blocks_per_chunk:
             raise ConfigurationError(
                 f"host_bytes must hold at least one chunk of {planner.chunk_bytes} bytes, got {host_bytes}; "
                 'without host memory say offload="off"'
             )
+        arena = HostArena(num_blocks, planner.host_block_bytes)  # first: it refuses what the machine does not have
         self.cache = CPUPrefixCache(
             planner,
             device,
@@ -47,7 +47,6 @@ class HostTier:
             policy=policy,
             max_step_tokens=max_step_tokens,
         )
-        arena = HostArena(num_blocks, planner.host_block_bytes)
         copier: Copier = ReferenceCopier(planner, tensors, arena.blocks)
         self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors))
 
