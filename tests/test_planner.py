@@ -60,12 +60,6 @@ def test_a_grid_past_the_longest_sequence_names_who_made_it_so():
         planner(group("attention", 16), group("state", 1_056), max_model_len=1_000)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GroupKind if kind is not GroupKind.PREFIX])
-def test_a_kind_that_is_not_built_is_refused_by_name(kind):
-    with pytest.raises(ConfigurationError, match=f"'odd' is of kind '{kind.value}'"):
-        planner(group("odd", kind=kind))
-
-
 def test_an_unknown_kind_is_never_taken_for_full_attention():
     with pytest.raises(ConfigurationError, match="unknown kind 'mystery'"):
         group(kind="mystery")

@@ -1,70 +1,108 @@
-"""One grid for all groups, and how many blocks a chunk of it takes on either side.
+"""One grid for all groups; what is kept of a chunk and at a boundary; and the host block that wastes least.
 
-A *boundary* is a multiple of the grid G; a *chunk* is the G tokens between two boundaries; a *piece* is what one
-group keeps of a chunk. Host memory is one pool of equal blocks, and a piece takes whole ones (rule 8).
+A *boundary* is a multiple of the grid G, and a *chunk* the G tokens between two boundaries. What one group keeps is a
+*piece*: a prefix group one piece of every chunk, the others one for each of their own blocks in a *checkpoint*, which
+is what those groups need to resume at one boundary (rule 9). Host memory is one pool of equal blocks, and a piece
+takes whole ones (rule 8).
 
-    draft model        blocks of 16 tokens,  3,000 bytes each  ->  2 device blocks a chunk
-    target model       blocks of 32 tokens, 12,000 bytes each  ->  1 device block a chunk
-    grid               32 tokens
-    host block         6,000 bytes: the pieces take 1 and 2 of them and nothing is wasted
+    full      prefix, blocks of 32 tokens, 12,288 bytes      1 piece a chunk
+    local     window of 40, blocks of 16 tokens, 4,096       up to 3 pieces a checkpoint
+    grid      32 tokens
+    host block of 4,096 bytes: a chunk takes 3 of them, a checkpoint up to 3, and nothing is wasted
 
->>> draft = Group(name="draft", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=3_000)
->>> target = Group(name="target", kind=GroupKind.PREFIX, block_tokens=32, block_bytes=12_000)
->>> planner = HybridChunkPlanner([draft, target], max_model_len=4_096)
+>>> full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=32, block_bytes=12_288)
+>>> local = Group(name="local", kind=GroupKind.WINDOW, window_tokens=40, block_tokens=16, block_bytes=4_096)
+>>> planner = HybridChunkPlanner([full, local], max_model_len=4_096)
 >>> planner.grid_tokens, planner.host_block_bytes, planner.host_blocks_per_chunk, planner.waste
-(32, 6000, 3, 0.0)
+(32, 4096, 3, 0.0)
+>>> planner.checkpoint(depth=3)  # to resume at token 96: the window's blocks 3, 4 and 5, two to a chunk
+(PieceAt(group=1, chunk=1, block=1), PieceAt(group=1, chunk=2, block=0), PieceAt(group=1, chunk=2, block=1))
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.groups import Group, GroupKind
 
 # Stores to random host addresses reach 87 % of the link at this size and less below it (one H200, staged copies), so a
-# smaller host block is chosen only when the smallest piece is itself smaller.
+# smaller host block is chosen only when a piece is itself smaller, and for less waste than this only if it is larger.
 SMALLEST_SPLIT_BYTES = 192 * 1024
+SMALL_WASTE = 0.01
+
+# Host blocks are as well aligned as the pieces in them, up to this many bytes.
+ALIGNMENT = 512
+
+# What waste is weighed over: a conversation keeps about one checkpoint in so many tokens (two a turn).
+TOKENS_PER_CHECKPOINT = 1024
+
+# A boundary far from token 0, where a window is full; odd, so that it is not one where a local chunk begins.
+FAR_CHUNKS = 2**20 - 1
+
+# Above this share of empty bytes the planner says what to change.
+HIGH_WASTE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one group keeps of one chunk: `num_bytes` in `device_blocks` blocks there and `host_blocks` here."""
+    """What one group keeps at a time: `num_bytes` on each rank, `device_blocks` blocks there and `host_blocks` here."""
 
     group: Group
     device_blocks: int
     host_blocks: int
     num_bytes: int
 
+    @property
+    def in_chunk(self) -> bool:
+        """Whether every chunk has one; else checkpoints have them."""
+        return self.group.kind is GroupKind.PREFIX
+
+
+class PieceAt(NamedTuple):
+    """One piece of a checkpoint: block number `block` of its group within chunk number `chunk`, both from 0."""
+
+    group: int  # index into the planner's groups
+    chunk: int
+    block: int
+
 
 class HybridChunkPlanner:
     """The arithmetic of one model's cache. Pure: it knows no pool, no request and no bytes.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
+    Groups of kind none are left out: `groups` and `pieces` are those that keep something, in the order given.
+
+    `host_block_bytes` is a host block's size in each of the `ranks` regions. A replicated group, the same on all ranks,
+    is kept once, in the shares of all of them.
 
     Raises ConfigurationError, in a sentence that names the group to change, when the groups have no common
-    boundary up to `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or for a group kind
-    that cannot be kept yet.
+    boundary up to `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
     """
 
-    def __init__(self, groups: Sequence[Group], *, max_model_len: int, grid_tokens: int | None = None) -> None:
-        self.groups = tuple(groups)
-        _check_kinds(self.groups)
+    def __init__(
+        self, groups: Sequence[Group], *, max_model_len: int, grid_tokens: int | None = None, ranks: int = 1
+    ) -> None:
+        _check_names(groups)
+        if ranks < 1:
+            raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
+        self.groups = tuple(group for group in groups if group.kind is not GroupKind.NONE)
+        if not self.groups:
+            raise ConfigurationError("a model needs at least one group of KV state to cache")
+        self.ranks = ranks
         self.grid_tokens = _common_grid(self.groups, max_model_len, grid_tokens)
-        piece_bytes = [group.block_bytes * (self.grid_tokens // group.block_tokens) for group in self.groups]
-        self.host_block_bytes = _least_wasteful_block(piece_bytes)
-        self.pieces = tuple(
-            Piece(group, self.grid_tokens // group.block_tokens, math.ceil(size / self.host_block_bytes), size)
-            for group, size in zip(self.groups, piece_bytes, strict=True)
-        )
-        self.device_blocks_per_chunk = sum(piece.device_blocks for piece in self.pieces)
-        self.host_blocks_per_chunk = sum(piece.host_blocks for piece in self.pieces)
-        self.chunk_bytes = sum(piece_bytes)
+        self._blocks_per_chunk = tuple(self.grid_tokens // group.block_tokens for group in self.groups)
+        self.host_block_bytes = self._choose_block()
+        self.pieces = tuple(self._piece(at) for at in range(len(self.groups)))
+        in_chunk = [piece for piece in self.pieces if piece.in_chunk]
+        self.device_blocks_per_chunk = sum(piece.device_blocks for piece in in_chunk)
+        self.host_blocks_per_chunk = sum(piece.host_blocks for piece in in_chunk)
+        self.chunk_bytes = sum(piece.num_bytes for piece in in_chunk)
+        self.lookahead_tokens = max(group.lookahead_tokens for group in self.groups)
+        self._checkpoint_groups = tuple(at for at, piece in enumerate(self.pieces) if not piece.in_chunk)
 
-    @property
-    def waste(self) -> float:
-        """The share of the host bytes of a chunk that holds nothing."""
-        return 1 - self.chunk_bytes / (self.host_blocks_per_chunk * self.host_block_bytes)
+    # Boundaries
 
     def full_chunks(self, num_tokens: int) -> int:
         """How many chunks `num_tokens` tokens fill."""
@@ -74,18 +112,169 @@ class HybridChunkPlanner:
         """How many chunks of a prompt a hit may cover: its last token is always computed, for its logits (rule 6)."""
         return max(0, num_tokens - 1) // self.grid_tokens
 
+    def resumable_chunks(self, present: int) -> int:
+        """With so many chunks present, after how many of them the prefix groups can resume: they may look ahead."""
+        return max(0, present * self.grid_tokens - self.lookahead_tokens) // self.grid_tokens
 
-def _check_kinds(groups: Sequence[Group]) -> None:
-    if not groups:
-        raise ConfigurationError("a model needs at least one group of KV state to cache")
+    # Checkpoints
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there are groups beside the prefix groups."""
+        return bool(self._checkpoint_groups)
+
+    def needs_checkpoint(self, depth: int) -> bool:
+        """Whether resuming after `depth` chunks takes more than those chunks."""
+        boundary = depth * self.grid_tokens
+        return any(len(self.groups[at].needed(boundary)) for at in self._checkpoint_groups)
+
+    def checkpoint(self, depth: int) -> tuple[PieceAt, ...]:
+        """The pieces of the checkpoint after `depth` chunks: group by group, in token order."""
+        boundary = depth * self.grid_tokens
+        return tuple(
+            PieceAt(at, *divmod(block, self._blocks_per_chunk[at]))
+            for at in self._checkpoint_groups
+            for block in self.groups[at].needed(boundary)
+        )
+
+    def checkpoint_bytes(self, depth: int) -> int:
+        """What the checkpoint after `depth` chunks weighs on each rank, shared pieces included."""
+        return sum(self.pieces[at.group].num_bytes for at in self.checkpoint(depth))
+
+    def checkpoint_blocks(self, depth: int) -> int:
+        """How many host blocks it takes."""
+        return sum(self.pieces[at.group].host_blocks for at in self.checkpoint(depth))
+
+    def device_blocks(self, start: int, stop: int) -> list[int]:
+        """How many device blocks of each group a load of chunks [start, stop) fills, to resume after `stop` of them.
+
+        Of a checkpoint that is only what lies in those chunks: what is before them the engine has (rule 10).
+        """
+        counts = [(stop - start) * piece.device_blocks if piece.in_chunk else 0 for piece in self.pieces]
+        for at in self.checkpoint(stop):
+            if at.chunk >= start:
+                counts[at.group] += self.pieces[at.group].device_blocks
+        return counts
+
+    # Memory
+
+    @property
+    def waste(self) -> float:
+        """The share of host bytes that hold nothing, with one checkpoint for TOKENS_PER_CHECKPOINT tokens."""
+        taken = sum(self._host_bytes(at) * count for at, count in enumerate(self._counts()))
+        return 1 - sum(self._bytes(at) * count for at, count in enumerate(self._counts())) / taken
+
+    def group_waste(self, group: int) -> float:
+        """The share of the host bytes of one group's pieces that hold nothing."""
+        return 1 - self._bytes(group) / self._host_bytes(group)
+
+    def conversation_bytes(self, num_tokens: int, checkpoints: int = 1) -> int:
+        """Host memory on all ranks for a conversation that can be resumed at `checkpoints` boundaries.
+
+        Checkpoints are taken to be far from each other and to share nothing.
+        """
+        depth = self.full_chunks(num_tokens)
+        blocks = depth * self.host_blocks_per_chunk + checkpoints * self.checkpoint_blocks(depth)
+        return blocks * self.host_block_bytes * self.ranks
+
+    def everything_bytes(self, num_tokens: int) -> int:
+        """The same when every block of every group is kept, as if all were full attention."""
+        depth = self.full_chunks(num_tokens)
+        return depth * sum(self._host_bytes(at) * self._per_chunk(at) for at in range(len(self.groups)))
+
+    def advice(self) -> list[str]:
+        """For each group that wastes more than a quarter of its host blocks, what to change. In sentences."""
+        return [
+            f"group {group.name!r} leaves {self.group_waste(at):.0%} of its host blocks empty: its pieces of "
+            f"{self.pieces[at].num_bytes:,} bytes take {self.pieces[at].host_blocks} host blocks of "
+            f"{self.host_block_bytes:,}; {self._fitting_tokens(at)}"
+            for at, group in enumerate(self.groups)
+            if self.group_waste(at) > HIGH_WASTE
+        ]
+
+    def describe(self) -> str:
+        """A table: what every group keeps, and how much of its host memory is empty."""
+        lines = [
+            f"grid {self.grid_tokens} tokens; host blocks of {self.host_block_bytes:,} bytes"
+            + (f" on each of {self.ranks} ranks" if self.ranks > 1 else "")
+            + f"; waste {self.waste:.1%}",
+            f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
+        ]
+        far = self.checkpoint(FAR_CHUNKS)
+        for at, (group, piece) in enumerate(zip(self.groups, self.pieces, strict=True)):
+            kept = "1 a chunk" if piece.in_chunk else f"{sum(p.group == at for p in far)} a checkpoint"
+            lines.append(
+                f"{group.name:<16} {group.kind.value:<12} {piece.num_bytes:>12,} {piece.host_blocks:>11} {kept:>17} "
+                f"{self.group_waste(at):>6.1%}"
+            )
+        return "\n".join([*lines, *self.advice()])
+
+    def _fitting_tokens(self, at: int) -> str:
+        group, piece = self.groups[at], self.pieces[at]
+        if group.kind is GroupKind.STATE:
+            return "a page is one value and cannot be split, so only another host block size would fit it better"
+        fit = self.host_block_bytes * (self.ranks if group.replicated else 1) * piece.host_blocks
+        tokens = fit * self._piece_tokens(at) // piece.num_bytes
+        return f"blocks of about {tokens} tokens would fill them"
+
+    def _piece_tokens(self, at: int) -> int:
+        return self.grid_tokens if self.groups[at].kind is GroupKind.PREFIX else self.groups[at].block_tokens
+
+    def _piece(self, at: int) -> Piece:
+        group = self.groups[at]
+        blocks = self._per_piece(at) * group.device_blocks
+        return Piece(group, blocks, self._host_blocks(at, self.host_block_bytes), blocks * group.block_bytes)
+
+    def _per_piece(self, at: int) -> int:
+        """How many of a group's own blocks make a piece."""
+        return self._blocks_per_chunk[at] if self.groups[at].kind is GroupKind.PREFIX else 1
+
+    def _per_chunk(self, at: int) -> int:
+        """How many pieces of a group cover a chunk."""
+        return self._blocks_per_chunk[at] // self._per_piece(at)
+
+    def _bytes(self, at: int) -> int:
+        """A piece on all ranks together."""
+        group = self.groups[at]
+        num_bytes = self._per_piece(at) * group.device_blocks * group.block_bytes
+        return num_bytes if group.replicated else num_bytes * self.ranks
+
+    def _host_blocks(self, at: int, block: int) -> int:
+        return math.ceil(self._bytes(at) / (block * self.ranks))
+
+    def _host_bytes(self, at: int) -> int:
+        return self.pieces[at].host_blocks * self.host_block_bytes * self.ranks
+
+    def _counts(self) -> list[int]:
+        """How many pieces each group keeps of TOKENS_PER_CHECKPOINT tokens and one checkpoint that shares nothing."""
+        chunks = max(1, TOKENS_PER_CHECKPOINT // self.grid_tokens)
+        boundary = FAR_CHUNKS * self.grid_tokens
+        return [
+            chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(boundary))) for group in self.groups
+        ]
+
+    def _choose_block(self) -> int:
+        """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least."""
+        sizes = [-(-self._bytes(at) // self.ranks) for at in range(len(self.groups))]
+        counts = self._counts()
+
+        def host_bytes(block: int) -> int:
+            return sum(self._host_blocks(at, block) * block * count for at, count in enumerate(counts))
+
+        floor = min(SMALLEST_SPLIT_BYTES, *sizes) if len(sizes) > 1 else sizes[0]
+        alignment = math.gcd(ALIGNMENT, *sizes)
+        candidates = {math.gcd(*sizes)}
+        for size in sizes:
+            parts = range(1, size // floor + 1)
+            candidates.update(math.ceil(size / each / alignment) * alignment for each in parts)
+        taken = {each: host_bytes(each) for each in candidates if each >= floor}
+        return max(each for each in taken if taken[each] <= min(taken.values()) * (1 + SMALL_WASTE))
+
+
+def _check_names(groups: Iterable[Group]) -> None:
     names = [group.name for group in groups]
     if len(set(names)) != len(names):
         raise ConfigurationError(f"group names must differ, got {', '.join(names)}")
-    for group in groups:
-        if group.kind is not GroupKind.PREFIX:
-            raise ConfigurationError(
-                f"group {group.name!r} is of kind {group.kind.value!r}, which is not built yet; only 'prefix' is"
-            )
 
 
 def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int | None) -> int:
@@ -109,16 +298,3 @@ def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int |
             f"give it a block size that divides {max_model_len} more finely"
         )
     return grid
-
-
-def _least_wasteful_block(piece_bytes: Sequence[int]) -> int:
-    """The host block size that wastes least over one chunk, and of those the largest."""
-
-    def host_bytes(block: int) -> int:
-        return sum(math.ceil(size / block) * block for size in piece_bytes)
-
-    floor = min(SMALLEST_SPLIT_BYTES, *piece_bytes) if len(piece_bytes) > 1 else piece_bytes[0]
-    candidates = {math.gcd(*piece_bytes)}
-    for size in piece_bytes:
-        candidates.update(math.ceil(size / parts) for parts in range(1, size // floor + 1))
-    return min((block for block in candidates if block >= floor), key=lambda block: (host_bytes(block), -block))
