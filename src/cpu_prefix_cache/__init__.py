@@ -20,7 +20,7 @@ Hit(boundary=32)
 Everything here decides; nothing here imports torch. The bytes are moved by `cpu_prefix_cache.copier`.
 """
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin, State
+from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
@@ -31,6 +31,7 @@ from cpu_prefix_cache.plan import Direction, GroupCopy, RankReport, StepPlan, Tr
 from cpu_prefix_cache.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.request import Hit, Miss, Pending, Request
+from cpu_prefix_cache.states import State
 from cpu_prefix_cache.stats import CacheStatistics, PoolStatistics
 
 __all__ = [

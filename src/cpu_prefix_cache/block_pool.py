@@ -20,28 +20,25 @@ and moves between them only here:
 
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
+A checkpoint (rule 9) is a node like a chunk: it is allocated, committed below the chunk that ends at its boundary,
+pinned, evicted and withdrawn as one. It has pieces, which it shares with the checkpoints near it (`pieces.py`), and it
+never has children. Where boundaries need checkpoints, a childless chunk without one is of no use: it is evicted before
+anything else, once whoever brought it is done.
+
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
 
-import enum
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.forest import NONE, Forest
 from cpu_prefix_cache.free_runs import FreeRuns
+from cpu_prefix_cache.pieces import Moved, PieceNeed, SharedPieces
+from cpu_prefix_cache.resume import ResumeIndex
+from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING, State
 from cpu_prefix_cache.stats import PoolStatistics
-
-
-class State(enum.IntEnum):
-    FREE = 0
-    WRITING = 1
-    CACHED = 2
-    RETIRED = 3
-
-
-FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
 
 
 class Pin:
@@ -54,21 +51,38 @@ class Pin:
         self.released = False
 
 
+class NewCheckpoint(NamedTuple):
+    """A checkpoint that is to be written: its node, and the blocks of each piece, or None where it is there already."""
+
+    node: int
+    blocks: tuple[tuple[int, ...] | None, ...]
+
+
 class BlockPool:
     """`num_blocks` blocks under one eviction order. A chunk takes `blocks_per_chunk` of them and goes by its first.
 
     `ready` is how many blocks may be used for now, from block 0 up; `grow` raises it (a host region takes seconds to
     prepare). `root` is the parent of every first chunk.
 
+    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does. A
+    chunk may then take no blocks at all: only checkpoints do in a model without prefix groups.
+
     Raises ConfigurationError for an unknown policy or a pool that holds no chunk.
     """
 
     def __init__(
-        self, num_blocks: int, policy: str = "lru", *, blocks_per_chunk: int = 1, ready: int | None = None
+        self,
+        num_blocks: int,
+        policy: str = "lru",
+        *,
+        blocks_per_chunk: int = 1,
+        ready: int | None = None,
+        needs_checkpoint: Callable[[int], bool] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigurationError(f"policy must be one of {', '.join(sorted(POLICIES))}; got {policy!r}")
-        if num_blocks < blocks_per_chunk or blocks_per_chunk < 1:
+        least = 1 if needs_checkpoint is None else 0
+        if num_blocks < max(1, blocks_per_chunk) or blocks_per_chunk < least:
             raise ConfigurationError(
                 f"a pool needs at least the {max(1, blocks_per_chunk)} blocks of one chunk, got {num_blocks}"
             )
@@ -78,12 +92,23 @@ class BlockPool:
         self._policy = POLICIES[policy](self._forest)
         self.root = self._forest.root
         self._free = FreeRuns()
-        self._state = bytearray(num_blocks)
+        self._state = bytearray(num_blocks + 1)
         self._count = [0, 0, 0, 0]  # blocks by State; those not ready yet are in none
         self._ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED chunks whose writer is not done
         self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
+        self._has_checkpoints = needs_checkpoint is not None
+        self._needs_checkpoint = needs_checkpoint or (lambda depth: False)
+        self._pieces = SharedPieces()
+        self._resume = ResumeIndex(self._forest)
+        self._chunk_of: dict[int, int] = {}  # checkpoint -> the chunk it stands below, while it can be found
+        self._idle: dict[int, None] = {}  # chunks that may have become useless, the last one last
+        self._numbers: list[int] = []  # of nodes that are gone
+        self._widest = blocks_per_chunk  # blocks of the largest node so far
+        self._pinned_pieces = 0  # blocks of pinned checkpoints together: an upper bound on what they hold
+        if needs_checkpoint is not None:
+            self._forest.on_bared = self._may_be_useless
         self.grow(num_blocks if ready is None else ready)
 
     # Looking: changes nothing (rule 5)
@@ -107,6 +132,21 @@ class BlockPool:
             return tuple(blocks)
         return tuple(each for block in blocks for each in (block, *self._rest[block]))
 
+    def nearest_resumable(self, block: int) -> int:
+        """The deepest chunk, at or above a cached one, from which a request can resume; the root if there is none.
+
+        That is one whose checkpoint is cached, or whose boundary needs none.
+        """
+        return block if not self._has_checkpoints else self._resume.nearest(block)
+
+    def depth(self, block: int) -> int:
+        """How many chunks end at or above this one."""
+        return self._forest.depth[block]
+
+    def pieces(self, checkpoint: int) -> list[tuple[int, ...]]:
+        """The blocks of each piece of a checkpoint, in the order they were asked for."""
+        return [piece.blocks for piece in self._pieces.of(checkpoint)]
+
     def state(self, block: int) -> State:
         return State(self._state[block])
 
@@ -118,19 +158,31 @@ class BlockPool:
 
     def available(self, wanted: int) -> int:
         """How many of `wanted` chunks `allocate` could hand out now."""
-        chunks = self.blocks_per_chunk
-        free, cached = len(self._free) // chunks, self._count[CACHED] // chunks
-        if wanted <= free or wanted <= free + cached - self._forest.pinned_depth:
+        if not self.blocks_per_chunk:
             return wanted
-        return min(wanted, free + cached - self._forest.held())
+        return min(wanted, self._available_blocks(wanted * self.blocks_per_chunk) // self.blocks_per_chunk)
+
+    def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
+        """Whether so many chunks and a checkpoint with these pieces could be allocated now, one after the other."""
+        wanted = chunks * self.blocks_per_chunk + sum(need.num_blocks for need in needs)
+        return self._available_blocks(wanted) >= wanted
 
     def free_blocks(self) -> Iterator[int]:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
         return iter(self._free)
 
     def soonest_evicted(self) -> Iterator[int]:
-        """Cached, unpinned chunks in the order they would leave. Changes nothing."""
-        return self._policy.soonest_evicted()
+        """Cached, unpinned nodes in the order they would leave. Changes nothing.
+
+        Where there are checkpoints it is their order that is exact, and a chunk may come later than it would leave.
+        """
+        if not self._has_checkpoints:
+            yield from self._policy.soonest_evicted()
+            return
+        useless = [block for block in reversed(self._idle) if self._is_useless(block)]
+        yield from useless
+        first = set(useless)
+        yield from (block for block in self._policy.soonest_evicted() if block not in first)
 
     def statistics(self) -> PoolStatistics:
         _, writing, cached, retired = self._count
@@ -158,6 +210,8 @@ class BlockPool:
                 raise MisuseError(f"block {block} is free and cannot be pinned")
         for block in blocks:
             self._forest.pin(block)
+            if self._forest.pins[block] == 1 and block in self._pieces:
+                self._pinned_pieces += self._pieces.num_blocks(block)
         return Pin(blocks)
 
     def unpin(self, pin: Pin) -> None:
@@ -167,29 +221,34 @@ class BlockPool:
         pin.released = True
         for block in pin.blocks:
             self._forest.unpin(block)
+            if not self._forest.pins[block] and block in self._pieces:
+                self._pinned_pieces -= self._pieces.num_blocks(block)
+        self.ended(*pin.blocks)
         self._prune(pin.blocks)
 
-    def allocate(self, count: int) -> list[int]:
+    def ended(self, *blocks: int) -> None:
+        """Whoever brought or held these chunks is done with them: without a checkpoint they are the first to go."""
+        if self._has_checkpoints:
+            for block in blocks:
+                self._may_be_useless(block)
+
+    def allocate(self, count: int, keys: Sequence[bytes] = ()) -> list[int]:
         """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
+
+        `keys` are those they will have, if they are known by now: a policy may learn from them.
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer (rule 4).
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
         per_chunk = self.blocks_per_chunk
-        short = count - len(self._free) // per_chunk
-        victims: list[int] = []
-        if short > 0:
+        if not per_chunk:
+            return self._number(count)
+        if count * per_chunk > len(self._free):
             available = self.available(count)
             if available < count:
                 raise PoolExhausted(count, available)
-            victims = self._policy.evict(short)
-            self._evictions += short
-            self._count[CACHED] -= short * per_chunk
-        blocks = self._free.take((count - len(victims)) * per_chunk)
-        if victims:
-            blocks += self._dissolve(victims)
-            blocks.sort()
+        blocks = self._take(count * per_chunk, keys)
         self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk]
         state = self._state
@@ -201,8 +260,32 @@ class BlockPool:
             )
         return chunks
 
+    def allocate_checkpoint(self, needs: Sequence[PieceNeed], key: bytes | None = None) -> NewCheckpoint:
+        """A checkpoint to write to, evicting what is needed: the pieces it needs, in order, that are not there yet.
+
+        Those that are there may still be written by another. Whoever builds on them waits for that one, and gives up
+        if it fails.
+
+        Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer blocks (rule 4).
+        """
+        missing = self._pieces.missing(needs)
+        count = sum(need.num_blocks for need in missing)
+        [node] = self._number(1)
+        self._account(self._pieces.join(node, needs))  # or they might be evicted for the others
+        available = self._available_blocks(count)
+        if available < count:
+            self._dissolve([node], WRITING)
+            raise PoolExhausted(count, available)
+        blocks = self._take(count, () if key is None else (key,))
+        self._pieces.fill(node, needs, blocks)
+        self._count[WRITING] += count
+        self._widest = max(self._widest, self._pieces.num_blocks(node))
+        fresh = {need.key for need in missing}
+        pieces = zip(needs, self._pieces.of(node), strict=True)
+        return NewCheckpoint(node, tuple(piece.blocks if need.key in fresh else None for need, piece in pieces))
+
     def commit(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
-        """Make written chunks findable: `blocks[0]` below `parent`, each further one below the one before it.
+        """Make written nodes findable: `blocks[0]` below `parent`, each further one below the one before it.
 
         Raises MisuseError when a block is not being written, a key is here already, or `parent` is not cached. The
         chunks before the one it fails at are committed then, and the pool is not to be used any more.
@@ -213,13 +296,15 @@ class BlockPool:
                 raise MisuseError(f"block {block} is {State(state[block]).name} and cannot be committed")
             self._forest.insert(block, key, parent)
             state[block] = CACHED
+            if self._has_checkpoints:
+                self._can_resume(block, parent)
             parent = block
         if blocks:
             self._policy.inserted(blocks, touch)
-        self._moved(WRITING, CACHED, len(blocks))
+        self._moved(WRITING, CACHED, blocks)
 
     def abort(self, blocks: Sequence[int]) -> None:
-        """The writer gives chunks up: they are WRITING, or were until `retire`. Pinned ones are freed at unpin."""
+        """The writer gives nodes up: they are WRITING, or were until `retire`. Pinned ones are freed at unpin."""
         for block in blocks:
             if self._state[block] != WRITING and block not in self._unfinished:
                 raise MisuseError(f"block {block} is {self.state(block).name} and cannot be aborted")
@@ -228,13 +313,13 @@ class BlockPool:
         self._prune(blocks)
 
     def retire(self, blocks: Sequence[int]) -> None:
-        """Decide that chunks being written will never be committed. The writer goes on, and ends with `abort`."""
+        """Decide that nodes being written will never be committed. The writer goes on, and ends with `abort`."""
         for block in blocks:
             if self._state[block] != WRITING:
                 raise MisuseError(f"block {block} is {self.state(block).name} and cannot be retired")
             self._state[block] = RETIRED
         self._unfinished.update(blocks)
-        self._moved(WRITING, RETIRED, len(blocks))
+        self._moved(WRITING, RETIRED, blocks)
 
     def withdraw(self, block: int) -> None:
         """Take back the key of a cached chunk, and of all that hangs below it (rule 3)."""
@@ -257,26 +342,126 @@ class BlockPool:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self._forest.check_valid()
         self._policy.check_valid()
+        self._pieces.check_valid(self._state)
         free = list(self._free)
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
-        assert all(self._state[block] == FREE for block in free), "a block in use is free"
         assert len(free) + sum(self._count[WRITING:]) == self._ready, "blocks were lost (rule 1)"
-        for block, state in enumerate(self._state):
-            assert (state == CACHED) == (self._forest.key[block] is not None), f"block {block} is {State(state).name}"
+        for node, state in enumerate(self._state):
+            assert (state == CACHED) == (self._forest.key[node] is not None), f"block {node} is {State(state).name}"
+        used = list(self._pieces.blocks())
+        for node, state in enumerate(self._state):
+            if state != FREE and node not in self._pieces and self.blocks_per_chunk:
+                used += ((block, state) for block in (node, *self._rest.get(node, ())))
+        everywhere = free + [block for block, _ in used]
+        assert sorted(everywhere) == list(range(self._ready)), "a block is in two places, or in none"
         for state in (WRITING, CACHED, RETIRED):
-            found = sum(each == state for each in self._state) * self.blocks_per_chunk
+            found = sum(each == state for _, each in used)
             assert self._count[state] == found, f"{State(state).name} blocks are miscounted"
         for block in self._unfinished:
             assert self._state[block] == RETIRED, f"block {block} has a writer and is {self.state(block).name}"
+        if self._has_checkpoints:
+            self._check_resumable()
+
+    def _check_resumable(self) -> None:
+        self._resume.check_valid()
+        for chunk in self._forest.subtree(self.root)[1:]:
+            if self._state[chunk] == CACHED and chunk not in self._pieces:
+                below = [node for node, above in self._chunk_of.items() if above == chunk]
+                resumable = bool(below) or not self._needs_checkpoint(self.depth(chunk))
+                assert (self._resume.nearest(chunk) == chunk) == resumable, f"chunk {chunk} can be resumed from, or not"
+        for node, chunk in self._chunk_of.items():
+            assert self._state[node] == self._state[chunk] == CACHED, f"checkpoint {node} stands below nothing"
+
+    # Room
+
+    def _available_blocks(self, wanted: int) -> int:
+        """How many blocks could be had now, as far as `wanted`: free ones, and what eviction frees."""
+        free, cached = len(self._free), self._count[CACHED]
+        held_at_most = self._forest.pinned_depth * self.blocks_per_chunk + self._pinned_pieces
+        if wanted <= free or wanted <= free + cached - held_at_most:
+            return wanted
+        return min(wanted, free + cached - self._held_blocks())
+
+    def _held_blocks(self) -> int:
+        """How many CACHED blocks pins hold. O(held nodes)."""
+        held = self._forest.held()
+        checkpoints = [node for node in held if node in self._pieces]
+        pieces = {piece for node in checkpoints for piece in self._pieces.of(node) if piece.state == CACHED}
+        chunks = len(held) - len(checkpoints)
+        return chunks * self.blocks_per_chunk + sum(len(piece.blocks) for piece in pieces)
+
+    def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:
+        """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
+        short = count - len(self._free)
+        if short <= 0:
+            return self._free.take(count)
+        blocks = self._free.take(count - short) + self._evict(short, keys)
+        blocks.sort()
+        if len(blocks) > count:
+            self._free.put(blocks[count:])
+            del blocks[count:]
+        return blocks
+
+    def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
+        """At least `short` blocks of nodes that are evicted for them."""
+        freed = self._evict_useless(short) if self._idle else []
+        while len(freed) < short:
+            victims = self._policy.evict(-(-(short - len(freed)) // self._widest), keys)
+            self._evictions += len(victims)
+            freed += self._dissolve(victims, CACHED)
+            keys = ()
+        return freed
+
+    def _evict_useless(self, short: int) -> list[int]:
+        freed: list[int] = []
+        while self._idle and len(freed) < short:
+            block, _ = self._idle.popitem()
+            if self._is_useless(block):
+                self._policy.removed(block)
+                self._forest.withdraw(block)
+                self._unlink(block)
+                self._evictions += 1
+                freed += self._dissolve([block], CACHED)
+        return freed
+
+    def _is_useless(self, block: int) -> bool:
+        """A childless, unpinned chunk from which nothing can be resumed."""
+        if block == self.root or self._state[block] != CACHED or block in self._pieces:
+            return False
+        return not (self._forest.children[block] or self._forest.pins[block] or self._resume.here(block))
+
+    def _may_be_useless(self, block: int) -> None:
+        self._idle.pop(block, None)
+        self._idle[block] = None
+
+    # From state to state
+
+    def _can_resume(self, node: int, parent: int) -> None:
+        """A node is cached now: from which chunk can be resumed because of it?"""
+        if node in self._pieces:
+            self._chunk_of[node] = parent
+            self._resume.set(parent, True)
+        else:
+            self._resume.enter(node)
+            self._resume.set(node, not self._needs_checkpoint(self._forest.depth[node]))
+
+    def _cannot_resume(self, node: int) -> None:
+        """A node is not cached any more."""
+        if node in self._pieces:
+            self._resume.set(self._chunk_of.pop(node), False)
+        else:
+            self._resume.set(node, False)
 
     def _withdraw_all(self, subtree: Sequence[int]) -> None:
-        """Withdraw chunks given parents first; those already withdrawn stay as they are."""
+        """Withdraw nodes given parents first; those already withdrawn stay as they are."""
         for block in reversed(subtree):
             if self._state[block] == CACHED:
                 self._policy.removed(block)
                 self._forest.withdraw(block)
                 self._state[block] = RETIRED
-                self._moved(CACHED, RETIRED, 1)
+                if self._has_checkpoints:
+                    self._cannot_resume(block)
+                self._moved(CACHED, RETIRED, (block,))
         self._prune(reversed(subtree))
 
     def _prune(self, blocks: Iterable[int]) -> None:
@@ -288,11 +473,10 @@ class BlockPool:
                 self._state[block] = FREE
                 block = self._unlink(block)
         if gone:
-            self._moved(RETIRED, FREE, len(gone))
-            self._free.put(sorted(self._dissolve(gone)))
+            self._free.put(sorted(self._dissolve(gone, RETIRED)))
 
     def _unlink(self, block: int) -> int:
-        """Take a freed chunk out of the forest. What it hung below, or the root."""
+        """Take a node without a key out of the forest. What it hung below, or the root."""
         parent = self._forest.prune(block)
         if parent != self.root and self._state[parent] == CACHED and not self._forest.children[parent]:
             self._policy.bared(parent)
@@ -301,14 +485,56 @@ class BlockPool:
     def _is_unneeded(self, block: int) -> bool:
         return not (self._forest.pins[block] or self._forest.children[block] or block in self._unfinished)
 
-    def _moved(self, before: int, after: int, chunks: int) -> None:
+    def _moved(self, before: int, after: int, nodes: Sequence[int]) -> None:
+        """Account for nodes that went from one state to another and keep their blocks."""
+        chunks = len(nodes)
+        if self._has_checkpoints:
+            for node in nodes:
+                if node in self._pieces:
+                    chunks -= 1
+                    self._account(self._pieces.move(node, before, after))
         self._count[before] -= chunks * self.blocks_per_chunk
         self._count[after] += chunks * self.blocks_per_chunk
 
-    def _dissolve(self, chunks: Sequence[int]) -> list[int]:
-        """All the blocks of chunks that end here, which from now on are blocks like any other."""
+    def _account(self, moved: Iterable[Moved]) -> None:
+        for piece, before, after in moved:
+            self._count[before] -= len(piece.blocks)
+            self._count[after] += len(piece.blocks)
+
+    def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:
+        """Nodes end here. The blocks that nobody has any more: they are to be taken or put back at once."""
+        if self._has_checkpoints:
+            return [block for node in nodes for block in self._end(node, before)]
+        self._count[before] -= len(nodes) * self.blocks_per_chunk
         if self.blocks_per_chunk == 1:
-            return list(chunks)
-        for chunk in chunks:
-            self._state[chunk] = FREE
-        return [each for chunk in chunks for each in (chunk, *self._rest.pop(chunk))]
+            return list(nodes)
+        for node in nodes:
+            self._state[node] = FREE
+        return [each for node in nodes for each in (node, *self._rest.pop(node))]
+
+    def _end(self, node: int, before: int) -> Sequence[int]:
+        """One node ends here. Its blocks, but for those of pieces that others use."""
+        if before == CACHED:
+            self._cannot_resume(node)
+        self._state[node] = FREE
+        if node in self._pieces:
+            moved = self._pieces.move(node, before, FREE)
+            self._account(moved)
+            self._numbers.append(node)
+            freed = [block for piece, _, after in moved if after == FREE for block in piece.blocks]
+            return freed
+        self._count[before] -= self.blocks_per_chunk
+        if not self.blocks_per_chunk:
+            self._numbers.append(node)
+            return ()
+        return (node, *self._rest.pop(node, ()))
+
+    def _number(self, count: int) -> list[int]:
+        """Numbers for nodes that begin to be written and are not named by a block of their own."""
+        numbers = [self._numbers.pop() for _ in range(min(count, len(self._numbers)))]
+        while len(numbers) < count:
+            numbers.append(self._forest.add_number())
+            self._state.append(FREE)
+        for number in numbers:
+            self._state[number] = WRITING
+        return numbers

@@ -8,8 +8,9 @@ whose device pool is this library's own BlockPool.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin, State
+from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.states import State
 
 
 class Device(Protocol):

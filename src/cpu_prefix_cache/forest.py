@@ -16,7 +16,10 @@ nothing hangs below it. Two things follow, and the rest of the library is built 
 
 A chunk whose key was withdrawn stays linked, found by nobody, for as long as a pin on it or below it needs its bytes.
 
-Everything here is indexed by block. Links are arrays and not lists, because a full garbage collection goes through
+A checkpoint stands here too, below the chunk that ends at its boundary, and never has children. What takes no blocks
+of its own goes by a number beyond the blocks; chunks and checkpoints together are the *nodes* of the forest.
+
+Everything here is indexed by node. Links are arrays and not lists, because a full garbage collection goes through
 lists: at a million blocks it stopped the caller for 60 ms, and for 22 with arrays, which are 0.1 microseconds a block
 slower to evict from. The key index is 256 small dictionaries: one large one is rebuilt now and then, which at a million
 keys stops the caller for 55 to 270 ms. They are told apart by the first byte of the key, so keys must be digests: at
@@ -24,7 +27,7 @@ least 16 bytes, the first as random as the rest (rule 17).
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cpu_prefix_cache.errors import InternalError, MisuseError
 
@@ -37,6 +40,7 @@ class Forest:
     def __init__(self, num_blocks: int) -> None:
         self.root = num_blocks
         size = num_blocks + 1
+        self.on_bared: Callable[[int], object] | None = None  # is told of what has lost its last child
         self.key: list[bytes | None] = [None] * size
         self.parent = array("i", [NONE]) * size
         self.children = array("i", [0]) * size
@@ -48,6 +52,15 @@ class Forest:
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
+
+    def add_number(self) -> int:
+        """A number for a node without blocks of its own."""
+        self.key.append(None)
+        for links in (self.parent, self._first_child, self._next_sibling, self._previous_sibling):
+            links.append(NONE)
+        for counts in (self.children, self.depth, self.pins):
+            counts.append(0)
+        return len(self.key) - 1
 
     def find(self, key: bytes) -> int:
         """The block of the chunk with this key, or NONE."""
@@ -145,14 +158,14 @@ class Forest:
             del self.pinned[block]
             self.pinned_depth -= self.depth[block]
 
-    def held(self) -> int:
-        """How many chunks with a key are pinned or stand above a pinned one. O(their number)."""
+    def held(self) -> list[int]:
+        """The nodes with a key that are pinned or stand above a pinned one. O(their number)."""
         seen: set[int] = set()
         for block in self.pinned:
             while block != self.root and block not in seen:
                 seen.add(block)
                 block = self.parent[block]
-        return sum(self.key[block] is not None for block in seen)
+        return [block for block in seen if self.key[block] is not None]
 
     def subtree(self, block: int) -> list[int]:
         """`block` and all below it, parents before children."""
@@ -210,3 +223,5 @@ class Forest:
             self._next_sibling[block] = NONE
         self.parent[block] = NONE
         self.children[parent] -= 1
+        if self.on_bared is not None and not self.children[parent]:
+            self.on_bared(parent)

@@ -28,8 +28,11 @@ class EvictionPolicy(Protocol):
     def bared(self, block: int) -> None:
         """The last of the withdrawn chunks below `block` is gone: it may leave again."""
 
-    def evict(self, count: int) -> list[int]:
-        """Take the next `count` chunks out of the forest, childless ones first. The pool has made sure they exist."""
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        """Take the next `count` chunks out of the forest, childless ones first. The pool has made sure they exist.
+
+        `incoming` are the keys of the chunks that room is made for, if they are known.
+        """
 
     def soonest_evicted(self) -> Iterator[int]:
         """The chunks in the order `evict` would take them now. Changes nothing; ends with the unpinned ones."""

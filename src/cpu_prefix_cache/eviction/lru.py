@@ -56,6 +56,10 @@ class Lru:
         return touch
 
     def inserted(self, blocks: Sequence[int], touch: Touch) -> None:
+        missing = max(blocks) + 1 - len(self._touch)
+        self._touch.extend([None] * missing)
+        if self._forest.parent[blocks[0]] != touch.block != NONE and self._touch[touch.block] is touch:
+            self._branch_off(touch)
         for block in blocks:
             self._touch[block] = touch
         touch.block = blocks[-1]
@@ -68,10 +72,13 @@ class Lru:
 
     def bared(self, block: int) -> None:
         touch = self._carried(block)
+        if touch.block != block:
+            touch = Touch(touch.stamp)  # the other stands elsewhere
+            self._replace(block, touch)
         if touch.older is None:
             self._enter_old(touch)
 
-    def evict(self, count: int) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         children, pins = self._forest.children, self._forest.pins
         victims: list[int] = []
         older = self._ring
@@ -115,7 +122,7 @@ class Lru:
         standing = set()
         stamp, touch = 0, _linked(self._ring.younger)
         while touch is not self._ring:
-            assert touch.stamp > stamp, "touches are out of order"
+            assert touch.stamp >= stamp, "touches are out of order"
             assert self._touch[touch.block] is touch, f"the touch of block {touch.block} is not its own"
             standing.add(touch.block)
             stamp, touch = touch.stamp, _linked(touch.younger)
@@ -159,6 +166,17 @@ class Lru:
         own = self._carried(parent)
         if own.older is None and not self._forest.children[parent]:
             self._enter_old(own)
+
+    def _branch_off(self, touch: Touch) -> None:
+        """A request adds at a second place, a checkpoint say: what it added last goes on under a touch beside its own.
+
+        As old, and one place younger, so that the place it adds at now goes first: it mostly is the deeper one.
+        """
+        beside = Touch(touch.stamp)
+        self._touch[touch.block] = beside
+        beside.block = touch.block
+        if touch.older is not None:
+            _enter_after(touch, beside)
 
     def _replace(self, block: int, touch: Touch) -> None:
         before = self._touch[block]

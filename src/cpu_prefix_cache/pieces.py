@@ -1,0 +1,146 @@
+"""The pieces of checkpoints: which blocks hold each, and which checkpoints use it.
+
+Two checkpoints not far apart see some of the same window blocks, which are kept once:
+
+    tokens         64      80      96     112
+    window blocks     [a ]    [b ]    [c ]
+    checkpoint at 96   a       b             uses a, b
+    checkpoint at 112          b       c     uses b, c
+
+A piece stays as long as a checkpoint uses it, and can be found by others as long as it is or will be right: until the
+checkpoint that writes it is given up, or all that use it have been withdrawn. Where checkpoints in different states
+use one piece, it is in the state that keeps it longest: WRITING, then RETIRED, then CACHED. So the blocks counted as
+CACHED are those that eviction can free.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from cpu_prefix_cache.errors import InternalError
+from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING
+
+
+class PieceNeed(NamedTuple):
+    """A piece a checkpoint is to have: what identifies it among all checkpoints, and how many blocks it takes."""
+
+    key: Hashable
+    num_blocks: int
+
+
+class SharedPiece:
+    """One piece: its blocks, who fills them, and by how many checkpoints of each state it is used."""
+
+    __slots__ = ("blocks", "key", "users", "writer")
+
+    def __init__(self, key: Hashable, blocks: Sequence[int], writer: int) -> None:
+        self.key = key
+        self.blocks = tuple(blocks)
+        self.writer: int | None = writer  # None: it is written
+        self.users = [0, 0, 0, 0]
+
+    @property
+    def state(self) -> int:
+        for state in (WRITING, RETIRED, CACHED):
+            if self.users[state]:
+                return state
+        return FREE
+
+    @property
+    def is_found(self) -> bool:
+        return bool(self.users[WRITING] or self.users[CACHED])
+
+
+class Moved(NamedTuple):
+    """`piece` went from one state to another because a checkpoint that uses it did."""
+
+    piece: SharedPiece
+    before: int
+    after: int
+
+
+class SharedPieces:
+    """The pieces of every checkpoint, in the order they were asked for, and those that others may use by key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, SharedPiece] = {}
+        self._of: dict[int, tuple[SharedPiece, ...]] = {}
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._of
+
+    def of(self, checkpoint: int) -> tuple[SharedPiece, ...]:
+        return self._of[checkpoint]
+
+    def num_blocks(self, checkpoint: int) -> int:
+        return sum(len(piece.blocks) for piece in self._of[checkpoint])
+
+    def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
+        """Those of `needs` that no checkpoint has."""
+        return [need for need in needs if need.key not in self._by_key]
+
+    def join(self, checkpoint: int, needs: Sequence[PieceNeed]) -> list[Moved]:
+        """A checkpoint that is to be written holds what is there already of the pieces it needs."""
+        self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs if need.key in self._by_key)
+        return self.move(checkpoint, FREE, WRITING)
+
+    def fill(self, checkpoint: int, needs: Sequence[PieceNeed], blocks: Sequence[int]) -> None:
+        """It writes the others, which take `blocks`, in order."""
+        at, pieces = 0, []
+        for need in needs:
+            piece = self._by_key.get(need.key)
+            if piece is None:
+                piece = SharedPiece(need.key, blocks[at : at + need.num_blocks], checkpoint)
+                piece.users[WRITING] = 1
+                at += need.num_blocks
+                self._by_key[need.key] = piece
+            pieces.append(piece)
+        if at != len(blocks):
+            raise InternalError(f"{len(blocks)} blocks were given for missing pieces of {at}")
+        self._of[checkpoint] = tuple(pieces)
+
+    def move(self, checkpoint: int, before: int, after: int) -> list[Moved]:
+        """The checkpoint went from one state to another: the pieces whose own state follows. FREE ones are gone."""
+        moved = []
+        for piece in self._of[checkpoint]:
+            was = piece.state
+            piece.users[before] -= before != FREE
+            piece.users[after] += after != FREE
+            if piece.writer == checkpoint:
+                self._settle(piece, after)
+            if not piece.is_found:
+                self._hide(piece)
+            if piece.state != was:
+                moved.append(Moved(piece, was, piece.state))
+        if after == FREE:
+            del self._of[checkpoint]
+        return moved
+
+    def check_valid(self, states: Sequence[int]) -> None:
+        """Assert that users are counted right, given every node's state. For tests."""
+        users: dict[SharedPiece, list[int]] = {}
+        for checkpoint, pieces in self._of.items():
+            for piece in pieces:
+                users.setdefault(piece, [0, 0, 0, 0])[states[checkpoint]] += 1
+        for piece, counted in users.items():
+            assert piece.users == counted and not counted[FREE], f"users of {piece.key!r}"
+            found = self._by_key.get(piece.key) is piece
+            assert not found or piece.is_found, f"{piece.key!r} can be found and nobody keeps it right"
+            assert found or not piece.users[CACHED], f"{piece.key!r} is in use and cannot be found"
+        for piece in self._by_key.values():
+            assert piece in users, f"{piece.key!r} is used by no checkpoint"
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Every block of every piece once, with the state of the piece. For tests."""
+        for piece in {piece for pieces in self._of.values() for piece in pieces}:
+            yield from ((block, piece.state) for block in piece.blocks)
+
+    def _settle(self, piece: SharedPiece, after: int) -> None:
+        """The writer of a piece is done, or has been given up, and then the piece is nothing to build on."""
+        if after == CACHED:
+            piece.writer = None
+        elif after != WRITING:
+            self._hide(piece)
+
+    def _hide(self, piece: SharedPiece) -> None:
+        if self._by_key.get(piece.key) is piece:
+            del self._by_key[piece.key]

@@ -1,0 +1,13 @@
+"""The states of a host block. `block_pool.py` says how it moves between them (rule 1)."""
+
+import enum
+
+
+class State(enum.IntEnum):
+    FREE = 0
+    WRITING = 1
+    CACHED = 2
+    RETIRED = 3
+
+
+FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
