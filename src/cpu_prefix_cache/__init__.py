@@ -26,7 +26,7 @@ from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.groups import Group, GroupKind
-from cpu_prefix_cache.hashing import ChainHasher
+from cpu_prefix_cache.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
@@ -53,6 +53,7 @@ __all__ = [
     "Lease",
     "MisuseError",
     "Miss",
+    "MultimodalItem",
     "Pending",
     "Piece",
     "Pin",

@@ -1,23 +1,44 @@
 """Keys of chunks: one chained digest for every full chunk of a token sequence.
 
-    key[i] = digest(key[i - 1] + tokens of chunk i)        tokens as unsigned 32-bit, little-endian
-    key[-1] = digest(identity fields)                      the seed: who may share with whom
+    key[-1] = digest(identity)                                  the seed: who may share with whom
+    key[i]  = digest(key[i - 1] + tokens of chunk i)            a chunk in which no item begins
+    key[i]  = digest(key[i - 1] + tokens of chunk i + digest(items) + 01)   one in which images, audio, ... begin
 
-Because the chain begins at the first token, equal keys mean equal prefixes, not merely equal chunks (rule 17).
-An engine that already hashes its blocks uses its own digests and never comes here.
+    identity    the format, then name and value of every field, by name; each of them after its length
+    items       start, end and content of every item that begins in the chunk; each of them after its length
+    integers    little-endian everywhere: a token has 4 bytes, unsigned; lengths, starts and ends have 8
+
+Because the chain begins at the first token, equal keys mean equal prefixes, not merely equal chunks (rule 17): the same
+tokens, for the same identity, with the same items in the same places. An item enters where it begins and is in all that
+follows by the chain, so the chunks before it are shared with the plain text. The byte at the end sets chunks with items
+apart from plain ones of any size, whose bytes are words of 4.
+
+An engine that already hashes its blocks uses its own digests and never comes here. They are used as they are, all of
+one length. What the engine's keys leave out, ours cannot put back; and where its first digest is random, or depends on
+PYTHONHASHSEED, the same prompt has other keys after a restart and in another process: nothing that outlives the
+process may be kept under them unless the engine is told to begin from a fixed value.
 """
 
+import copy
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
 
 import xxhash
 
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError
 
 TOKEN_BYTES = 4
+LENGTH_BYTES = 8
 FORMAT = b"cpu-prefix-cache/1"  # golden vectors in tests/test_hashing.py hold what follows from it
+ITEMS = b"\x01"
+CHECKPOINT = b"\x02"
+KEEP_APART = frozenset({"salt", "cache_salt", "tenant"})  # fields somebody may want to get around
+NO_IDENTITY: Mapping[str, bytes] = {}
 
 
 def _sha256(data: bytes) -> bytes:
@@ -25,67 +46,238 @@ def _sha256(data: bytes) -> bytes:
 
 
 DIGESTS: Mapping[str, Callable[[bytes], bytes]] = {"xxh3_128": xxhash.xxh3_128_digest, "sha256": _sha256}
+CRYPTOGRAPHIC = frozenset({"sha256"})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MultimodalItem:
+    """An image, a sound, ...: what stands in for the placeholder tokens [start, end) of a request.
+
+    `digest` says what it is: two items of one digest must give the model the same input. It is the engine's own digest
+    of the content and of whatever else decides the input, such as the kind and the options of the processor; of any
+    length, and cryptographic where tenants are kept apart. Items may overlap, as the sound of a video may.
+
+    Raises MisuseError for an item without tokens or without a digest.
+    """
+
+    start: int
+    end: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise MisuseError(f"an item stands for at least one token, from 0 on; got [{self.start}, {self.end})")
+        if not isinstance(self.digest, bytes) or not self.digest:
+            raise MisuseError(f"the digest of an item must be bytes, at least one; got {self.digest!r}")
 
 
 class ChainHasher:
-    """Turns tokens into chunk keys, incrementally.
+    """Turns tokens into chunk keys, incrementally. An engine has one, for all of its tenants.
 
-    >>> hasher = ChainHasher(chunk_tokens=2)
+    >>> hasher = ChainHasher(chunk_tokens=2, algorithm="sha256", identity={"model": b"llama"}, tenants=True)
     >>> keys: list[bytes] = []
     >>> hasher.extend(keys, [1, 2, 3])
     >>> hasher.extend(keys, [1, 2, 3, 4])  # only the new chunk is hashed
     >>> keys == hasher.keys([1, 2, 3, 4]) and len(keys)
     2
+
+    What a request has of its own is said once, when it arrives:
+
+    >>> mine = hasher.for_request({"salt": b"mine"}, [MultimodalItem(start=2, end=4, digest=b"a picture")])
+    >>> set(mine.keys([1, 2, 3, 4])) & set(keys)
+    set()
+
+    Tokens are integers from 0 to 2**32 - 1 in any sequence. Arrays of 4 and 8 bytes that show their buffer (array,
+    numpy) are read as they lie, without making a Python integer of each token.
     """
 
     def __init__(
-        self, chunk_tokens: int, algorithm: str = "xxh3_128", identity: Mapping[str, bytes] | None = None
+        self,
+        chunk_tokens: int,
+        algorithm: str = "xxh3_128",
+        identity: Mapping[str, bytes] | None = None,
+        *,
+        tenants: bool = False,
     ) -> None:
-        """`identity` fields enter the seed by name, each length-prefixed, so that no two of them can be confused.
+        """`identity` is what all requests have in common, such as the model and its revision: bytes by name.
 
         xxh3_128 is fast and not cryptographic: whoever chooses prompts could in principle construct a collision.
-        Use sha256 wherever tenants are kept apart by salt, or keys are shared or persist.
+        sha256 is needed wherever that would matter: tenants kept apart, keys shared with other processes or kept on
+        disk (rule 17). Say so with `tenants=True`, and a digest that will not do is refused here; without it, it is
+        refused when the first salt arrives (`for_request`).
 
-        Raises ConfigurationError for an unknown algorithm or a chunk of less than one token.
+        Raises ConfigurationError for an unknown algorithm, a chunk of less than one token, an identity that is not
+        bytes by name, or tenants without a cryptographic digest.
         """
         if algorithm not in DIGESTS:
             raise ConfigurationError(f"hash algorithm must be one of {', '.join(DIGESTS)}; got {algorithm!r}")
         if chunk_tokens < 1:
             raise ConfigurationError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+        if tenants and algorithm not in CRYPTOGRAPHIC:
+            raise ConfigurationError(f"tenants need algorithm 'sha256': {algorithm} is not a cryptographic digest")
         self.chunk_tokens = chunk_tokens
+        self.algorithm = algorithm
         self._digest = DIGESTS[algorithm]
-        self._seed = self._digest(_canonical(identity or {}))
+        self._identity = dict(identity or {})
+        complaint = _complaint(self._identity, algorithm)
+        if complaint:
+            raise ConfigurationError(complaint)
+        self._seed = self._digest(_canonical(self._identity))
+        self._items: Mapping[int, bytes] = {}
+
+    @property
+    def cryptographic(self) -> bool:
+        """Whether the keys may keep tenants apart, be shared with other processes, or persist (rule 17)."""
+        return self.algorithm in CRYPTOGRAPHIC
+
+    def for_request(
+        self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()
+    ) -> "ChainHasher":
+        """The hasher of one request, to be kept with it while it decodes. Its keys are found by its equals only.
+
+        `identity` is what this request must have in common with another to share KV with it: its LoRA, salt, tenant.
+        Names are free, their order means nothing, and a field that is empty differs from one that is absent. A LoRA
+        that is loaded anew under its old name is another one: give its version too, or reset the cache (rule 14).
+        `items` are all of the request's, in any order.
+
+        Fields named `salt`, `cache_salt` or `tenant` keep tenants apart, so they need sha256. Without it the request
+        is refused before it has any keys, not hashed with what is at hand; other requests go on. An engine that
+        accepts such fields builds its hasher with `tenants=True` and finds out when it starts.
+
+        Raises MisuseError for such a field without sha256, one that the hasher has already, or one that is not bytes.
+        """
+        both = self._identity.keys() & identity.keys()
+        if both:
+            raise MisuseError(f"identity fields of the hasher itself cannot be given by a request: {sorted(both)}")
+        complaint = _complaint(identity, self.algorithm)
+        if complaint:
+            raise MisuseError(complaint)
+        request = copy.copy(self)
+        if identity:
+            request._identity = {**self._identity, **identity}
+            request._seed = self._digest(_canonical(request._identity))
+        request._items = self._items_by_chunk(items)
+        return request
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """One key for each full chunk of `tokens`."""
+        """One key for each full chunk of `tokens`. Raises MisuseError for what is no token."""
         keys: list[bytes] = []
         self.extend(keys, tokens)
         return keys
 
     def extend(self, keys: list[bytes], tokens: Sequence[int]) -> None:
-        """Append to `keys`, the keys of the first chunks of `tokens`, those of the chunks that follow."""
+        """Append to `keys`, the keys of the first chunks of `tokens`, those of the chunks that follow.
+
+        Nothing is hashed again. Raises MisuseError for what is no token, and appends nothing then.
+        """
+        stop = len(tokens) // self.chunk_tokens
+        data = _token_bytes(tokens, len(keys) * self.chunk_tokens, stop * self.chunk_tokens)
         digest, width = self._digest, self.chunk_tokens * TOKEN_BYTES
-        begin = len(keys) * self.chunk_tokens
-        data = _token_bytes(tokens[begin : len(tokens) - len(tokens) % self.chunk_tokens])
+        read = BytesIO(data).read  # chunk after chunk: faster than slices, see benchmarks/hashing.py
         key = keys[-1] if keys else self._seed
-        for at in range(0, len(data), width):
-            key = digest(key + data[at : at + width])
+        for index in [index for index in self._items if len(keys) <= index < stop]:
+            keys += [key := digest(key + read(width)) for _ in range(len(keys), index)]
+            key = digest(key + read(width) + self._items[index])
             keys.append(key)
+        keys += [key := digest(key + read(width)) for _ in range(len(keys), stop)]
+
+    def _items_by_chunk(self, items: Iterable[MultimodalItem]) -> dict[int, bytes]:
+        """What the items that begin in a chunk add to it, by the index of the chunk, in ascending order."""
+        fields: dict[int, list[bytes]] = {}
+        for item in sorted(items):
+            fields.setdefault(item.start // self.chunk_tokens, []).extend(
+                (_integer(item.start), _integer(item.end), item.digest)
+            )
+        return {index: self._digest(_prefixed(each)) + ITEMS for index, each in fields.items()}
+
+
+def checkpoint_key(chunk_key: bytes) -> bytes:
+    """The key of the checkpoint at the end of the chunk `chunk_key`.
+
+    A checkpoint hangs below its chunk under a key of its own: the chunk's and one byte more. As the digests in one
+    cache have one length, no chunk has such a key.
+    """
+    return chunk_key + CHECKPOINT
+
+
+def _complaint(identity: Mapping[str, bytes], algorithm: str) -> str | None:
+    """What is wrong with these fields, if anything."""
+    for name, value in identity.items():
+        if not isinstance(name, str) or not isinstance(value, bytes):
+            return f"identity fields must be bytes by name; {name!r} is {type(value).__name__}"
+        if name in KEEP_APART and algorithm not in CRYPTOGRAPHIC:
+            return (
+                f"identity field {name!r} keeps tenants apart, and {algorithm} is not a cryptographic digest: "
+                "build the hasher with algorithm='sha256'"
+            )
+    return None
 
 
 def _canonical(identity: Mapping[str, bytes]) -> bytes:
     fields = [FORMAT]
     for name in sorted(identity):
         fields += [name.encode(), identity[name]]
-    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
+    return _prefixed(fields)
 
 
-def _token_bytes(tokens: Sequence[int]) -> bytes:
+def _prefixed(fields: Iterable[bytes]) -> bytes:
+    """The fields, each after its length: no two lists of fields give the same bytes."""
+    return b"".join(_integer(len(field)) + field for field in fields)
+
+
+def _integer(value: int) -> bytes:
+    return value.to_bytes(LENGTH_BYTES, "little")
+
+
+def _token_bytes(tokens: Sequence[int], begin: int, end: int) -> bytes:
+    """`tokens[begin:end]` as unsigned 32-bit little-endian words."""
     try:
-        words = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
+        view = _integers_in_memory(tokens)
+        words = _words_one_by_one(tokens[begin:end]) if view is None else _words_at_once(view[begin:end])
     except (OverflowError, TypeError) as error:
         raise MisuseError(f"tokens must be integers from 0 to 2**32 - 1: {error}") from error
     if sys.byteorder == "big":
-        words = words[:]
-        words.byteswap()
-    return words.tobytes()
+        swapped = array("I", words)
+        swapped.byteswap()
+        return swapped.tobytes()
+    return words
+
+
+def _integers_in_memory(tokens: Any) -> memoryview | None:
+    """The buffer of an array of integers of 4 or 8 bytes, or None for whatever else `tokens` is."""
+    if isinstance(tokens, list | tuple):
+        return None
+    try:
+        view = memoryview(tokens)
+    except TypeError:
+        return None
+    return view if view.ndim == 1 and view.format in ("I", "i", "L", "l", "Q", "q") else None
+
+
+def _words_one_by_one(tokens: Sequence[int]) -> bytes:
+    if isinstance(tokens, bytes | bytearray):  # array would take them for words, not for tokens
+        tokens = list(tokens)
+    return array("I", tokens).tobytes()
+
+
+def _words_at_once(view: memoryview) -> bytes:
+    """The integers as native words of 4 bytes. No Python integer is made of any: signs are asked of all together."""
+    data = view.tobytes()
+    if view.itemsize == TOKEN_BYTES:
+        highest = data[TOKEN_BYTES - 1 :: TOKEN_BYTES] if sys.byteorder == "little" else data[::TOKEN_BYTES]
+        if view.format in ("i", "l") and not highest.isascii():  # ASCII has no highest bit
+            raise OverflowError("one of them is negative")
+        return data
+    return _lower_halves(data)
+
+
+def _lower_halves(data: bytes) -> bytes:
+    """The lower halves of 64-bit words, whose upper halves must be empty."""
+    words = bytearray(len(data) // 2)
+    lower, upper = (0, TOKEN_BYTES) if sys.byteorder == "little" else (TOKEN_BYTES, 0)
+    nothing = bytes(len(data) // (2 * TOKEN_BYTES))
+    for at in range(TOKEN_BYTES):
+        if data[upper + at :: 2 * TOKEN_BYTES] != nothing:
+            raise OverflowError("one of them is negative or larger")
+        words[at::TOKEN_BYTES] = data[lower + at :: 2 * TOKEN_BYTES]
+    return bytes(words)
