@@ -569,7 +569,7 @@ def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
     planner = HybridChunkPlanner([draft, target], max_model_len=100)
     pool = BlockPool(2 * planner.host_blocks_per_chunk, blocks_per_chunk=planner.host_blocks_per_chunk)
     chunks = pool.allocate(2)
-    copies = KVCacheCoordinator(planner, pool).copies(chunks, [[10, 11, 12, 13], [20, 21]])
+    copies = KVCacheCoordinator(planner, pool).chunk_copies(chunks, [[10, 11, 12, 13], [20, 21]])
     assert [copy.device_blocks for copy in copies] == [(10, 11, 12, 13), (20, 21)]
     hosts = [[pool.blocks_of([chunk]) for chunk in chunks], [piece.host_blocks for piece in planner.pieces]]
     assert copies[0].host_blocks == tuple(b for chunk in hosts[0] for b in chunk[: hosts[1][0]])

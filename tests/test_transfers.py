@@ -9,17 +9,17 @@ from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
 
 
 class Ledger(TransferLedger):
-    def store(self, *keys, follows=None):
+    def store(self, *keys, follows=()):
         return self._new(Direction.STORE, keys, follows)
 
     def load(self, *keys):
-        return self._new(Direction.LOAD, keys, None)
+        return self._new(Direction.LOAD, keys, ())
 
     def hears(self, rank, *transfers, done=True):
         return [each.id for each in self.report(rank, [transfer.id for transfer in transfers], done)]
 
     def _new(self, direction, keys, follows):
-        transfer = Transfer(self.new_plan(direction, (), 0), keys, range(len(keys)), hold=None, follows=follows)
+        transfer = Transfer(self.new_plan(direction, (), 0), keys, range(len(keys)), hold=None, follows=list(follows))
         self.add(transfer)
         return transfer
 
@@ -89,8 +89,8 @@ def test_keys_are_known_while_they_move():
 def test_a_doomed_store_takes_its_followers_along():
     ledger = Ledger(1)
     first = ledger.store(b"a")
-    second = ledger.store(b"ab", follows=first)
-    third, other = ledger.store(b"abc", follows=second), ledger.store(b"x")
+    second = ledger.store(b"ab", follows=[first])
+    third, other = ledger.store(b"abc", follows=[second]), ledger.store(b"x")
     assert ledger.doom(first) == [first, second, third]
     assert ledger.doom(first) == []
     assert not (first.succeeded or third.succeeded) and other.succeeded

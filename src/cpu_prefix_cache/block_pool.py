@@ -99,7 +99,7 @@ class BlockPool:
         self._unfinished: set[int] = set()  # RETIRED chunks whose writer is not done
         self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
         self._has_checkpoints = needs_checkpoint is not None
-        self._needs_checkpoint = needs_checkpoint or (lambda depth: False)
+        self.needs_checkpoint = needs_checkpoint or (lambda depth: False)
         self._pieces = SharedPieces()
         self._resume = ResumeIndex(self._forest)
         self._chunk_of: dict[int, int] = {}  # checkpoint -> the chunk it stands below, while it can be found
@@ -128,8 +128,8 @@ class BlockPool:
 
     def blocks_of(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """All the blocks of chunks named by their first ones, chunk after chunk."""
-        if self.blocks_per_chunk == 1:
-            return tuple(blocks)
+        if self.blocks_per_chunk <= 1:
+            return tuple(blocks) if self.blocks_per_chunk else ()
         return tuple(each for block in blocks for each in (block, *self._rest[block]))
 
     def nearest_resumable(self, block: int) -> int:
@@ -142,6 +142,9 @@ class BlockPool:
     def depth(self, block: int) -> int:
         """How many chunks end at or above this one."""
         return self._forest.depth[block]
+
+    def is_checkpoint(self, node: int) -> bool:
+        return node in self._pieces
 
     def pieces(self, checkpoint: int) -> list[tuple[int, ...]]:
         """The blocks of each piece of a checkpoint, in the order they were asked for."""
@@ -204,11 +207,18 @@ class BlockPool:
         return self._policy.admitted(NONE if deepest is None else deepest)
 
     def pin(self, *blocks: int) -> Pin:
-        """Hold `blocks` in place; a chunk's pin holds the prefix above it too. Any state but FREE."""
+        """Hold `blocks` in place: nodes in any state but FREE, or blocks of pieces of checkpoints.
+
+        The pin of a node holds the prefix above it too, that of a block its bytes and nothing else.
+        """
         for block in blocks:
-            if self._state[block] == FREE:
+            if self._state[block] == FREE and self._pieces.at(block) is None:
                 raise MisuseError(f"block {block} is free and cannot be pinned")
         for block in blocks:
+            piece = self._pieces.at(block)
+            if piece is not None:
+                self._account(self._pieces.pin(piece, +1))
+                continue
             self._forest.pin(block)
             if self._forest.pins[block] == 1 and block in self._pieces:
                 self._pinned_pieces += self._pieces.num_blocks(block)
@@ -219,12 +229,13 @@ class BlockPool:
         if pin.released:
             raise MisuseError(f"the pin on blocks {pin.blocks} was released before")
         pin.released = True
-        for block in pin.blocks:
+        nodes = [block for block in pin.blocks if not self._unpin_piece(block)]
+        for block in nodes:
             self._forest.unpin(block)
             if not self._forest.pins[block] and block in self._pieces:
                 self._pinned_pieces -= self._pieces.num_blocks(block)
-        self.ended(*pin.blocks)
-        self._prune(pin.blocks)
+        self.ended(*nodes)
+        self._prune(nodes)
 
     def ended(self, *blocks: int) -> None:
         """Whoever brought or held these chunks is done with them: without a checkpoint they are the first to go."""
@@ -367,7 +378,7 @@ class BlockPool:
         for chunk in self._forest.subtree(self.root)[1:]:
             if self._state[chunk] == CACHED and chunk not in self._pieces:
                 below = [node for node, above in self._chunk_of.items() if above == chunk]
-                resumable = bool(below) or not self._needs_checkpoint(self.depth(chunk))
+                resumable = bool(below) or not self.needs_checkpoint(self.depth(chunk))
                 assert (self._resume.nearest(chunk) == chunk) == resumable, f"chunk {chunk} can be resumed from, or not"
         for node, chunk in self._chunk_of.items():
             assert self._state[node] == self._state[chunk] == CACHED, f"checkpoint {node} stands below nothing"
@@ -424,6 +435,18 @@ class BlockPool:
                 freed += self._dissolve([block], CACHED)
         return freed
 
+    def _unpin_piece(self, block: int) -> bool:
+        """End the pin on a block of a piece. False if it is no such block."""
+        piece = self._pieces.at(block)
+        if piece is None:
+            return False
+        moved = self._pieces.pin(piece, -1)
+        self._account(moved)
+        for each in moved:
+            if each.after == FREE:
+                self._free.put(sorted(each.piece.blocks))
+        return True
+
     def _is_useless(self, block: int) -> bool:
         """A childless, unpinned chunk from which nothing can be resumed."""
         if block == self.root or self._state[block] != CACHED or block in self._pieces:
@@ -443,7 +466,7 @@ class BlockPool:
             self._resume.set(parent, True)
         else:
             self._resume.enter(node)
-            self._resume.set(node, not self._needs_checkpoint(self._forest.depth[node]))
+            self._resume.set(node, not self.needs_checkpoint(self._forest.depth[node]))
 
     def _cannot_resume(self, node: int) -> None:
         """A node is not cached any more."""
@@ -521,8 +544,7 @@ class BlockPool:
             moved = self._pieces.move(node, before, FREE)
             self._account(moved)
             self._numbers.append(node)
-            freed = [block for piece, _, after in moved if after == FREE for block in piece.blocks]
-            return freed
+            return [block for piece, _, after in moved if after == FREE for block in piece.blocks]
         self._count[before] -= self.blocks_per_chunk
         if not self.blocks_per_chunk:
             self._numbers.append(node)

@@ -1,36 +1,72 @@
 """KVCacheCoordinator: the longest boundary at which every group can resume, and the copies between two boundaries.
 
-Written for prefix groups: at boundary b every chunk before b must be here. Because the pool is closed under prefixes,
-that is one bisection, however many groups share a chunk.
+At boundary b the prefix groups need every chunk before b, and the others their checkpoint at b. Because the pool is
+closed under prefixes, the first is one bisection, however many groups share a chunk; the second is the nearest chunk
+above its end that has a checkpoint. Where both hold is the intersection of what the groups allow (rule 6).
 
             0       16       32       48       64        grid 16, prompt of 64 tokens
-    host    [ x ]   [ x ]    [ x ]    [ x ]
+    host    [ x ]   [ x ]    [ x ]    [ x ]              chunks
+                             |                           a checkpoint at 32
     device  [ x ]                                        n0 = 16
-                    `------- loaded -----'
-                                      48                 the boundary: the last token is always computed
+                    `-------'                            loaded: chunk 1 and the checkpoint; prefill begins at 32
 
 >>> from cpu_prefix_cache.groups import Group, GroupKind
->>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=512)
->>> planner, pool = HybridChunkPlanner([attention], max_model_len=64), BlockPool(num_blocks=4)
->>> keys = [b"first", b"second", b"third", b"fourth"]
->>> pool.commit(pool.allocate(4), keys, pool.root, pool.touch(None))
->>> KVCacheCoordinator(planner, pool).longest_boundary(keys, 16, 64)
-48
+>>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1024)
+>>> mamba = Group(name="mamba", kind=GroupKind.STATE, block_tokens=16, block_bytes=1024)
+>>> planner = HybridChunkPlanner([attention, mamba], max_model_len=64)
+>>> coordinator = KVCacheCoordinator(planner, new_pool(planner, num_blocks=8))
+>>> keys, pool = [key * 16 for key in (b"a", b"b", b"c", b"d")], coordinator.pool
+>>> touch, chunks = pool.touch(None), pool.allocate(4)
+>>> pool.commit(chunks, keys, pool.root, touch)
+>>> coordinator.longest_boundary(keys, 16, 64)  # there is no state to resume from
+16
+>>> checkpoint = pool.allocate_checkpoint(coordinator.needs(coordinator.checkpoint_at(keys, depth=2)))
+>>> pool.commit([checkpoint.node], [checkpoint_key(keys[1])], chunks[1], touch)
+>>> coordinator.longest_boundary(keys, 16, 64)
+32
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
 from cpu_prefix_cache.plan import GroupCopy
 from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.request import CheckpointAt
+
+Blocks = Sequence[int]
+
+
+def new_pool(
+    planner: HybridChunkPlanner,
+    num_blocks: int,
+    policy: str = "lru",
+    *,
+    ready: int | None = None,
+    on_device: bool = False,
+) -> BlockPool:
+    """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
+    return BlockPool(
+        num_blocks,
+        policy,
+        blocks_per_chunk=planner.device_blocks_per_chunk if on_device else planner.host_blocks_per_chunk,
+        ready=ready,
+        needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
+    )
 
 
 class KVCacheCoordinator:
-    """One model's groups over one pool: the host's, or the device's of an engine that has none of its own."""
+    """One model's groups over one pool: the host's, or, `on_device`, that of an engine that has none of its own."""
 
-    def __init__(self, planner: HybridChunkPlanner, pool: BlockPool) -> None:
+    def __init__(self, planner: HybridChunkPlanner, pool: BlockPool, *, on_device: bool = False) -> None:
         self.planner = planner
         self.pool = pool
+        self._widths = [piece.device_blocks if on_device else piece.host_blocks for piece in planner.pieces]
+        self._in_chunk = [at for at, piece in enumerate(planner.pieces) if piece.in_chunk]
+
+    # Looking: changes nothing
 
     def longest_boundary(self, keys: Sequence[bytes], n0: int, num_tokens: int) -> int:
         """The largest boundary in [n0, num_tokens - 1] at which all groups can resume (rule 6). Changes nothing.
@@ -42,26 +78,99 @@ class KVCacheCoordinator:
         if n0 % grid:
             return n0
         stop = min(self.planner.hittable_chunks(num_tokens), len(keys))
-        return max(n0, self.pool.resident_run(keys, n0 // grid, stop) * grid)
+        depth = self.planner.resumable_chunks(self.pool.resident_run(keys, n0 // grid, stop))
+        if self.planner.has_checkpoints and depth * grid > n0:
+            depth = self.pool.depth(self.pool.nearest_resumable(self._chunk(keys, depth)))
+        return max(n0, depth * grid)
 
-    def copies(self, chunks: Sequence[int], device_blocks: Sequence[Sequence[int]]) -> tuple[GroupCopy, ...]:
-        """Pair the host blocks of `chunks` with the device blocks of the same chunks, given group by group."""
-        host_blocks = _by_group(self.pool.blocks_of(chunks), [piece.host_blocks for piece in self.planner.pieces])
-        return tuple(
+    def resume_node(self, keys: Sequence[bytes], depth: int) -> int | None:
+        """What holds all that is needed to resume after `depth` chunks, one or more, if it is here.
+
+        That is the checkpoint there, or the chunk, where none is needed. To pin it is to pin the whole prefix.
+        """
+        key = keys[depth - 1]
+        return self.pool.find(checkpoint_key(key) if self.planner.needs_checkpoint(depth) else key)
+
+    def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
+        chunk = self.pool.find(keys[depth - 1])
+        return self.pool.root if chunk is None else chunk
+
+    # What a checkpoint takes
+
+    def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:
+        """The checkpoint after `depth` chunks, one or more, of the request with these keys."""
+        return CheckpointAt(depth, tuple(keys[depth - self.planner.reach(depth) : depth]))
+
+    def needs(self, checkpoint: CheckpointAt) -> list[PieceNeed]:
+        """The pieces a checkpoint has.
+
+        A piece is known by the chunk it lies in, its group, and its place in the chunk: so checkpoints share it.
+        """
+        first = checkpoint.depth - len(checkpoint.tail)
+        return [
+            PieceNeed((checkpoint.tail[at.chunk - first], at.group, at.block), self._widths[at.group])
+            for at in self.planner.checkpoint(checkpoint.depth)
+        ]
+
+    # Copies
+
+    def chunk_copies(self, chunks: Sequence[int], device_blocks: Sequence[Blocks]) -> list[GroupCopy]:
+        """Pair the host blocks of `chunks` with their device blocks, given for each group that chunks have."""
+        if not chunks:
+            return []
+        pieces = [self.planner.pieces[at] for at in self._in_chunk]
+        host_blocks = _by_group(self.pool.blocks_of(chunks), [piece.host_blocks for piece in pieces])
+        return [
             GroupCopy(group, tuple(host), tuple(device))
-            for group, (host, device) in enumerate(zip(host_blocks, device_blocks, strict=True))
-        )
+            for group, host, device in zip(self._in_chunk, host_blocks, device_blocks, strict=True)
+        ]
 
-    def device_blocks_by_group(self, device_blocks: Sequence[int]) -> list[Sequence[int]]:
+    def checkpoint_copies(
+        self, depth: int, host_blocks: Sequence[Blocks | None], device_blocks: Sequence[Blocks | None]
+    ) -> list[GroupCopy]:
+        """Pair the pieces of the checkpoint after `depth` chunks, in their order; None on either side is not copied."""
+        copies: dict[int, tuple[list[int], list[int]]] = {}
+        for at, host, device in zip(self.planner.checkpoint(depth), host_blocks, device_blocks, strict=True):
+            if host is not None and device is not None:
+                both = copies.setdefault(at.group, ([], []))
+                both[0].extend(host)
+                both[1].extend(device)
+        return [GroupCopy(group, tuple(host), tuple(device)) for group, (host, device) in copies.items()]
+
+    def load_copies(
+        self, keys: Sequence[bytes], start: int, stop: int, destinations: Sequence[Blocks]
+    ) -> list[GroupCopy]:
+        """Fill `destinations`, device blocks for each group, so that a request resumes after `stop` chunks.
+
+        The prefix up to there must be here. What lies before chunk `start` is not copied (rule 10).
+        """
+        chunks = self.pool.path(self._chunk(keys, stop), stop - start)
+        copies = self.chunk_copies(chunks, [destinations[at] for at in self._in_chunk])
+        node = self.resume_node(keys, stop)
+        if node is None or not self.planner.needs_checkpoint(stop):
+            return copies
+        rest = [iter(blocks) for blocks in destinations]
+        device = [
+            tuple(islice(rest[at.group], self.planner.pieces[at.group].device_blocks)) if at.chunk >= start else None
+            for at in self.planner.checkpoint(stop)
+        ]
+        return copies + self.checkpoint_copies(stop, self.pool.pieces(node), device)
+
+    def chunk_blocks_by_group(self, device_blocks: Blocks) -> list[Blocks]:
         """Split device blocks given chunk by chunk, as `Device.find` gives them, into a list for each group."""
-        return _by_group(device_blocks, [piece.device_blocks for piece in self.planner.pieces])
+        return _by_group(device_blocks, [self.planner.pieces[at].device_blocks for at in self._in_chunk])
 
 
-def _by_group(blocks: Sequence[int], widths: Sequence[int]) -> list[Sequence[int]]:
+def num_bytes(planner: HybridChunkPlanner, copies: Iterable[GroupCopy]) -> int:
+    """What copies carry over the link, without padding."""
+    return sum(len(copy.device_blocks) * planner.groups[copy.group].block_bytes for copy in copies)
+
+
+def _by_group(blocks: Blocks, widths: Sequence[int]) -> list[Blocks]:
     """Split a list of chunks, each `widths` blocks for one group after another, into a list for each group."""
     if len(widths) == 1:
         return [blocks]
-    groups: list[Sequence[int]] = []
+    groups: list[Blocks] = []
     chunk, begin = sum(widths), 0
     for width in widths:
         groups.append([block for at in range(begin, len(blocks), chunk) for block in blocks[at : at + width]])

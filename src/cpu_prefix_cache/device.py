@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.request import CheckpointAt
 from cpu_prefix_cache.states import State
 
 
@@ -31,11 +33,18 @@ class Device(Protocol):
         those out until it has (rule 12).
         """
 
+    def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
+        """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
+
+        Only what is written, and for a state only the page at this very boundary (rule 10).
+        """
+
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         """The blocks that wait to be handed out, soonest first, each with its key; those behind block `after` if given.
 
-        Blocks without a key are among them, where they stand. A chunk of several blocks comes once, by its first.
-        The cache reads as far as it needs before it holds anything.
+        Blocks without a key are among them, where they stand. A chunk of several blocks comes once, by its first, and
+        a checkpoint once, by whatever number the engine knows it by, under its `checkpoint_key`. The cache reads as
+        far as it needs before it holds anything.
         """
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
@@ -57,13 +66,13 @@ class Device(Protocol):
 
 
 class PooledDevice:
-    """A device pool that is a BlockPool with one block to a chunk. A hold is a pin and moves nothing.
+    """A device pool that is a BlockPool with at most one block to a chunk. A hold is a pin and moves nothing.
 
     Raises ConfigurationError for a pool with several blocks to a chunk.
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        if pool.blocks_per_chunk != 1:
+        if pool.blocks_per_chunk > 1:
             raise ConfigurationError(f"a device pool takes 1 block to a chunk, not {pool.blocks_per_chunk}")
         self._pool = pool
         self.num_chunks = pool.capacity
@@ -71,7 +80,11 @@ class PooledDevice:
 
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self._pool.find(key)
-        return None if block is None else (block,)
+        return None if block is None else self._pool.blocks_of((block,))
+
+    def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
+        node = self._pool.find(checkpoint_key(checkpoint.tail[-1]))
+        return None if node is None else self._pool.pieces(node)
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         order = self._order()

@@ -16,6 +16,9 @@ The look is not repeated every step. As long as the mark m waits, at most the qu
 least half of the stretch is covered, which is what one step can allocate. Where the order is shorter than the stretch,
 what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
+
+In a model that needs checkpoints, a chunk is stored for the sake of a checkpoint below it: eagerly in the hope of one,
+lazily with the one that is about to leave the device (rule 9).
 """
 
 from collections.abc import Sequence
@@ -24,8 +27,10 @@ from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.device import Device
+from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.lineage import Lineage
-from cpu_prefix_cache.stores import Stop, StorePlanner
+from cpu_prefix_cache.request import CheckpointAt
+from cpu_prefix_cache.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.transfers import Place, Transfer
 
 
@@ -44,6 +49,10 @@ class Progress(Protocol):
     @property
     def touch(self) -> Any: ...
 
+    @property
+    def checkpoints(self) -> Sequence[CheckpointAt]:
+        """Those of this request that the device had when they were confirmed."""
+
 
 class Offload(Protocol):
     """Told what was computed and what left the device; asked once a step to plan stores."""
@@ -60,6 +69,9 @@ class Offload(Protocol):
 
     def confirmed(self, progress: Progress, before: int) -> None:
         """The chunks from `before` up to `progress.confirmed` hold computed tokens now."""
+
+    def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
+        """The device has this checkpoint of a confirmed boundary."""
 
     def ended(self, progress: Progress) -> None:
         """The request finished. Its blocks stay on the device until they are evicted."""
@@ -103,6 +115,9 @@ class Eager:
     def confirmed(self, progress: Progress, before: int) -> None:
         self._due[progress.id] = progress
 
+    def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
+        self._due[progress.id] = progress
+
     def ended(self, progress: Progress) -> None:
         self._due.pop(progress.id, None)
         self.work += store_confirmed(self._pool, self._stores, progress)
@@ -128,7 +143,7 @@ class Eager:
 
 
 def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -> int:
-    """Store the confirmed chunks of a request that the host lacks. How many chunks were looked at.
+    """Store the confirmed chunks and checkpoints of a request that the host lacks. How many nodes were looked at.
 
     Begins at the first one missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
     """
@@ -137,8 +152,13 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -
     while start < stop and stores.is_covered(keys[start]):
         start += 1
     if start < stop:
-        stores.plan(keys[start - 1] if start else None, keys[start:stop], progress.touch)
-    return stop - present
+        chain = Chain(keys[start - 1] if start else None, keys[start:stop])
+        stores.plan(chain, progress.touch, owner=progress.id)
+    for checkpoint in progress.checkpoints:
+        chunk = checkpoint.tail[-1]
+        if stores.is_covered(chunk) and not stores.is_covered(checkpoint_key(chunk)):
+            stores.plan(Chain(chunk, (), checkpoint), progress.touch, owner=progress.id)
+    return stop - present + len(progress.checkpoints)
 
 
 class Lazy:
@@ -153,7 +173,9 @@ class Lazy:
         self._horizon = horizon
         self._quarter = max(1, horizon // 4)
         self._chunks_in_flight = chunks_in_flight
-        self._lineage = Lineage(lambda key: device.find(key) is not None, lambda key: pool.find(key) is not None)
+        self._lineage = Lineage(
+            self._is_on_device, lambda key: pool.find(key) is not None, needs_checkpoint=pool.needs_checkpoint
+        )
         self._mark: Place | None = None
         self._end: Place | None = None  # of an order that is shorter than the stretch
         self._used = 0  # chunks used again since the last look
@@ -172,6 +194,10 @@ class Lazy:
     def confirmed(self, progress: Progress, before: int) -> None:
         self._lineage.add(progress.keys, before, progress.confirmed)
         self.work += progress.confirmed - before
+
+    def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
+        self._lineage.add_checkpoint(checkpoint)
+        self.work += 1
 
     def ended(self, progress: Progress) -> None:
         pass
@@ -242,25 +268,34 @@ class Lazy:
         if budget <= 0:
             return False  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
-        if not chain:
+        if chain is None:
             return True
-        parent_key, touch = self._lineage.parent(chain[0]), self._pool.touch(None)
+        touch = self._pool.touch(None)
         behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
-        decision = self._stores.plan(parent_key, chain[:budget], touch, in_place=True, behind=behind)
+        decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)
         if decision.transfer is not None:
             self._walking.add(decision.transfer.id)
             self._held += decision.planned
         return decision.stopped_by is Stop.NOT_ON_DEVICE or decision.planned == len(chain)
 
-    def _missing_chain(self, key: bytes) -> list[bytes]:
-        """The chunks from the first one the host lacks down to `key`; nothing if it is covered or beyond saving."""
-        chain: list[bytes] = []
-        above: bytes | None = key
+    def _missing_chain(self, key: bytes) -> Chain | None:
+        """From the first chunk the host lacks down to `key`; None if that is covered, beyond saving or not worth it."""
+        if self._lineage.is_dependent(key):
+            return None  # it comes with its checkpoint
+        checkpoint = self._lineage.checkpoint(key)
+        above: bytes | None = key if checkpoint is None else checkpoint.tail[-1]
+        keys: list[bytes] = []
         while above is not None and not self._stores.is_covered(above):
             if above not in self._lineage:
-                return []  # never confirmed, or an ancestor is gone from the device: nothing can be stored
-            chain.append(above)
+                return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
+            keys.append(above)
             above = self._lineage.parent(above)
-        self.work += len(chain)
-        chain.reverse()
-        return chain
+        self.work += len(keys)
+        keys.reverse()
+        chain = Chain(above, keys, checkpoint)
+        return chain if len(chain) else None
+
+    def _is_on_device(self, what: bytes | CheckpointAt) -> bool:
+        if isinstance(what, CheckpointAt):
+            return self._device.find_checkpoint(what) is not None
+        return self._device.find(what) is not None

@@ -28,22 +28,27 @@ class PieceNeed(NamedTuple):
 
 
 class SharedPiece:
-    """One piece: its blocks, who fills them, and by how many checkpoints of each state it is used."""
+    """One piece: its blocks, who fills them, and by how many checkpoints of each state it is used.
 
-    __slots__ = ("blocks", "key", "users", "writer")
+    `pins` are on its bytes, by those who hold them without any checkpoint: they count as RETIRED.
+    """
+
+    __slots__ = ("blocks", "key", "pins", "users", "writer")
 
     def __init__(self, key: Hashable, blocks: Sequence[int], writer: int) -> None:
         self.key = key
         self.blocks = tuple(blocks)
         self.writer: int | None = writer  # None: it is written
         self.users = [0, 0, 0, 0]
+        self.pins = 0
 
     @property
     def state(self) -> int:
-        for state in (WRITING, RETIRED, CACHED):
-            if self.users[state]:
-                return state
-        return FREE
+        if self.users[WRITING]:
+            return WRITING
+        if self.users[RETIRED] or self.pins:
+            return RETIRED
+        return CACHED if self.users[CACHED] else FREE
 
     @property
     def is_found(self) -> bool:
@@ -64,12 +69,17 @@ class SharedPieces:
     def __init__(self) -> None:
         self._by_key: dict[Hashable, SharedPiece] = {}
         self._of: dict[int, tuple[SharedPiece, ...]] = {}
+        self._at: dict[int, SharedPiece] = {}
 
     def __contains__(self, node: int) -> bool:
         return node in self._of
 
     def of(self, checkpoint: int) -> tuple[SharedPiece, ...]:
         return self._of[checkpoint]
+
+    def at(self, block: int) -> SharedPiece | None:
+        """The piece that has this block."""
+        return self._at.get(block)
 
     def num_blocks(self, checkpoint: int) -> int:
         return sum(len(piece.blocks) for piece in self._of[checkpoint])
@@ -93,6 +103,7 @@ class SharedPieces:
                 piece.users[WRITING] = 1
                 at += need.num_blocks
                 self._by_key[need.key] = piece
+                self._at.update(dict.fromkeys(piece.blocks, piece))
             pieces.append(piece)
         if at != len(blocks):
             raise InternalError(f"{len(blocks)} blocks were given for missing pieces of {at}")
@@ -103,17 +114,24 @@ class SharedPieces:
         moved = []
         for piece in self._of[checkpoint]:
             was = piece.state
-            piece.users[before] -= before != FREE
-            piece.users[after] += after != FREE
+            if before != FREE:
+                piece.users[before] -= 1
+            if after != FREE:
+                piece.users[after] += 1
             if piece.writer == checkpoint:
                 self._settle(piece, after)
             if not piece.is_found:
                 self._hide(piece)
-            if piece.state != was:
-                moved.append(Moved(piece, was, piece.state))
+            moved += self._moved(piece, was)
         if after == FREE:
             del self._of[checkpoint]
         return moved
+
+    def pin(self, piece: SharedPiece, change: int) -> list[Moved]:
+        """One pin more, or less, on the bytes of a piece."""
+        was = piece.state
+        piece.pins += change
+        return self._moved(piece, was)
 
     def check_valid(self, states: Sequence[int]) -> None:
         """Assert that users are counted right, given every node's state. For tests."""
@@ -128,11 +146,20 @@ class SharedPieces:
             assert found or not piece.users[CACHED], f"{piece.key!r} is in use and cannot be found"
         for piece in self._by_key.values():
             assert piece in users, f"{piece.key!r} is used by no checkpoint"
+        assert set(users) <= set(self._at.values()), "a piece in use has no blocks"
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Every block of every piece once, with the state of the piece. For tests."""
-        for piece in {piece for pieces in self._of.values() for piece in pieces}:
+        for piece in set(self._at.values()):
             yield from ((block, piece.state) for block in piece.blocks)
+
+    def _moved(self, piece: SharedPiece, was: int) -> list[Moved]:
+        if piece.state == was:
+            return []
+        if piece.state == FREE:
+            for block in piece.blocks:
+                del self._at[block]
+        return [Moved(piece, was, piece.state)]
 
     def _settle(self, piece: SharedPiece, after: int) -> None:
         """The writer of a piece is done, or has been given up, and then the piece is nothing to build on."""

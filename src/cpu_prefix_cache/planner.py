@@ -137,6 +137,10 @@ class HybridChunkPlanner:
             for block in self.groups[at].needed(boundary)
         )
 
+    def reach(self, depth: int) -> int:
+        """Over how many chunks the checkpoint after `depth` of them reaches back."""
+        return depth - min((at.chunk for at in self.checkpoint(depth)), default=depth - 1)
+
     def checkpoint_bytes(self, depth: int) -> int:
         """What the checkpoint after `depth` chunks weighs on each rank, shared pieces included."""
         return sum(self.pieces[at.group].num_bytes for at in self.checkpoint(depth))

@@ -21,18 +21,21 @@ The life of a request:
 Rules are numbered in README.md beside this file.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin
-from cpu_prefix_cache.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.block_pool import Pin
+from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.device import Device
-from cpu_prefix_cache.errors import ConfigurationError, InternalError, MisuseError
+from cpu_prefix_cache.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.offload import Eager, Lazy, Offload
-from cpu_prefix_cache.plan import Direction, RankReport, StepPlan
+from cpu_prefix_cache.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.planner import HybridChunkPlanner
-from cpu_prefix_cache.request import MISS, Answer, Hit, Pending, Request
+from cpu_prefix_cache.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
+from cpu_prefix_cache.states import State
 from cpu_prefix_cache.stats import CacheStatistics
 from cpu_prefix_cache.stores import StorePlanner
 from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
@@ -45,11 +48,16 @@ OFFLOAD_MODES = ("lazy", "eager")
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An admitted request. `confirmed` counts its chunks that hold computed tokens."""
+    """An admitted request. `confirmed` counts its chunks that hold computed tokens.
+
+    `kept` are the depths, in chunks, at which checkpoints are wanted; `checkpoints` those the device had there.
+    """
 
     request: Request
     n0: int
     touch: Any
+    kept: frozenset[int] = frozenset()
+    checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
     due: int = 0  # the step in which it may have crossed a boundary again
     load: Transfer | None = None
@@ -90,6 +98,9 @@ class CPUPrefixCache:
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. Lazy stores hold
     at most `lazy_bytes_in_flight` on the device (default and upper bound: what a step can allocate).
 
+    Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
+    second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
+
     Raises ConfigurationError when the parts do not fit together.
     """
 
@@ -107,6 +118,7 @@ class CPUPrefixCache:
         decode_step_tokens: int = 1,
         lazy_bytes_in_flight: int | None = None,
         link_bytes_per_second: float = 25e9,
+        checkpoint_interval: int | None = None,
     ) -> None:
         if offload not in OFFLOAD_MODES:
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
@@ -119,8 +131,13 @@ class CPUPrefixCache:
         ):
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
+            raise ConfigurationError(
+                f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
+                f"got {checkpoint_interval}"
+            )
         self.planner = planner
-        self.pool = BlockPool(host_blocks, policy, blocks_per_chunk=planner.host_blocks_per_chunk, ready=ready_blocks)
+        self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks)
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
         self._device = device
@@ -136,7 +153,7 @@ class CPUPrefixCache:
             step_chunks = -(-max_step_tokens // planner.grid_tokens)
             chunks_in_flight = step_chunks
             if lazy_bytes_in_flight is not None:
-                chunks_in_flight = max(1, min(step_chunks, lazy_bytes_in_flight // planner.chunk_bytes))
+                chunks_in_flight = max(1, min(step_chunks, lazy_bytes_in_flight // max(1, planner.chunk_bytes)))
             self._offload = Lazy(
                 self.pool,
                 self._stores,
@@ -148,7 +165,8 @@ class CPUPrefixCache:
         self._steps = 0
         self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
-        self._counts = dict.fromkeys(("stored", "loaded", "stores_failed", "loads_failed"), 0)
+        self._checkpoint_interval = checkpoint_interval
+        self._counts = Counter[str]()
         self._work = 0
 
     # Questions. They change nothing, but for what load and reserve are asked for
@@ -171,8 +189,8 @@ class CPUPrefixCache:
 
         Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
         """
-        block = self._deepest(request, boundary)
-        return None if block is None else Lease(boundary, self.pool.pin(block))
+        node = self._resume_node(request, boundary)
+        return None if node is None else Lease(boundary, self.pool.pin(node))
 
     def release(self, lease: Lease) -> None:
         """End a lease. Raises MisuseError the second time."""
@@ -194,25 +212,36 @@ class CPUPrefixCache:
         off_grid = running.n0 % self.planner.grid_tokens or boundary % self.planner.grid_tokens
         if off_grid or not start < stop <= len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
-        self._check_destinations(destinations, stop - start)
+        self._check_destinations(destinations, self.planner.device_blocks(start, stop))
         keys = tuple(running.keys[start:stop])
-        deepest = self.pool.find(keys[-1])
-        chunks: Sequence[int] = () if deepest is None else self.pool.path(deepest, stop - start)
-        num_bytes = len(chunks) * self.planner.chunk_bytes
-        copies = self.coordinator.copies(chunks, destinations) if chunks else ()
+        node = self.coordinator.resume_node(running.keys, stop)
+        copies: Sequence[GroupCopy] = ()
+        if node is not None:
+            copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
+        carried = num_bytes(self.planner, copies)
         transfer = Transfer(
-            self._ledger.new_plan(Direction.LOAD, copies, num_bytes, failed=deepest is None),
+            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=node is None),
             keys,
-            chunks,
+            (),
             hold=self._device.hold([block for blocks in destinations for block in blocks]),
-            pin=None if deepest is None else self.pool.pin(deepest),
+            pin=None if node is None else self.pool.pin(node),
             request_id=request_id,
-            deadline=now + 2 * num_bytes / self._link_bytes_per_second + PENDING_GRACE_SECONDS,
+            deadline=now + 2 * carried / self._link_bytes_per_second + PENDING_GRACE_SECONDS,
         )
         self._ledger.add(transfer)
         running.load = transfer
         self._work += stop - start
         return transfer.id
+
+    def boundaries(self, request_id: str) -> list[int]:
+        """Tokens at which the engine should let a step end, so that what it computed until there can be kept.
+
+        These are the boundaries of the request's prompt at which a checkpoint is wanted, ascending; none in a model
+        that needs none. Where the device has none when the boundary is reported as computed, none is kept.
+
+        Raises MisuseError for a request that is not admitted.
+        """
+        return sorted(depth * self.planner.grid_tokens for depth in self._admitted(request_id).kept)
 
     # Events
 
@@ -225,8 +254,13 @@ class CPUPrefixCache:
         """
         if request.id in self._running:
             return
-        deepest = self._deepest(request, boundary) if boundary is not None and boundary > n0 else None
-        running = Running(request, n0, self.pool.touch(deepest), due=self._steps + 1)
+        end = n0 if boundary is None else max(n0, boundary)
+        deepest = self._resume_node(request, end) if end > n0 else None
+        kept = frozenset[int]()
+        if self.planner.has_checkpoints:
+            kept = self._wanted_checkpoints(request, end)
+            self._counts["union_misses"] += self._is_union_miss(request, end)
+        running = Running(request, n0, self.pool.touch(deepest), kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
@@ -269,6 +303,8 @@ class CPUPrefixCache:
         """
         running = self._running.pop(request_id, None)
         if running is not None and not running.stale:
+            if running.load is None:
+                self._keep(running, running.confirmed)
             self._offload.preempted(running)
 
     def finished(self, request_id: str, num_tokens: int) -> None:
@@ -277,7 +313,9 @@ class CPUPrefixCache:
         if running is not None and not running.stale:
             if running.load is None:
                 self._confirm(running, num_tokens)
+                self._keep(running, running.confirmed)
             self._offload.ended(running)
+            self._forsake(running)
 
     def report(self, report: RankReport) -> list[Resolved]:
         """A rank has finished transfers. Those that are over now. Lost, late and repeated reports do no harm.
@@ -325,20 +363,22 @@ class CPUPrefixCache:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds and has done so far. O(transfers in flight)."""
-        counts, chunk_bytes = self._counts, self.planner.chunk_bytes
+        counts = self._counts
         storing = sum(transfer.is_store for transfer in self._ledger)
         return CacheStatistics(
             pool=self.pool.statistics(),
             running=len(self._running),
             storing=storing,
             loading=len(self._ledger) - storing,
-            chunks_stored=counts["stored"],
-            chunks_loaded=counts["loaded"],
-            bytes_stored=counts["stored"] * chunk_bytes,
-            bytes_loaded=counts["loaded"] * chunk_bytes,
+            chunks_stored=counts["chunks_stored"],
+            checkpoints_stored=counts["checkpoints_stored"],
+            chunks_loaded=counts["chunks_loaded"],
+            bytes_stored=counts["bytes_stored"],
+            bytes_loaded=counts["bytes_loaded"],
             stores_failed=counts["stores_failed"],
             loads_failed=counts["loads_failed"],
             store_refusals=self._stores.refusals,
+            union_misses=counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,
             work=self._work + self._offload.work,
@@ -347,19 +387,18 @@ class CPUPrefixCache:
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self.pool.check_valid()
-        writing = [chunk for transfer in self._ledger if transfer.is_store for chunk in transfer.chunks]
+        writing = [chunk for transfer in self._ledger if transfer.is_store for chunk in transfer.nodes]
         assert len(set(writing)) == len(writing), "a block is written by two stores"
-        statistics = self.pool.statistics()
-        unfinished = len(writing) * self.pool.blocks_per_chunk
-        assert statistics.writing <= unfinished <= statistics.writing + statistics.retired, "a store lost its blocks"
+        for node in writing:
+            assert self.pool.state(node) in (State.WRITING, State.RETIRED), "a store lost its blocks"
         for key, transfer in self._ledger.writing.items():
-            assert self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
+            assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
             assert not transfer.doomed, "a store that will register nothing stands in the way of another"
         for transfer in self._ledger:
             for key in transfer.keys if transfer.is_store and not transfer.doomed else ():
                 assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 13)"
             if transfer.phase is Phase.LANDED:
-                assert transfer.follows is not None, f"transfer {transfer.id} landed and was not resolved (rule 11)"
+                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 11)"
 
     # How transfers end
 
@@ -382,7 +421,11 @@ class CPUPrefixCache:
     def _settle_load(self, transfer: Transfer) -> bool:
         ok = transfer.succeeded
         self._ledger.remove(transfer)
-        self._counts["loaded" if ok else "loads_failed"] += len(transfer.chunks) if ok else 1
+        if ok:
+            self._counts["chunks_loaded"] += len(transfer.keys)
+            self._counts["bytes_loaded"] += transfer.plan.num_bytes
+        else:
+            self._counts["loads_failed"] += 1
         if transfer.pin is not None:
             self.pool.unpin(transfer.pin)
         if not ok and not transfer.doomed and not transfer.plan.failed:
@@ -400,20 +443,20 @@ class CPUPrefixCache:
         waiting = [transfer]
         while waiting:
             store = waiting.pop()
-            if store.follows is not None or store.phase is not Phase.LANDED:
+            if store.follows or store.phase is not Phase.LANDED:
                 continue
             committed = store.succeeded and self._commit(store)
             if not committed:
                 self._counts["stores_failed"] += 1
                 self._doom(store)
-                self.pool.abort(store.chunks)
+                self.pool.abort(store.nodes)
             self._ledger.remove(store)
             if store.pin is not None:
                 self.pool.unpin(store.pin)
             for follower in store.followers:
-                follower.follows = None
-                if committed and not follower.doomed:
-                    follower.pin = self.pool.pin(self._cached(follower.parent_key))
+                follower.follows.remove(store)
+                if committed and not follower.doomed and follower.pin is None:
+                    follower.pin = self._pin_cached(follower.parent_key)
             waiting += store.followers
 
     def _commit(self, store: Transfer) -> bool:
@@ -421,9 +464,14 @@ class CPUPrefixCache:
         parent = self.pool.root if store.parent_key is None else self.pool.find(store.parent_key)
         if parent is None:
             return False
-        self.pool.commit(store.chunks, store.keys, parent, store.touch)
-        self._counts["stored"] += len(store.keys)
+        self.pool.commit(store.nodes, store.keys, parent, store.touch)
+        has_checkpoint = self.pool.is_checkpoint(store.nodes[-1])
+        self._counts["chunks_stored"] += len(store.keys) - has_checkpoint
+        self._counts["checkpoints_stored"] += has_checkpoint
+        self._counts["bytes_stored"] += store.plan.num_bytes
         self._offload.committed(store.keys)
+        if store.owner not in self._running:
+            self.pool.ended(store.nodes[-1])
         return True
 
     def _doom_orphans(self) -> None:
@@ -435,16 +483,54 @@ class CPUPrefixCache:
     def _doom(self, transfer: Transfer) -> None:
         for doomed in self._ledger.doom(transfer):
             if doomed.is_store:
-                self.pool.retire(doomed.chunks)
+                self.pool.retire(doomed.nodes)
 
     # Small things
 
-    def _deepest(self, request: Request, boundary: int) -> int | None:
-        """The host chunk that ends at `boundary`, if it is here."""
+    def _resume_node(self, request: Request, boundary: int) -> int | None:
+        """What must be held on the host to resume at `boundary`, if all of it is here."""
         chunks, off_grid = divmod(boundary, self.planner.grid_tokens)
         if off_grid or not 0 <= chunks <= len(request.keys):
             raise MisuseError(f"request {request.id!r} has no boundary at token {boundary} (rule 6)")
-        return self.pool.find(request.keys[chunks - 1]) if chunks else None
+        return self.coordinator.resume_node(request.keys, chunks) if chunks else None
+
+    def _wanted_checkpoints(self, request: Request, end: int) -> frozenset[int]:
+        """The depths beyond token `end` at which the prompt of a request is worth a checkpoint (rule 9)."""
+        grid, last = self.planner.grid_tokens, min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
+        wanted = {last, self._branch(request.keys, end // grid, last)}
+        if self._checkpoint_interval is not None:
+            wanted.update(range(0, last + 1, self._checkpoint_interval // grid))
+        return frozenset(depth for depth in wanted if depth * grid > end and self.planner.needs_checkpoint(depth))
+
+    def _is_union_miss(self, request: Request, end: int) -> bool:
+        """Whether the last boundary was out of reach only because the chunks are here and the checkpoint is there."""
+        last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
+        if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
+            return False
+        return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
+
+    def _branch(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """How many of these chunks somebody had before: where this request goes on differently, if it does."""
+        here = self.pool.resident_run(keys, start, stop)
+        return bisect_left(range(here, stop), True, key=lambda at: self._device.find(keys[at]) is None) + here
+
+    def _keep(self, running: Running, depth: int) -> None:
+        """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""
+        known = any(checkpoint.depth == depth for checkpoint in running.checkpoints)
+        if known or not depth or not self.planner.has_checkpoints or not self.planner.needs_checkpoint(depth):
+            return
+        checkpoint = self.coordinator.checkpoint_at(running.keys, depth)
+        if self._device.find_checkpoint(checkpoint) is not None:
+            running.checkpoints.append(checkpoint)
+            self._offload.checkpointed(running, checkpoint)
+
+    def _forsake(self, running: Running) -> None:
+        """The request is over: chunks that it brought to the host and that led to no checkpoint are of no use."""
+        if self.planner.has_checkpoints:
+            here = self.pool.resident_run(running.keys, 0, running.confirmed)
+            deepest = self.pool.find(running.keys[here - 1]) if here else None
+            if deepest is not None:
+                self.pool.ended(deepest)
 
     def _admitted(self, request_id: str) -> Running:
         running = self._running.get(request_id)
@@ -452,17 +538,18 @@ class CPUPrefixCache:
             raise MisuseError(f"request {request_id!r} is not admitted")
         return running
 
-    def _cached(self, key: bytes | None) -> int:
+    def _pin_cached(self, key: bytes | None) -> Pin | None:
+        """A pin on the chunk with this key, once it is here."""
         block = None if key is None else self.pool.find(key)
-        if block is None:
-            raise InternalError("a store follows one that did not write its parent")
-        return block
+        return None if block is None else self.pool.pin(block)
 
     def _confirm(self, running: Running, num_tokens: int) -> None:
         chunks, before = min(self.planner.full_chunks(num_tokens), len(running.keys)), running.confirmed
         if chunks > before:
             running.confirmed = chunks
             self._offload.confirmed(running, before)
+            for depth in sorted(depth for depth in running.kept if before < depth <= chunks):
+                self._keep(running, depth)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:
         """The next step in which the request can have crossed a boundary: at once in prefill, seldom in decode."""
@@ -475,12 +562,10 @@ class CPUPrefixCache:
             running.due = due
             self._agenda.setdefault(due, []).append(running.id)
 
-    def _check_destinations(self, destinations: Sequence[Sequence[int]], chunks: int) -> None:
+    def _check_destinations(self, destinations: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
         """Enough of them, none null, and within a group none twice (rule 7)."""
-        pieces, null = self.planner.pieces, self._device.null_block
-        wanted = [chunks * piece.device_blocks for piece in pieces]
         if [len(blocks) for blocks in destinations] != wanted:
             raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
-        for piece, blocks in zip(pieces, destinations, strict=True):
-            if null in blocks or len(set(blocks)) != len(blocks):
-                raise MisuseError(f"a destination of group {piece.group.name!r} is null or named twice (rule 7)")
+        for group, blocks in zip(self.planner.groups, destinations, strict=True):
+            if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
+                raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")

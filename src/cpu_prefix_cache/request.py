@@ -1,7 +1,8 @@
-"""A request as the cache sees it, and the answers it can get."""
+"""A request as the cache sees it, a checkpoint of it, and the answers it can get."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,13 @@ class Request:
     id: str
     keys: Sequence[bytes]
     num_tokens: int
+
+
+class CheckpointAt(NamedTuple):
+    """The checkpoint after `depth` chunks. `tail` are the keys of the chunks it reaches back over, up to that depth."""
+
+    depth: int
+    tail: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

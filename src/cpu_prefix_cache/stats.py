@@ -26,12 +26,14 @@ class CacheStatistics:
     storing: int  # transfers planned or moving
     loading: int
     chunks_stored: int
+    checkpoints_stored: int
     chunks_loaded: int
     bytes_stored: int  # on each rank, like all bytes here
     bytes_loaded: int
     stores_failed: int  # transfers
     loads_failed: int
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
+    union_misses: int  # prompts that device and host together could have resumed later than either alone
     lost_before_store: int  # lazy: chunks the device evicted before they were stored, counted with a delay; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds

@@ -2,18 +2,22 @@
 
 A chain is a run of chunks, each the child of the one before, that the host does not have and nobody is writing.
 Of a chain the longest part is stored that hangs together: it ends before a chunk the device has lost, and where the
-pool is full of what cannot be evicted (rule 4).
+pool is full of what cannot be evicted (rule 4). A chain may end in a checkpoint, which is stored with all of the chain
+or not at all, and then nothing is (rule 9).
 """
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.block_pool import Pin
+from cpu_prefix_cache.coordinator import KVCacheCoordinator, num_bytes
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.errors import InternalError, MisuseError
-from cpu_prefix_cache.plan import Direction
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.request import CheckpointAt
 from cpu_prefix_cache.transfers import Place, Transfer, TransferLedger
 
 
@@ -25,8 +29,27 @@ class Stop(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Chunks with these keys, each below the one before it, the first below `parent_key` (None: a first chunk).
+
+    `checkpoint` is to hang below the last of them, or below the parent if there are none.
+    """
+
+    parent_key: bytes | None
+    keys: Sequence[bytes]
+    checkpoint: CheckpointAt | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys) + (self.checkpoint is not None)
+
+    def first(self, count: int) -> "Chain":
+        """The chain of its first `count` nodes."""
+        return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
+
+
+@dataclass(frozen=True, slots=True)
 class StoreDecision:
-    """`transfer` covers the first `planned` chunks of the chain; None when there are none."""
+    """`transfer` covers the first `planned` nodes of the chain; None when there are none."""
 
     transfer: Transfer | None = None
     stopped_by: Stop | None = None
@@ -34,6 +57,25 @@ class StoreDecision:
     @property
     def planned(self) -> int:
         return 0 if self.transfer is None else len(self.transfer.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What of a chain can be stored now: the device blocks of its first chunks, and of its checkpoint's pieces."""
+
+    chunks: list[Sequence[int]]
+    pieces: Sequence[Sequence[int]] | None = None
+    stopped_by: Stop | None = None
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What a store writes to, and how: nodes, the keys of new pieces, the copies, and stores it builds on."""
+
+    nodes: list[int] = field(default_factory=list)
+    pieces: list[Hashable] = field(default_factory=list)
+    copies: list[GroupCopy] = field(default_factory=list)
+    follows: list[Transfer] = field(default_factory=list)
 
 
 class StorePlanner:
@@ -48,78 +90,124 @@ class StorePlanner:
         self.refusals = 0
 
     def is_covered(self, key: bytes) -> bool:
-        """Whether the host has this chunk, or will when a store in flight ends well."""
+        """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
         return self._pool.find(key) is not None or key in self._ledger.writing
 
     def plan(
         self,
-        parent_key: bytes | None,
-        keys: Sequence[bytes],
+        chain: Chain,
         touch: Any,
         *,
+        owner: str | None = None,
         in_place: bool = False,
         behind: Place | None = None,
     ) -> StoreDecision:
-        """Plan a store of the chain `keys`, which hangs below `parent_key` (None: a first chunk).
+        """Plan a store of `chain`, for the running request `owner` if there is one.
 
-        With `in_place`, those of them that wait to be evicted go back to where they waited: behind that block.
+        With `in_place`, those of its device blocks that wait to be evicted go back to where they waited: behind that
+        block.
         """
-        follows = None if parent_key is None else self._ledger.writing.get(parent_key)
-        parent = self._pool.root if parent_key is None else self._pool.find(parent_key)
-        if parent is not None and parent != self._pool.root:
-            pin = self._pool.pin(parent)  # before anything is evicted for the children
-        elif parent is not None or follows is not None:
-            pin = None
-        else:
-            raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
-        room = self._pool.available(len(keys))
-        device_blocks = self._on_device(keys[:room])
-        count = len(device_blocks) // self._width
-        if count < room:
-            stopped_by: Stop | None = Stop.NOT_ON_DEVICE
-        else:
-            stopped_by = Stop.POOL_FULL if room < len(keys) else None
-            self.refusals += len(keys) - room
-        if not count:
+        pin, taken = self._hang(chain.parent_key)  # before anything is evicted for the children
+        sources = self._sources(chain)
+        if not sources.chunks and sources.pieces is None:
             if pin is not None:
                 self._pool.unpin(pin)
-            return StoreDecision(stopped_by=stopped_by)
-        waiting, in_use = self._sides(keys[:count], device_blocks) if in_place else ([], device_blocks)
-        chunks = self._pool.allocate(count)
-        copies = self._coordinator.copies(chunks, self._coordinator.device_blocks_by_group(device_blocks))
-        num_bytes = count * self._coordinator.planner.chunk_bytes
+            return StoreDecision(stopped_by=sources.stopped_by)
+        keys = list(chain.keys[: len(sources.chunks)])
+        held = [block for piece in self._take_checkpoint(chain, sources, taken) for block in piece]
+        chunks = self._pool.allocate(len(keys), keys)
+        chunk_blocks = [block for blocks in sources.chunks for block in blocks]
+        taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
+        waiting, in_use = self._sides(keys, sources.chunks) if in_place else ([], chunk_blocks)
+        (waiting if in_place else in_use).extend(held)
+        if sources.pieces is not None and chain.checkpoint is not None:
+            keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
         transfer = Transfer(
-            self._ledger.new_plan(Direction.STORE, copies, num_bytes),
-            tuple(keys[:count]),
-            chunks,
+            self._ledger.new_plan(
+                Direction.STORE, tuple(taken.copies), num_bytes(self._coordinator.planner, taken.copies)
+            ),
+            tuple(keys),
+            (*chunks, *taken.nodes),
             hold=self._device.hold(in_use),
             hold_in_place=self._device.hold(waiting) if waiting else None,
             behind=behind,
             pin=pin,
             touch=touch,
-            parent_key=parent_key,
-            follows=follows,
+            parent_key=chain.parent_key,
+            pieces=taken.pieces,
+            owner=owner,
+            follows=taken.follows,
         )
         self._ledger.add(transfer)
-        return StoreDecision(transfer, stopped_by)
+        return StoreDecision(transfer, sources.stopped_by)
 
-    def _on_device(self, keys: Sequence[bytes]) -> list[int]:
-        """The device blocks of the longest beginning of `keys` that the device has."""
-        blocks: list[int] = []
+    def _hang(self, parent_key: bytes | None) -> tuple[Pin | None, _Taken]:
+        """Hold what a chain hangs below, or follow the store that writes it."""
+        taken = _Taken()
+        if parent_key is None:
+            return None, taken
+        parent, writer = self._pool.find(parent_key), self._ledger.writing.get(parent_key)
+        if parent is not None:
+            return self._pool.pin(parent), taken
+        if writer is None:
+            raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
+        taken.follows.append(writer)
+        return None, taken
+
+    def _sources(self, chain: Chain) -> _Sources:
+        """How much of the chain the device has and the pool has room for."""
+        if chain.checkpoint is not None:
+            return self._sources_with_checkpoint(chain, chain.checkpoint)
+        room = self._pool.available(len(chain.keys))
+        chunks = self._on_device(chain.keys[:room])
+        if len(chunks) < room:
+            return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)
+        self.refusals += len(chain.keys) - room
+        return _Sources(chunks, stopped_by=Stop.POOL_FULL if room < len(chain.keys) else None)
+
+    def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
+        pieces = self._device.find_checkpoint(checkpoint)
+        chunks = self._on_device(chain.keys)
+        if pieces is None or len(chunks) < len(chain.keys):
+            return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
+        if not self._pool.has_room(len(chunks), self._coordinator.needs(checkpoint)):
+            self.refusals += len(chain)
+            return _Sources([], stopped_by=Stop.POOL_FULL)
+        return _Sources(chunks, pieces)
+
+    def _take_checkpoint(self, chain: Chain, sources: _Sources, taken: _Taken) -> list[Sequence[int]]:
+        """Take room for the checkpoint, if the chain has one. The device blocks of the pieces that are copied."""
+        if sources.pieces is None or chain.checkpoint is None:
+            return []
+        needs = self._coordinator.needs(chain.checkpoint)
+        for need in needs:
+            writer = self._ledger.writing.get(need.key)
+            if writer is not None and writer not in taken.follows:
+                taken.follows.append(writer)
+        checkpoint = self._pool.allocate_checkpoint(needs, checkpoint_key(chain.checkpoint.tail[-1]))
+        taken.nodes.append(checkpoint.node)
+        taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, checkpoint.blocks, sources.pieces)
+        new = [at for at, blocks in enumerate(checkpoint.blocks) if blocks is not None]
+        taken.pieces += [needs[at].key for at in new]
+        return [sources.pieces[at] for at in new]
+
+    def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
+        """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
+        chunks: list[Sequence[int]] = []
         for key in keys:
             found = self._device.find(key)
             if found is None:
                 break
             if len(found) != self._width:
                 raise MisuseError(f"the device has {len(found)} blocks for a chunk that takes {self._width} of them")
-            blocks.extend(found)
-        return blocks
+            chunks.append(found)
+        return chunks
 
-    def _sides(self, keys: Sequence[bytes], device_blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _sides(self, keys: Sequence[bytes], chunks: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
         waiting: list[int] = []
         in_use: list[int] = []
-        for at, key in enumerate(keys):
-            blocks = device_blocks[at * self._width : (at + 1) * self._width]
-            (waiting if self._device.is_waiting(blocks[0], key) else in_use).extend(blocks)
+        for key, blocks in zip(keys, chunks, strict=True):
+            if blocks:
+                (waiting if self._device.is_waiting(blocks[0], key) else in_use).extend(blocks)
         return waiting, in_use

@@ -6,15 +6,17 @@
 Bytes that move cannot be called back, so nothing takes a MOVING transfer out but the reports of all its ranks. What
 the deciding half no longer wants is *doomed*: it resolves like any other, and then registers nothing.
 
-A store whose parent chunk is still being written follows the transfer that writes it, and waits for it (rule 3):
+A store that builds on what is still being written, its parent chunk or pieces that its checkpoint shares, follows the
+transfers that write it, and waits for them (rule 3):
 
     store 7   chunks 0..3    moving
     store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; doomed if 7 fails
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from cpu_prefix_cache.block_pool import Pin
@@ -32,18 +34,20 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`chunks[i]` is the host chunk of `keys[i]`; the keys are those of the moment it was planned (rule 14)."""
+    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`; keys are of when it was planned (rule 14)."""
 
     plan: TransferPlan
     keys: Sequence[bytes]
-    chunks: Sequence[int]
+    nodes: Sequence[int]
     hold: Any  # the device blocks, held by the engine's own reference until it resolves (rule 12)
     hold_in_place: Any = None  # of a store: those of them that waited to be evicted
     behind: Place | None = None  # the block they waited behind, and its key; None: they were the first
     pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
     touch: Any = None  # of a store: the use its chunks belong to
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
-    follows: "Transfer | None" = None
+    pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
+    owner: str | None = None  # of a store: the request it was planned for, if it is stored as it runs
+    follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
     request_id: str | None = None  # of a load: who needs it
     deadline: float = 0.0  # of a load: until then, others wait for it (rule 13)
@@ -74,7 +78,7 @@ class TransferLedger:
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
         self._settled: list[int] = []  # since the last plan
-        self.writing: dict[bytes, Transfer] = {}
+        self.writing: dict[Hashable, Transfer] = {}  # by the keys of chunks, checkpoints, and pieces
         self.loading: dict[bytes, Transfer] = {}
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -99,11 +103,12 @@ class TransferLedger:
         self._planned.append(transfer)
         if transfer.is_store:
             self.writing.update(dict.fromkeys(transfer.keys, transfer))
+            self.writing.update(dict.fromkeys(transfer.pieces, transfer))
         else:
             for key in transfer.keys:
                 self.loading.setdefault(key, transfer)  # others have waited for the first long enough (rule 13)
-        if transfer.follows is not None:
-            transfer.follows.followers.append(transfer)
+        for followed in transfer.follows:
+            followed.followers.append(transfer)
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids that are not to be started any more."""
@@ -155,7 +160,7 @@ class TransferLedger:
         self._forget_keys(transfer)
 
     def _forget_keys(self, transfer: Transfer) -> None:
-        moving = self.writing if transfer.is_store else self.loading
-        for key in transfer.keys:
+        moving: dict[Any, Transfer] = self.writing if transfer.is_store else self.loading
+        for key in chain(transfer.keys, transfer.pieces):
             if moving.get(key) is transfer:
                 del moving[key]

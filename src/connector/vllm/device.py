@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 
+from cpu_prefix_cache.request import CheckpointAt
+
 
 class VllmDevice:
     """The blocks of one group of full-attention layers: a chunk is one block.
@@ -48,6 +50,9 @@ class VllmDevice:
             yield
         finally:
             self._is_awaited = None
+
+    def find_checkpoint(self, checkpoint: CheckpointAt) -> None:
+        """Windows and states are not built yet: the settings refuse them."""
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
