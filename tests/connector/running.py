@@ -38,17 +38,18 @@ class Snapshot:
 class Bench:
     """A model and its pool."""
 
-    def __init__(self, model, block_tokens=BLOCK) -> None:
+    def __init__(self, model, block_tokens=BLOCK, pool_tokens=POOL_TOKENS) -> None:
         self.model = model
         self.block_tokens = block_tokens
         self.past = ModelPast(model)
-        self.kv = PagedKV(self.past, POOL_TOKENS // block_tokens, block_tokens, model.device)
+        self.kv = PagedKV(self.past, pool_tokens // block_tokens, block_tokens, model.device)
+        self._pages = pool_tokens // block_tokens
 
     def request(self, order=1):
         """A request without a past, its pages in an order of their own."""
         for pool in self.kv.tensors:
             pool.fill_(POISON)
-        pages = torch.randperm(POOL_TOKENS // self.block_tokens, generator=torch.Generator().manual_seed(order))
+        pages = torch.randperm(self._pages, generator=torch.Generator().manual_seed(order))
         return Running(self, pages.tolist())
 
     def restored(self, snapshot, order=2):
@@ -109,10 +110,10 @@ class Running:
 
     def restore(self, snapshot):
         length = self.table.length = snapshot.length
+        tokens = self.bench.block_tokens
         for pool, states in zip(self.bench.kv.tensors, snapshot.full, strict=True):
-            for token, each in enumerate(states):
-                page, place = divmod(token, self.bench.block_tokens)
-                pool[self.table.blocks[page], place] = each
+            for page, each in zip(self.table.blocks, states.split(tokens), strict=False):
+                pool[page, : len(each)] = each
         for group, blocks in zip(self.bench.past.locals, snapshot.windows, strict=True):
             self.state.restore_window(group, length - len(blocks) * self.bench.block_tokens, length, blocks)
         self.state.restore_states(snapshot.states)

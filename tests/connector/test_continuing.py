@@ -5,7 +5,7 @@ import torch
 from transformers import JambaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from connector.transformers.continuing import Continuation, check_continues
-from connector.transformers.families import FAMILIES, build_family, tiny
+from connector.transformers.families import FAMILIES, build_family, initialise, tiny
 from connector.transformers.past import ModelPast
 from cpu_prefix_cache import ConfigurationError, GroupKind
 
@@ -24,6 +24,22 @@ def test_every_family_but_jamba_goes_on_with_any_number_of_tokens(family, dtype)
 def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
     """With the usual initialisation the dropped states of Jamba change its logits by 1e-4, half precision by 1e-2."""
     model = JambaForCausalLM(tiny("jamba").config).eval().to(dtype)
+    assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+
+
+class CountsFromZero(LlamaForCausalLM):
+    """What Bamba does when it is not told the positions: several tokens count from 0 again, whatever came before."""
+
+    def forward(self, input_ids, position_ids, **options):
+        if input_ids.shape[1] > 1:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids=position_ids, **options)
+
+
+def test_a_model_that_reads_all_of_its_past_but_in_the_wrong_place_goes_on_with_single_tokens():
+    torch.manual_seed(0)
+    model = CountsFromZero(tiny("llama").config).eval()
+    initialise(model)
     assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
 
 

@@ -99,7 +99,7 @@ def initialise(model: PreTrainedModel) -> None:
 
 
 def _embedding_scale(model: PreTrainedModel) -> float:
-    """What the family multiplies its embeddings by."""
+    """What the family multiplies its embeddings by: left alone, they would drown what attention adds to them."""
     return float(model.config.hidden_size**0.5) if isinstance(model, Gemma3ForCausalLM) else 1.0
 
 

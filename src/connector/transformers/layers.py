@@ -165,9 +165,5 @@ class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
         keys, values = self._full.update(key_states, value_states)
         return keys, values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        length, offset = self._full.get_mask_sizes(query_length)
-        return length, offset
-
     def get_seq_length(self) -> int:
         return int(self._full.get_seq_length())

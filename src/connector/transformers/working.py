@@ -88,7 +88,7 @@ class WorkingState:
         for part, span in self._past.states.spans():
             state = _tensor(page[span], part.dtype).view(part.shape)
             if part.name == "conv":
-                self._linear(part).update_conv_state(state, part.index, conv_kernel_size=part.shape[-1])
+                self._linear(part).update_conv_state(state, part.index)
             else:
                 self._linear(part).update_recurrent_state(state, part.index)
 
