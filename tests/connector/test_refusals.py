@@ -43,7 +43,7 @@ def a_mask_that_looks_ahead():
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (a_window, "DynamicSlidingWindowLayer, which is not built yet"),
+        (a_window, "keeps windows or states, which is not built yet"),
         (a_state, "does not say how long a prompt may be"),
         (factors_that_change_with_the_length, "longrope"),
         (a_mask_that_looks_ahead, "does not go on from its own cache"),

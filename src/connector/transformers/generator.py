@@ -19,8 +19,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from connector.transformers.continuing import check_continues
 from connector.transformers.host import CopierWrapper, HostTier
-from connector.transformers.paged import BlockTable, PagedKV, check_continues
+from connector.transformers.paged import BlockTable, PagedKV
+from connector.transformers.past import ModelPast
+from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
     BlockPool,
@@ -131,8 +134,9 @@ class PrefixCachedGenerator:
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
         self.max_model_len = _max_model_len(model)
-        self.kv = PagedKV(model, device_blocks, block_tokens)
-        check_continues(model)
+        self.past = _full_attention(model)
+        self.kv = PagedKV(self.past, device_blocks, block_tokens, model.device)
+        check_continues(model, self.past)
         self.group = Group(
             name="attention", kind=GroupKind.PREFIX, block_tokens=block_tokens, block_bytes=self.kv.block_bytes
         )
@@ -273,7 +277,7 @@ class PrefixCachedGenerator:
         output = self.model(
             torch.tensor([sequence.tokens[table.length : end]], device=self.model.device),
             position_ids=positions,  # some models count from 0 again without them
-            past_key_values=self.kv.cache(table),
+            past_key_values=WorkingState(self.past, self.kv, table).cache,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -336,6 +340,13 @@ class PrefixCachedGenerator:
             if sequence.pin is not None:
                 self.pool.unpin(sequence.pin)
             self.pool.abort(sequence.owned)
+
+
+def _full_attention(model: PreTrainedModel) -> ModelPast:
+    past = ModelPast(model)
+    if len(past.full) < 2 * len(past.layers) or past.locals or past.states.num_bytes:
+        raise ConfigurationError(f"{type(model).__name__} keeps windows or states, which is not built yet")
+    return past
 
 
 def _max_model_len(model: PreTrainedModel) -> int:

@@ -1,0 +1,120 @@
+"""What a model keeps of the past, and what it weighs.
+
+Everything is probed with one short forward, so shapes are right whatever a configuration calls them: latent attention
+keeps one head of two widths, a state may be float32 in a half-precision model. Wherever bytes are in a row, they are so
+layer by layer; within a layer K before V, then its states, convolution before recurrent.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from connector.transformers.layers import LayerPast, Local, classify
+from cpu_prefix_cache import ConfigurationError
+
+PROBE_TOKENS = 2  # a decode step may keep other types than a prefill does
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor: K or V of one token, [heads, width]; or a state as it is, its batch of 1 included.
+
+    `name` is keys, values, conv or recurrent; `index` counts the states of one layer.
+    """
+
+    layer: int
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Parts:
+    """Parts in a row."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts = tuple(parts)
+        self.num_bytes = sum(part.num_bytes for part in self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def spans(self, times: int = 1) -> Iterator[tuple[Part, slice]]:
+        """Each part and the bytes it takes, when every part is there `times` times (tokens) before the next begins."""
+        ends = accumulate((times * part.num_bytes for part in self._parts), initial=0)
+        for part, (begin, end) in zip(self._parts, pairwise(ends), strict=True):
+            yield part, slice(begin, end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalGroup:
+    """All layers whose attention is local in the same way; `parts` are K and V of one token."""
+
+    local: Local
+    parts: Parts
+
+    @property
+    def token_bytes(self) -> int:
+        return self.parts.num_bytes
+
+
+class ModelPast:
+    """What a model keeps of the past.
+
+    `layers` says what each layer keeps; `full` are K and V of one token in the layers of full attention; `locals` is a
+    group for each way of being local (windows of two sizes are two groups); `states` are all states together.
+
+    Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layers = classify(model)
+        parts = _probe(model, self.layers)
+        attention = [part for part in parts if part.name in ("keys", "values")]
+        self.full = Parts(part for part in attention if self.layers[part.layer].full)
+        self.locals = tuple(
+            LocalGroup(local, Parts(part for part in attention if self.layers[part.layer].local == local))
+            for local in dict.fromkeys(layer.local for layer in self.layers)
+            if local is not None
+        )
+        self.states = Parts(part for part in parts if part.name in ("conv", "recurrent"))
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
+    """Every tensor that a forward leaves behind, in order."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+    positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
+    model(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    parts: list[Part] = []
+    for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
+        if past.full or past.local:
+            if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
+                raise ConfigurationError(f"layer {index} of {type(model).__name__} keeps no keys and values")
+            for name, each in (("keys", layer.keys), ("values", layer.values)):
+                parts.append(Part(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            parts += [Part(index, name, at, tuple(each.shape), each.dtype) for name, at, each in states_of(layer)]
+    return parts
+
+
+def states_of(layer: LinearAttentionCacheLayerMixin) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The states a layer keeps: their names, which of its pairs they belong to, and they themselves."""
+    for index in range(layer.number_of_states):
+        for name, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            state = states[index]
+            if state is not None:
+                yield name, index, state

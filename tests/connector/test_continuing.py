@@ -1,0 +1,111 @@
+"""What is learnt of a model when it is loaded: what its layers keep, and how it goes on from there."""
+
+import pytest
+import torch
+from transformers import JambaForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from connector.transformers.continuing import Continuation, check_continues
+from connector.transformers.families import FAMILIES, build_family, initialise, tiny
+from connector.transformers.past import ModelPast
+from cpu_prefix_cache import ConfigurationError, GroupKind
+
+SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_but_jamba_goes_on_with_any_number_of_tokens(family, dtype):
+    model = tiny(family).to(dtype)
+    expected = Continuation.TOKENS if family == "jamba" else Continuation.CHUNKS
+    assert check_continues(model, ModelPast(model)) is expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
+    """With the usual initialisation the dropped states of Jamba change its logits by 1e-4, half precision by 1e-2."""
+    model = JambaForCausalLM(tiny("jamba").config).eval().to(dtype)
+    assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+
+
+class CountsFromZero(LlamaForCausalLM):
+    """What Bamba does when it is not told the positions: several tokens count from 0 again, whatever came before."""
+
+    def forward(self, input_ids, position_ids, **options):
+        if input_ids.shape[1] > 1:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids=position_ids, **options)
+
+
+def test_a_model_that_reads_all_of_its_past_but_in_the_wrong_place_goes_on_with_single_tokens():
+    torch.manual_seed(0)
+    model = CountsFromZero(tiny("llama").config).eval()
+    initialise(model)
+    assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+
+
+def llama(layers, **options):
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_hidden_layers=layers, **options))
+
+
+def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
+    kinds = ["full_attention", "sliding_attention", "chunked_attention", "sliding_attention"]
+    past = ModelPast(llama(4, layer_types=kinds, sliding_window=48, attention_chunk_size=24))
+    assert [(each.local.kind, each.local.tokens, each.token_bytes) for each in past.locals] == [
+        (GroupKind.WINDOW, 48, 512),
+        (GroupKind.CHUNK_LOCAL, 24, 256),
+    ]
+    assert [[part.layer for part in each.parts] for each in past.locals] == [[1, 1, 3, 3], [2, 2]]
+    assert past.full.num_bytes == 256
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "weight"),
+    [
+        ("llama", "f f f f", (1024, 0, 0)),
+        ("gemma3", "w w w f", (256, 768, 0)),
+        ("gpt_oss", "w f w f", (512, 512, 0)),
+        ("llama4", "c f c f", (512, 512, 0)),
+        ("qwen3_5", "s s s f", (256, 0, 18_432)),
+        ("bamba", "s f s f", (512, 0, 21_504)),
+        ("falcon_h1", "fs fs fs fs", (1024, 0, 43_008)),
+        ("lfm2", "s f s f", (512, 0, 1_536)),
+        ("deepseek_v3", "f f f f", (320, 0, 0)),
+    ],
+)
+def test_what_a_family_keeps_and_what_it_weighs(family, layers, weight):
+    """Bytes of full attention per token, of windows per token, and of all states."""
+    past = ModelPast(tiny(family))
+    names = ["f" * each.full + local(each) + "s" * bool(each.states) for each in past.layers]
+    assert " ".join(names) == layers
+    assert (past.full.num_bytes, sum(each.token_bytes for each in past.locals), past.states.num_bytes) == weight
+
+
+def local(layer):
+    return {None: "", GroupKind.WINDOW: "w", GroupKind.CHUNK_LOCAL: "c"}[layer.local and layer.local.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("indexed_attention", "DynamicIndexedLayer"),
+        ("hybrid_sliding", "LinearAttentionAndSlidingWindowAttentionLayer"),
+        ("compressed_sparse_attention", "compressed_sparse_attention"),
+    ],
+)
+def test_a_kind_of_layer_that_is_not_known_is_refused_by_name(kind, name):
+    model = llama(2, sliding_window=48)
+    model.config.layer_types = ["full_attention", kind]
+    with pytest.raises(ConfigurationError, match=name):
+        ModelPast(model)
+
+
+def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
+    model = llama(2)
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ConfigurationError, match="layer 2 of LlamaForCausalLM keeps no keys and values"):
+        ModelPast(model)
+
+
+def test_a_family_that_is_not_there_is_refused():
+    with pytest.raises(ConfigurationError, match="there is no family 'elman'; there is llama"):
+        build_family("elman", hidden=64, layers=2, window=32)
