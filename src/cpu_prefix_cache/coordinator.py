@@ -26,7 +26,8 @@ above its end that has a checkpoint. Where both hold is the intersection of what
 32
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from cpu_prefix_cache.block_pool import BlockPool
@@ -91,6 +92,28 @@ class KVCacheCoordinator:
         key = keys[depth - 1]
         return self.pool.find(checkpoint_key(key) if self.planner.needs_checkpoint(depth) else key)
 
+    def wanted_checkpoints(
+        self,
+        keys: Sequence[bytes],
+        end: int,
+        num_tokens: int,
+        interval: int | None = None,
+        is_elsewhere: Callable[[bytes], bool] = lambda key: False,
+    ) -> frozenset[int]:
+        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9).
+
+        That is its last boundary; where it goes on differently from what somebody had before, here or, by the key of a
+        chunk, elsewhere; and every `interval` tokens.
+        """
+        grid, last = self.planner.grid_tokens, min(self.planner.hittable_chunks(num_tokens), len(keys))
+        here = self.pool.resident_run(keys, end // grid, last)
+        beyond = range(here, last)
+        branch = here + bisect_left(beyond, True, key=lambda at: not is_elsewhere(keys[at]))
+        wanted = {last, branch}
+        if interval is not None:
+            wanted.update(range(0, last + 1, interval // grid))
+        return frozenset(depth for depth in wanted if depth * grid > end and self.planner.needs_checkpoint(depth))
+
     def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
         chunk = self.pool.find(keys[depth - 1])
         return self.pool.root if chunk is None else chunk
@@ -111,6 +134,25 @@ class KVCacheCoordinator:
             PieceNeed((checkpoint.tail[at.chunk - first], at.group, at.block), self._widths[at.group])
             for at in self.planner.checkpoint(checkpoint.depth)
         ]
+
+    def num_blocks(self, depth: int) -> int:
+        """How many blocks of this pool the checkpoint after `depth` chunks takes, shared ones included."""
+        return sum(self._widths[at.group] for at in self.planner.checkpoint(depth))
+
+    def destinations(self, chunks: Sequence[int], start: int, stop: int, checkpoint: int | None) -> list[Blocks]:
+        """The blocks, for each group, that a load of chunks [start, stop) is to fill, where this is the device's pool.
+
+        `chunks` are those chunks, and `checkpoint` the one after them, if one is needed: nodes that are being written.
+        """
+        found: list[list[int]] = [[] for _ in self.planner.pieces]
+        by_group = self.chunk_blocks_by_group(self.pool.blocks_of(chunks))
+        for group, blocks in zip(self._in_chunk, by_group, strict=True):
+            found[group].extend(blocks)
+        if checkpoint is not None:
+            pieces = zip(self.planner.checkpoint(stop), self.pool.pieces(checkpoint), strict=True)
+            for at, piece in pieces:
+                found[at.group].extend(piece if at.chunk >= start else ())
+        return list(found)
 
     # Copies
 

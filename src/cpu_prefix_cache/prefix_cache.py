@@ -21,7 +21,6 @@ The life of a request:
 Rules are numbered in README.md beside this file.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -258,7 +257,10 @@ class CPUPrefixCache:
         deepest = self._resume_node(request, end) if end > n0 else None
         kept = frozenset[int]()
         if self.planner.has_checkpoints:
-            kept = self._wanted_checkpoints(request, end)
+            kept = self.coordinator.wanted_checkpoints(
+                *(request.keys, end, request.num_tokens, self._checkpoint_interval),
+                is_elsewhere=lambda key: self._device.find(key) is not None,
+            )
             self._counts["union_misses"] += self._is_union_miss(request, end)
         running = Running(request, n0, self.pool.touch(deepest), kept, due=self._steps + 1)
         self._running[request.id] = running
@@ -494,25 +496,12 @@ class CPUPrefixCache:
             raise MisuseError(f"request {request.id!r} has no boundary at token {boundary} (rule 6)")
         return self.coordinator.resume_node(request.keys, chunks) if chunks else None
 
-    def _wanted_checkpoints(self, request: Request, end: int) -> frozenset[int]:
-        """The depths beyond token `end` at which the prompt of a request is worth a checkpoint (rule 9)."""
-        grid, last = self.planner.grid_tokens, min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
-        wanted = {last, self._branch(request.keys, end // grid, last)}
-        if self._checkpoint_interval is not None:
-            wanted.update(range(0, last + 1, self._checkpoint_interval // grid))
-        return frozenset(depth for depth in wanted if depth * grid > end and self.planner.needs_checkpoint(depth))
-
     def _is_union_miss(self, request: Request, end: int) -> bool:
         """Whether the last boundary was out of reach only because the chunks are here and the checkpoint is there."""
         last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
         if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
-
-    def _branch(self, keys: Sequence[bytes], start: int, stop: int) -> int:
-        """How many of these chunks somebody had before: where this request goes on differently, if it does."""
-        here = self.pool.resident_run(keys, start, stop)
-        return bisect_left(range(here, stop), True, key=lambda at: self._device.find(keys[at]) is None) + here
 
     def _keep(self, running: Running, depth: int) -> None:
         """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""

@@ -1,4 +1,4 @@
-"""Generation with a prefix cache, for any causal Hugging Face model with full attention. One request at a time.
+"""Generation with a prefix cache, for any causal Hugging Face model. One request at a time.
 
 It is an engine's KV cache manager in its smallest honest form. The life of a request:
 
@@ -6,8 +6,10 @@ It is an engine's KV cache manager in its smallest honest form. The life of a re
     how much is on the device?  KVCacheCoordinator over the device's BlockPool       n0
     how much on the host?       HostTier.boundary                                    b >= n0
     load [n0, b)                into blocks of the device pool
-    prefill [b, n)              in chunks; every full block is committed to the device pool under its key
-    decode                      the same, a token at a time
+    resume at b                 windows and states are copied out of the checkpoint at b
+    prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
+                                the cache wants a checkpoint, a chunk ends and one is taken
+    decode                      the same, a token at a time; of the checkpoints the last one is kept
     finish                      what the cache wants is stored; the blocks stay until the pool evicts them
 """
 
@@ -19,19 +21,17 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from connector.transformers.continuing import check_continues
+from connector.transformers.checkpoints import Checkpoints
+from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.host import CopierWrapper, HostTier
 from connector.transformers.paged import BlockTable, PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
-    BlockPool,
     CacheStatistics,
     ChainHasher,
     ConfigurationError,
-    Group,
-    GroupKind,
     HybridChunkPlanner,
     KVCacheCoordinator,
     Pin,
@@ -39,6 +39,8 @@ from cpu_prefix_cache import (
     PrefixCacheError,
     Request,
 )
+from cpu_prefix_cache.coordinator import new_pool
+from cpu_prefix_cache.errors import InternalError
 
 
 class PromptRefused(PrefixCacheError):
@@ -84,17 +86,25 @@ class Generation:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request while it runs: its tokens, its device blocks, and the pin on the deepest cached one of them."""
+    """A request while it runs: its tokens, its device blocks, and the pin on the deepest cached one of them.
+
+    `kept` are the boundaries of its prompt at which checkpoints are taken; `latest` is the key of the
+    chunk with the one of its answer.
+    """
 
     request: Request
     tokens: list[int]
     keys: list[bytes]
+    chunks: list[int]
     table: BlockTable
+    state: WorkingState
     parent: int
     pin: Pin | None
     touch: Any
     owned: list[int] = field(default_factory=list)  # blocks it writes and nobody else can find
     committed: int = 0  # chunks
+    kept: frozenset[int] = frozenset()
+    latest: bytes | None = None
 
 
 class PrefixCachedGenerator:
@@ -103,7 +113,8 @@ class PrefixCachedGenerator:
     `device_blocks` blocks of `block_tokens` tokens each are the device pool; `host_bytes` bytes of host memory are
     the cache behind it (`offload`: lazy, eager or off; `policy`: see cpu_prefix_cache.POLICIES). Prefill runs in
     chunks that end on multiples of `prefill_tokens`. `prefix_caching=False` computes every prompt from its first
-    token: the same engine, for comparison. Without a tokenizer bytes are tokens.
+    token: the same engine, for comparison. Without a tokenizer bytes are tokens. Checkpoints of windows and states take
+    device blocks too.
 
     Raises ConfigurationError, in a sentence that says what would work.
     """
@@ -134,15 +145,13 @@ class PrefixCachedGenerator:
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
         self.max_model_len = _max_model_len(model)
-        self.past = _full_attention(model)
+        self.past = ModelPast(model)
+        self.continuation = check_continues(model, self.past)
         self.kv = PagedKV(self.past, device_blocks, block_tokens, model.device)
-        check_continues(model, self.past)
-        self.group = Group(
-            name="attention", kind=GroupKind.PREFIX, block_tokens=block_tokens, block_bytes=self.kv.block_bytes
-        )
-        self.planner = HybridChunkPlanner([self.group], max_model_len=self.max_model_len)
-        self.pool = BlockPool(device_blocks)
-        self._coordinator = KVCacheCoordinator(self.planner, self.pool)
+        self.planner = HybridChunkPlanner(self.kv.groups, max_model_len=self.max_model_len)
+        self.pool = new_pool(self.planner, device_blocks, on_device=True)
+        self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
+        self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
         self._hasher = ChainHasher(block_tokens)
         self._prefix_caching = prefix_caching
         self._host: HostTier | None = None
@@ -150,7 +159,7 @@ class PrefixCachedGenerator:
             self._host = HostTier(
                 self.planner,
                 PooledDevice(self.pool),
-                [self.kv.tensors],
+                self.kv.tensors,
                 host_bytes=host_bytes,
                 offload=offload,
                 policy=policy,
@@ -187,7 +196,7 @@ class PrefixCachedGenerator:
         try:
             host_hit = self._load(sequence, device_hit)
             hit = sequence.table.length
-            *ends, last = (end for end in cuts or self._usual_cuts(hit, len(tokens)) if end > hit)
+            *ends, last = (end for end in cuts or self._usual_cuts(hit, len(tokens), sequence.kept) if end > hit)
             for end in ends:
                 self._forward(sequence, end)
             logits = self._forward(sequence, last)
@@ -208,6 +217,12 @@ class PrefixCachedGenerator:
             first_logits=logits.float(),
         )
 
+    def cuts_without_cache(self, generation: Generation) -> list[int]:
+        """Where prefill chunks end when an engine without a cache computes the same: for `answer`, to compare with."""
+        hit = generation.prompt_tokens - generation.computed_tokens
+        before = [end for end in self._usual_cuts(0, hit, frozenset([hit])) if end] if hit else []
+        return [*before, *generation.cuts]
+
     def statistics(self) -> CacheStatistics | None:
         """What the host cache holds and has done; None without one."""
         return None if self._host is None else self._host.cache.statistics()
@@ -226,13 +241,19 @@ class PrefixCachedGenerator:
         if prompt_tokens + max_new_tokens > self.max_model_len:
             raise PromptRefused(f"{asked} are more than the model's {self.max_model_len}")
         computed = prompt_tokens + max_new_tokens - 1  # the last token is never fed back
-        needed = -(-computed // self.group.block_tokens)
+        chunks = -(-computed // self.planner.grid_tokens)
+        needed = chunks * self.planner.device_blocks_per_chunk + self._coordinator.num_blocks(chunks)
         if needed > self.pool.capacity:
             raise PromptRefused(f"{asked} take {needed} device blocks, but the pool has {self.pool.capacity}")
 
-    def _usual_cuts(self, begin: int, end: int) -> list[int]:
+    def _usual_cuts(self, begin: int, end: int, kept: frozenset[int]) -> list[int]:
+        """Where the chunks of a prefill of [begin, end) end; a checkpoint may be taken at the boundaries `kept`."""
+        if self.continuation is Continuation.TOKENS:
+            # several tokens can only follow nothing: up to the last checkpoint at once, then one by one
+            once = max(kept, default=end) if begin == 0 else begin
+            return [*([once] if begin == 0 else []), *range(once + 1, end + 1)]
         first = begin - begin % self.prefill_tokens + self.prefill_tokens
-        return [*range(first, end, self.prefill_tokens), end]
+        return sorted({*range(first, end, self.prefill_tokens), end, *kept})
 
     def _admit(self, tokens: list[int]) -> tuple[_Sequence, int]:
         """Begin a request, on top of what the device still has of it. The request, and how many tokens that is."""
@@ -241,32 +262,79 @@ class PrefixCachedGenerator:
         request = Request(f"request-{self._served}", keys, len(tokens))
         n0 = self._coordinator.longest_boundary(keys, 0, len(tokens))
         chunks = self.planner.full_chunks(n0)
-        deepest = self.pool.find(keys[chunks - 1]) if chunks else None
-        table = BlockTable(self.group.block_tokens)
-        if deepest is not None:
-            table.blocks = self.pool.path(deepest, chunks)
-            table.length = n0
-        pin = None if deepest is None else self.pool.pin(deepest)
-        parent = self.pool.root if deepest is None else deepest
+        node = self._coordinator.resume_node(keys, chunks) if chunks else None
+        table = BlockTable(self.planner.grid_tokens)
         sequence = _Sequence(
-            request, list(tokens), keys, table, parent, pin, self.pool.touch(deepest), committed=chunks
+            request,
+            list(tokens),
+            keys,
+            path := self._path(keys, chunks),
+            table,
+            WorkingState(self.past, self.kv, table),
+            parent=self.pool.root,
+            pin=None if node is None else self.pool.pin(node),
+            touch=self.pool.touch(node),
+            committed=chunks,
         )
+        if path:
+            sequence.parent = path[-1]
+            table.blocks, table.length = list(self.pool.blocks_of(path)), n0
         return sequence, n0
 
+    def _path(self, keys: Sequence[bytes], chunks: int) -> list[int]:
+        """The chunks of this prefix, which the device has."""
+        deepest = self.pool.find(keys[chunks - 1]) if chunks else None
+        return [] if deepest is None else self.pool.path(deepest, chunks)
+
     def _load(self, sequence: _Sequence, n0: int) -> int:
-        """Bring what the host has beyond n0 to the device. How many tokens came."""
-        if self._host is None:
-            return 0
-        boundary = self._host.boundary(sequence.request, n0)
-        self._host.cache.admit(sequence.request, n0, boundary)
-        if boundary == n0:
-            return 0
+        """Bring what the host has beyond n0 to the device, and resume there. How many tokens came."""
+        request, cache = sequence.request, None if self._host is None else self._host.cache
+        if self._host is not None and cache is not None:
+            boundary = self._host.boundary(request, n0)
+            cache.admit(request, n0, boundary)
+            if boundary > n0:
+                self._load_between(self._host, sequence, n0, boundary)
+        self._resume(sequence)
+        kept = {depth * self.planner.grid_tokens for depth in self._wanted(sequence)}
+        sequence.kept = frozenset(kept.union(cache.boundaries(request.id) if cache is not None else ()))
+        return sequence.table.length - n0
+
+    def _load_between(self, host: HostTier, sequence: _Sequence, n0: int, boundary: int) -> None:
+        """Load [n0, boundary). Where that fails, what was to be loaded is computed, into the same blocks."""
+        start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
         self._grow(sequence, boundary)
-        if not self._host.load(sequence.request, boundary, sequence.table.blocks[self.planner.full_chunks(n0) :]):
-            return 0  # what was to be loaded is computed, into the same blocks
+        node = None
+        if self._checkpoints.are_needed(boundary):
+            node = self._checkpoints.make_room(sequence.keys, boundary)
+            if node is None:
+                return
+        destinations = self._coordinator.destinations(sequence.chunks[start:stop], start, stop, node)
+        if not host.load(sequence.request, boundary, destinations):
+            if node is not None:
+                self.pool.abort([node])
+            return
         sequence.table.length = boundary
         self._commit(sequence)
-        return boundary - n0
+        if node is not None:
+            self._checkpoints.commit(node, sequence.keys[stop - 1], sequence.parent, sequence.touch)
+
+    def _resume(self, sequence: _Sequence) -> None:
+        """Let the request go on from what it found."""
+        length = sequence.table.length
+        if not length:
+            return
+        node = self._coordinator.resume_node(sequence.keys, self.planner.full_chunks(length))
+        if node is None:
+            raise InternalError("a request is to resume where the device has nothing to resume from")
+        self._checkpoints.restore(sequence.state, node, length)
+        self._pin(sequence, sequence.parent)  # windows and states have been copied: the checkpoint may go
+
+    def _wanted(self, sequence: _Sequence) -> frozenset[int]:
+        """After how many chunks of the prompt a checkpoint is taken for the device's own sake."""
+        if not self.planner.has_checkpoints:
+            return frozenset()
+        request = sequence.request
+        return self._coordinator.wanted_checkpoints(request.keys, sequence.table.length, request.num_tokens)
 
     def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
         """Compute the tokens up to `end`. The logits of the last one."""
@@ -277,12 +345,13 @@ class PrefixCachedGenerator:
         output = self.model(
             torch.tensor([sequence.tokens[table.length : end]], device=self.model.device),
             position_ids=positions,  # some models count from 0 again without them
-            past_key_values=WorkingState(self.past, self.kv, table).cache,
+            past_key_values=sequence.state.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         table.end_forward()
         self._commit(sequence)
+        self._take_checkpoint(sequence)
         if self._host is not None:
             self._host.computed(sequence.request.id, table.length)
         logits: torch.Tensor = output.logits[0, -1]
@@ -300,37 +369,58 @@ class PrefixCachedGenerator:
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> None:
         """Give the request the blocks for its first `num_tokens` tokens."""
-        missing = -(-num_tokens // self.group.block_tokens) - len(sequence.table.blocks)
+        missing = -(-num_tokens // self.planner.grid_tokens) - len(sequence.chunks)
         if missing > 0:
-            blocks = self.pool.allocate(missing)
-            sequence.owned += blocks
-            sequence.table.blocks += blocks
+            chunks = self.pool.allocate(missing)
+            sequence.owned += chunks
+            sequence.chunks += chunks
+            sequence.table.blocks += self.pool.blocks_of(chunks)
 
     def _commit(self, sequence: _Sequence) -> None:
-        """Let others find the blocks that are full now.
+        """Let others find the chunks that are full now.
 
         A chunk that is cached already (the last one of a prompt that ends on a boundary is always computed again)
-        stays where it is: the request goes on with that block and gives up its own.
+        stays where it is: the request goes on with that one and gives up its own.
         """
         if not self._prefix_caching:
             return
         self._hasher.extend(sequence.keys, sequence.tokens)
-        table, full = sequence.table, self.planner.full_chunks(sequence.table.length)
+        full = self.planner.full_chunks(sequence.table.length)
         for at in range(sequence.committed, full):
-            key, block = sequence.keys[at], table.blocks[at]
+            key, chunk = sequence.keys[at], sequence.chunks[at]
             found = self.pool.find(key)
-            sequence.owned.remove(block)
+            sequence.owned.remove(chunk)
             if found is None:
-                self.pool.commit([block], [key], sequence.parent, sequence.touch)
+                self.pool.commit([chunk], [key], sequence.parent, sequence.touch)
             else:
-                self.pool.abort([block])
-                table.blocks[at] = found
-            sequence.parent = table.blocks[at]
+                self.pool.abort([chunk])
+                sequence.chunks[at] = found
+                sequence.table.blocks[at : at + 1] = self.pool.blocks_of([found])
+            sequence.parent = sequence.chunks[at]
         if full > sequence.committed:
             sequence.committed = full
-            before, sequence.pin = sequence.pin, self.pool.pin(sequence.parent)
-            if before is not None:
-                self.pool.unpin(before)
+            self._pin(sequence, sequence.parent)
+
+    def _pin(self, sequence: _Sequence, node: int) -> None:
+        before, sequence.pin = sequence.pin, self.pool.pin(node)
+        if before is not None:
+            self.pool.unpin(before)
+
+    def _take_checkpoint(self, sequence: _Sequence) -> None:
+        """Keep what the request needed to resume here, if it is worth it: of its answer the last boundary so far is."""
+        length = sequence.table.length
+        answers = length >= sequence.request.num_tokens
+        if not self._prefix_caching or not self._checkpoints.are_needed(length):
+            return
+        if length not in sequence.kept and not answers:
+            return
+        key = sequence.keys[self.planner.full_chunks(length) - 1]
+        taken = self._checkpoints.take(sequence.state, sequence.keys, length)
+        is_new = taken is not None and self._checkpoints.commit(taken, key, sequence.parent, sequence.touch)
+        if answers:
+            if sequence.latest is not None:
+                self._checkpoints.drop(sequence.latest)
+            sequence.latest = key if is_new else None
 
     def _finish(self, sequence: _Sequence) -> None:
         try:
@@ -340,13 +430,6 @@ class PrefixCachedGenerator:
             if sequence.pin is not None:
                 self.pool.unpin(sequence.pin)
             self.pool.abort(sequence.owned)
-
-
-def _full_attention(model: PreTrainedModel) -> ModelPast:
-    past = ModelPast(model)
-    if len(past.full) < 2 * len(past.layers) or past.locals or past.states.num_bytes:
-        raise ConfigurationError(f"{type(model).__name__} keeps windows or states, which is not built yet")
-    return past
 
 
 def _max_model_len(model: PreTrainedModel) -> int:

@@ -33,10 +33,11 @@ class HostTier:
         wrap_copier: CopierWrapper | None,
     ) -> None:
         num_blocks = host_bytes // planner.host_block_bytes
-        if num_blocks < planner.host_blocks_per_chunk:
+        least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+        if num_blocks < least:
             raise ConfigurationError(
-                f"host_bytes must hold at least one chunk of {planner.chunk_bytes} bytes, got {host_bytes}; "
-                'without host memory say offload="off"'
+                f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} "
+                f'bytes, got {host_bytes}; without host memory say offload="off"'
             )
         arena = HostArena(num_blocks, planner.host_block_bytes)  # first: it refuses what the machine does not have
         self.cache = CPUPrefixCache(
@@ -55,9 +56,9 @@ class HostTier:
         answer = self.cache.lookup(request, n0, time.monotonic())
         return answer.boundary if isinstance(answer, Hit) else n0
 
-    def load(self, request: Request, boundary: int, destinations: Sequence[int]) -> bool:
-        """Fill device blocks with the tokens from the request's n0 up to `boundary`. Whether they hold them now."""
-        transfer = self.cache.load(request.id, boundary, [destinations], time.monotonic())
+    def load(self, request: Request, boundary: int, destinations: Sequence[Sequence[int]]) -> bool:
+        """Fill device blocks, given group by group, so that `request` resumes at `boundary`. Whether it can now."""
+        transfer = self.cache.load(request.id, boundary, destinations, time.monotonic())
         return transfer in self.step()
 
     def computed(self, request_id: str, num_tokens: int) -> None:

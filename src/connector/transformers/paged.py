@@ -1,17 +1,24 @@
 """The device pool of the embedded engine, and the cache layers that let a transformers model read and write it.
 
-    pool tensor    [blocks, block_tokens, heads, width]      two per layer, K and V, allocated once
-    request        a BlockTable: which blocks, in order, and how many tokens in them hold KV
+    region     uint8 [blocks, block bytes], allocated once: device memory is one pool of equal blocks, as on the host
+    full attention    block b of every layer's K and V is a view of row b: [blocks, block_tokens, heads, width]
+    windows, states   a piece takes as many rows as it needs, as plain bytes
+    request    a BlockTable: which blocks, in order, and how many tokens in them hold KV
 
-A layer's `update` scatters new keys and values into the request's blocks and hands back all of them, gathered.
-Nothing of a request's KV lives anywhere else.
+A layer's `update` scatters new keys and values into the request's blocks and hands back all of them, gathered. Nothing
+of a request's full attention lives anywhere else.
 """
+
+from collections.abc import Sequence
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from connector.transformers.past import ModelPast
+from connector.transformers.past import ModelPast, Part
+from cpu_prefix_cache import Group, GroupKind
 from cpu_prefix_cache.memory.arena import check_fits
+
+ALIGNMENT = 16  # bytes: any type may be viewed in a row, and a copy may take wide words
 
 
 class BlockTable:
@@ -22,16 +29,17 @@ class BlockTable:
         self.length = 0
         self.block_tokens = block_tokens
         self._pending = 0
-        self._ids = torch.empty(0, dtype=torch.long)
-        self._slots = torch.empty(0, dtype=torch.long)
+        self._ids = self._written = self._offsets = torch.empty(0, dtype=torch.long)
 
     def begin_forward(self, num_tokens: int, device: torch.device) -> None:
         """Prepare to write `num_tokens` tokens behind those that are computed. Their blocks are there already."""
         self._pending = num_tokens
+        if not self.blocks:
+            return  # no layer of full attention
         end = self.length + num_tokens
         self._ids = torch.tensor(self.blocks[: -(-end // self.block_tokens)], device=device)
         positions = torch.arange(self.length, end, device=device)
-        self._slots = self._ids[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        self._written, self._offsets = self._ids[positions // self.block_tokens], positions % self.block_tokens
 
     def end_forward(self) -> None:
         self.length += self._pending
@@ -39,7 +47,7 @@ class BlockTable:
 
     def exchange(self, pool: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Write `states` [1, heads, pending, width] into `pool`; the request's whole [1, heads, tokens, width]."""
-        pool.flatten(0, 1)[self._slots] = states[0].transpose(0, 1)
+        pool[self._written, self._offsets] = states[0].transpose(0, 1)
         return pool[self._ids].flatten(0, 1)[: self.length + self._pending].transpose(0, 1)[None]
 
 
@@ -74,31 +82,76 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedKV:
-    """The pool tensors of a model: `[blocks, block_tokens, heads, width]` for K and V of every full-attention layer."""
+    """`num_blocks` device blocks that hold a model's past, and the groups it falls into.
+
+    A block holds `block_tokens` tokens of full attention; in a model without any, the largest other piece.
+    """
 
     def __init__(self, past: ModelPast, num_blocks: int, block_tokens: int, device: torch.device) -> None:
+        weights = [local.token_bytes * block_tokens for local in past.locals] + [past.states.num_bytes]
+        content = past.full.num_bytes * block_tokens or max(weights)
+        self.block_bytes = -(-content // ALIGNMENT) * ALIGNMENT
         if device.type == "cpu":
-            check_fits(num_blocks * block_tokens * past.full.num_bytes)
+            check_fits(num_blocks * self.block_bytes)
+        self.region = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=device)
         self._layers: dict[int, list[torch.Tensor]] = {}
-        for part in past.full:  # K before V
-            pool = torch.zeros(num_blocks, block_tokens, *part.shape, dtype=part.dtype, device=device)
-            self._layers.setdefault(part.layer, []).append(pool)
+        for part, span in past.full.spans(block_tokens):  # K before V
+            self._layers.setdefault(part.layer, []).append(_view(self.region[:, span], part, block_tokens))
+        self.groups = _groups(past, block_tokens, self.block_bytes)
 
     @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The parts of the one group, layer by layer, K before V."""
-        return [part for layer in self._layers.values() for part in layer]
-
-    @property
-    def block_bytes(self) -> int:
-        """What one block weighs over all layers."""
-        return sum(part[0].numel() * part.element_size() for part in self.tensors)
+    def tensors(self) -> list[list[torch.Tensor]]:
+        """The parts of every group: layer by layer, K before V, of full attention; whole blocks of the others."""
+        full = [part for layer in self._layers.values() for part in layer]
+        return [full if group.kind is GroupKind.PREFIX else [self.region] for group in self.groups]
 
     def layer(self, index: int, table: BlockTable) -> PagedLayer:
         """Layer `index` of the model, for the request with this table."""
         keys, values = self._layers[index]
         return PagedLayer(keys, values, table)
+
+    def write(self, blocks: Sequence[int], piece: torch.Tensor) -> None:
+        """Put the bytes of a piece, uint8 [bytes], into blocks that hold nothing else."""
+        rows = piece.new_zeros(len(blocks), self.block_bytes)
+        rows.view(-1)[: len(piece)] = piece
+        self.region[torch.tensor(blocks, device=self.region.device)] = rows
+
+    def read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
+        """The bytes of a piece, uint8 [num_bytes]: a copy."""
+        return self.region[torch.tensor(blocks, device=self.region.device)].view(-1)[:num_bytes]
+
+
+def _view(rows: torch.Tensor, part: Part, block_tokens: int) -> torch.Tensor:
+    """Bytes of every block as [blocks, block_tokens, heads, width]: the same memory."""
+    return rows.view(part.dtype).unflatten(1, (block_tokens, *part.shape))
+
+
+def _groups(past: ModelPast, block_tokens: int, block_bytes: int) -> tuple[Group, ...]:
+    """Full attention first, then windows and attention chunks by their reach, then all states together."""
+
+    def in_blocks(name: str, kind: GroupKind, num_bytes: int, window_tokens: int = 0) -> Group:
+        return Group(
+            name=name,
+            kind=kind,
+            window_tokens=window_tokens,
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            device_blocks=-(-num_bytes // block_bytes),
+        )
+
+    groups = []
+    if past.full.num_bytes:
+        full = past.full.num_bytes * block_tokens
+        groups.append(Group(name="attention", kind=GroupKind.PREFIX, block_tokens=block_tokens, block_bytes=full))
+    groups += [
+        in_blocks(
+            f"{each.local.kind.value}-{each.local.tokens}",
+            each.local.kind,
+            each.token_bytes * block_tokens,
+            each.local.tokens,
+        )
+        for each in past.locals
+    ]
+    if past.states.num_bytes:
+        groups.append(in_blocks("state", GroupKind.STATE, past.states.num_bytes))
+    return tuple(groups)

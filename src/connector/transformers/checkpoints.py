@@ -1,0 +1,116 @@
+"""Checkpoints of the embedded engine: taken from a running request, and given back to another.
+
+    running request    a WorkingState, which changes with every token
+    checkpoint         its windows and states at one boundary, as pieces in blocks of the device pool
+
+A window's blocks are pieces of their own, shared by the checkpoints that see them; all states together are one piece.
+A checkpoint is taken when a forward has ended at its boundary, because a state is never known later (rule 10).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from connector.transformers.paged import PagedKV
+from connector.transformers.past import LocalGroup, ModelPast
+from connector.transformers.working import WorkingState
+from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
+from cpu_prefix_cache.block_pool import NewCheckpoint
+from cpu_prefix_cache.hashing import checkpoint_key
+
+
+class Checkpoints:
+    """Takes and restores the checkpoints of one model in one device pool."""
+
+    def __init__(self, past: ModelPast, kv: PagedKV, coordinator: KVCacheCoordinator) -> None:
+        self._past = past
+        self._kv = kv
+        self._coordinator = coordinator
+        self._planner = coordinator.planner
+        self._pool = coordinator.pool
+        locals_ = iter(past.locals)
+        self._locals: list[LocalGroup | None] = [
+            next(locals_) if group.kind in (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL) else None for group in kv.groups
+        ]
+
+    def are_needed(self, boundary: int) -> bool:
+        """Whether resuming at `boundary` takes a checkpoint."""
+        depth = boundary // self._planner.grid_tokens
+        return boundary % self._planner.grid_tokens == 0 and depth > 0 and self._planner.needs_checkpoint(depth)
+
+    def make_room(self, keys: Sequence[bytes], boundary: int) -> int | None:
+        """A node for the checkpoint at `boundary`, whose pieces are to be filled; None where there is no room."""
+        new = self._allocate(keys, boundary)
+        return None if new is None else new.node
+
+    def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
+        """Write the checkpoint at `boundary`, where a forward has just ended. Its node, to be given to `commit`.
+
+        None when it is there already, or the pool has no room for it beside what is in use.
+        """
+        depth = boundary // self._planner.grid_tokens
+        if self._pool.find(checkpoint_key(keys[depth - 1])) is not None:
+            return None
+        new = self._allocate(keys, boundary)
+        if new is None:
+            return None
+        for at, blocks in zip(self._planner.checkpoint(depth), new.blocks, strict=True):
+            if blocks is not None:
+                tokens = self._kv.groups[at.group].block_tokens
+                first = at.chunk * self._planner.grid_tokens + at.block * tokens
+                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
+        return new.node
+
+    def commit(self, node: int, key: bytes, chunk: int, touch: Any) -> bool:
+        """Let others find a checkpoint below its chunk, which has this key. False: there was one, this is given up."""
+        if self._pool.find(checkpoint_key(key)) is None:
+            self._pool.commit([node], [checkpoint_key(key)], chunk, touch)
+            return True
+        self._pool.abort([node])
+        return False
+
+    def drop(self, key: bytes) -> None:
+        """Let nobody find the checkpoint of this chunk any more, if it is still there."""
+        node = self._pool.find(checkpoint_key(key))
+        if node is not None:
+            self._pool.withdraw(node)
+
+    def restore(self, state: WorkingState, node: int, boundary: int) -> None:
+        """Let a fresh `state` go on at `boundary`, from the checkpoint there, or from its chunk if that will do."""
+        pieces: dict[int, list[torch.Tensor]] = {}
+        if self.are_needed(boundary):
+            places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
+            for at, blocks in zip(places, self._pool.pieces(node), strict=True):
+                pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
+        self._restore(state, boundary, pieces)
+
+    def _allocate(self, keys: Sequence[bytes], boundary: int) -> NewCheckpoint | None:
+        depth = boundary // self._planner.grid_tokens
+        try:
+            return self._pool.allocate_checkpoint(self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth)))
+        except PoolExhausted:
+            return None
+
+    def _restore(self, state: WorkingState, boundary: int, pieces: dict[int, list[torch.Tensor]]) -> None:
+        for group, local in enumerate(self._locals):
+            found = pieces.get(group, [])
+            if local is not None:
+                blocks = torch.stack(found) if found else torch.empty(0, 0, dtype=torch.uint8)
+                first = boundary - len(found) * self._kv.groups[group].block_tokens
+                state.restore_window(local, first, boundary, blocks)
+            elif self._kv.groups[group].kind is GroupKind.STATE:
+                state.restore_states(found[0])
+
+    def _snapshot(self, state: WorkingState, group: int, first: int, end: int) -> torch.Tensor:
+        piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
+        local = self._locals[group]
+        if local is None:
+            state.snapshot_states(piece)
+        else:
+            state.snapshot_window(local, first, end, piece)
+        return piece
+
+    def _num_bytes(self, group: int) -> int:
+        local = self._locals[group]
+        return self._past.states.num_bytes if local is None else local.token_bytes * self._kv.groups[group].block_tokens
