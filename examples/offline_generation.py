@@ -27,11 +27,13 @@ from connector.transformers import (
     ARCHITECTURES,
     ByteTokenizer,
     Generation,
+    ModelPast,
     PrefixCachedGenerator,
     PromptRefused,
     build_model,
+    groups_of,
 )
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, CacheStatistics, ConfigurationError
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, CacheStatistics, ConfigurationError, GroupKind
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 
@@ -54,7 +56,11 @@ CHOICES = {  # option -> (all it will take, what is built)
     "policy": (("lru", "arc", "adaptive"), tuple(POLICIES)),
     "offload": (("lazy", "eager", "off"), (*OFFLOAD_MODES, "off")),
 }
-PIECES = {"chunk": ("full",), "window": (), "state": ()}  # --corrupt -> the architectures that have such a piece
+PIECES = {  # --corrupt -> the kinds of group that have such a piece
+    "chunk": (GroupKind.PREFIX,),
+    "window": (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL),
+    "state": (GroupKind.STATE,),
+}
 
 
 class UserError(Exception):
@@ -168,9 +174,7 @@ def check(
 ) -> Check:
     """Answer a prompt with the cache, then without: with the same prefill cuts, and in one shot for its time."""
     answer = generator.answer(prompt, max_new_tokens)
-    hit = answer.prompt_tokens - answer.computed_tokens
-    cuts = [*range(reference.prefill_tokens, hit, reference.prefill_tokens), *([hit] if hit else []), *answer.cuts]
-    chunked = reference.answer(prompt, max_new_tokens, cuts=cuts)
+    chunked = reference.answer(prompt, max_new_tokens, cuts=generator.cuts_without_cache(answer))
     one_shot = reference.answer(prompt, 1, cuts=[len(prompt)])
     difference = float((answer.first_logits - chunked.first_logits).abs().max())
     best, second = chunked.first_logits.topk(2).values.tolist()
@@ -190,9 +194,10 @@ def build_generators(
 ) -> tuple[PrefixCachedGenerator, PrefixCachedGenerator, list[CorruptingCopier]]:
     """The engine under test, the same engine without a cache, and what damages the first one on purpose, if asked."""
     damage: list[CorruptingCopier] = []
+    group = group_to_corrupt(options, model) if options.corrupt else 0
 
     def corrupt_first_load(copier: Copier, tensors: Sequence[Sequence[torch.Tensor]]) -> Copier:
-        damage.append(CorruptingCopier(copier, tensors, group=0))
+        damage.append(CorruptingCopier(copier, tensors, group))
         return damage[0]
 
     generator = PrefixCachedGenerator(
@@ -206,6 +211,14 @@ def build_generators(
     )
     reference = PrefixCachedGenerator(model, tokenizer, device_blocks=options.device_blocks, prefix_caching=False)
     return generator, reference, damage
+
+
+def group_to_corrupt(options: argparse.Namespace, model: PreTrainedModel) -> int:
+    groups = groups_of(ModelPast(model), block_tokens=16)
+    for at, group in enumerate(groups):
+        if group.kind in PIECES[options.corrupt]:
+            return at
+    raise UserError(f"--corrupt {options.corrupt}: {options.model or options.arch} has no such piece")
 
 
 def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
@@ -327,7 +340,6 @@ def write_json(
     control: str | None,
 ) -> None:
     statistics = generator.statistics()
-    group = generator.group
     report = {
         "arch": arch,
         "device": options.device,
@@ -337,10 +349,11 @@ def write_json(
             {
                 "name": group.name,
                 "kind": group.kind.value,
-                "layers": generator.kv.num_layers,
+                "layers": generator.past.layers_of(group.kind),
                 "block_tokens": group.block_tokens,
-                "bytes_per_block": group.block_bytes,
+                "bytes_per_block": group.block_bytes * group.device_blocks,
             }
+            for group in generator.planner.groups
         ],
         "grid_tokens": generator.planner.grid_tokens,
         "host_block_bytes": generator.planner.host_block_bytes,
@@ -359,8 +372,6 @@ def check_built(options: argparse.Namespace) -> None:
         value = getattr(options, option)
         if value not in built and not (option == "arch" and options.model):
             raise UserError(f"--{option} {value} is not built yet; there is {', '.join(built)}")
-    if options.corrupt and options.arch not in PIECES[options.corrupt]:
-        raise UserError(f"--corrupt {options.corrupt}: architecture {options.arch} has no such piece")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise UserError(f"--json {options.json} is not a file that can be written")
     for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):

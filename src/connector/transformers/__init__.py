@@ -1,6 +1,6 @@
 """Prefix-cached offline generation for Hugging Face models.
 
-model, tokenizer = ...                               # any loaded causal model with full attention
+model, tokenizer = ...                               # any loaded causal model: full attention, windows, states
 generator = PrefixCachedGenerator(model, tokenizer, device_blocks=512, host_bytes=2 * 2**30)
 for generation in generator.generate(prompts):
     print(generation.text, generation.host_hit_tokens)
@@ -14,13 +14,17 @@ from connector.transformers.generator import (
     PromptRefused,
     Tokenizer,
 )
+from connector.transformers.paged import groups_of
+from connector.transformers.past import ModelPast
 
 __all__ = [
     "ARCHITECTURES",
     "ByteTokenizer",
     "Generation",
+    "ModelPast",
     "PrefixCachedGenerator",
     "PromptRefused",
     "Tokenizer",
     "build_model",
+    "groups_of",
 ]

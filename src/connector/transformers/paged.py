@@ -88,16 +88,14 @@ class PagedKV:
     """
 
     def __init__(self, past: ModelPast, num_blocks: int, block_tokens: int, device: torch.device) -> None:
-        weights = [local.token_bytes * block_tokens for local in past.locals] + [past.states.num_bytes]
-        content = past.full.num_bytes * block_tokens or max(weights)
-        self.block_bytes = -(-content // ALIGNMENT) * ALIGNMENT
+        self.block_bytes = _block_bytes(past, block_tokens)
         if device.type == "cpu":
             check_fits(num_blocks * self.block_bytes)
         self.region = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=device)
         self._layers: dict[int, list[torch.Tensor]] = {}
         for part, span in past.full.spans(block_tokens):  # K before V
             self._layers.setdefault(part.layer, []).append(_view(self.region[:, span], part, block_tokens))
-        self.groups = _groups(past, block_tokens, self.block_bytes)
+        self.groups = groups_of(past, block_tokens)
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
@@ -126,8 +124,15 @@ def _view(rows: torch.Tensor, part: Part, block_tokens: int) -> torch.Tensor:
     return rows.view(part.dtype).unflatten(1, (block_tokens, *part.shape))
 
 
-def _groups(past: ModelPast, block_tokens: int, block_bytes: int) -> tuple[Group, ...]:
+def _block_bytes(past: ModelPast, block_tokens: int) -> int:
+    others = [local.token_bytes * block_tokens for local in past.locals] + [past.states.num_bytes]
+    content = past.full.num_bytes * block_tokens or max(others)
+    return -(-content // ALIGNMENT) * ALIGNMENT
+
+
+def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
     """Full attention first, then windows and attention chunks by their reach, then all states together."""
+    block_bytes = _block_bytes(past, block_tokens)
 
     def in_blocks(name: str, kind: GroupKind, num_bytes: int, window_tokens: int = 0) -> Group:
         return Group(
