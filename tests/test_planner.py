@@ -65,6 +65,21 @@ def test_a_piece_takes_whole_host_blocks():
     assert two.waste == 0.0
 
 
+def test_the_smallest_host_block_is_tried_too():
+    """Pieces just short of 2, 3 and 5 times 192 KiB: no whole part of one of them suits the others."""
+    least = 192 * 1024
+    three = planner(*(group(f"times {each}", 16, each * (least - 512)) for each in (2, 3, 5)))
+    assert three.host_block_bytes == least
+    assert [piece.host_blocks for piece in three.pieces] == [2, 3, 5]
+    assert three.waste < 0.01
+
+
+def test_a_block_may_take_several_device_blocks():
+    one = planner(group(tokens=64, device_blocks=4), window(64, tokens=64, device_blocks=2))
+    assert [piece.num_bytes for piece in one.pieces] == [4_000, 2_000]
+    assert one.device_blocks(0, 3) == [12, 2]
+
+
 def test_waste_is_the_share_of_host_bytes_that_hold_nothing():
     two = planner(group("one", 16, 200_000), group("other", 16, 299_999))
     held = two.host_blocks_per_chunk * two.host_block_bytes
