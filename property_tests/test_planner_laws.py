@@ -135,7 +135,7 @@ def test_a_grid_that_is_too_coarse_fails_and_what_is_advised_works(chosen: list[
         HybridChunkPlanner(chosen, max_model_len=longest)
     at = int(re.search(r"group 'g(\d+)' with blocks of (\d+)", str(caught.value))[1])
     others = chosen[:at] + chosen[at + 1 :]
-    if advised := re.search(r"a multiple of (\d+) up to that|at most (\d+) would", str(caught.value)):
+    if advised := re.search(r"a multiple of (\d+) up to|at most (\d+) would", str(caught.value)):
         changed = replace(chosen[at], block_tokens=longest // int(advised[1] or 1) * int(advised[1] or 1))
         assert HybridChunkPlanner([*others, changed], max_model_len=longest).grid_tokens <= longest
     else:

@@ -198,11 +198,13 @@ def test_groups_that_meet_too_late_hear_who_made_it_so_and_what_would_work():
         ConfigurationError, match=r"at 1056 tokens, past max_model_len 1000; group 'state' with blocks of"
     ):
         planner(group(tokens=16), state(tokens=1_056), max_model_len=1_000)
-    with pytest.raises(ConfigurationError, match="others meet every 16 tokens, so a multiple of 16 up to that would"):
+    with pytest.raises(
+        ConfigurationError, match="others meet every 16 tokens, so a multiple of 16 up to 1000 would do"
+    ):
         planner(group(tokens=16), state(tokens=1_056), max_model_len=1_000)
     with pytest.raises(ConfigurationError, match="group 'attention' with blocks of 32 tokens makes it so; at most 20"):
         planner(group(tokens=32), max_model_len=20)
-    with pytest.raises(ConfigurationError, match="others meet only at 63, too; sizes that divide one another"):
+    with pytest.raises(ConfigurationError, match="others meet only at 63, too; sizes up to 62 that divide one another"):
         planner(group("a", 7), group("b", 9), group("c", 11), max_model_len=62)
     with pytest.raises(ConfigurationError, match="a grid of 96 tokens is past max_model_len 90; a multiple of 16"):
         planner(group(tokens=16), grid_tokens=96, max_model_len=90)

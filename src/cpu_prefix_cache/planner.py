@@ -316,7 +316,8 @@ def _who_made_it_so(groups: Sequence[Group], max_model_len: int) -> str:
     meet = others_meet(misfit)
     named = f"group {misfit.name!r} with blocks of {misfit.block_tokens} tokens makes it so"
     if meet > max_model_len:
-        return f"{named}, but the others meet only at {meet}, too; sizes that divide one another would work"
+        remedy = f"sizes up to {max_model_len} that divide one another would do"
+        return f"{named}, but the others meet only at {meet}, too; {remedy}"
     if len(groups) == 1:
-        return f"{named}; at most {max_model_len} would work"
-    return f"{named}; the others meet every {meet} tokens, so a multiple of {meet} up to that would work for it"
+        return f"{named}; at most {max_model_len} would do"
+    return f"{named}; the others meet every {meet} tokens, so a multiple of {meet} up to {max_model_len} would do"
