@@ -1,12 +1,29 @@
-"""One grid for all groups, and no group guessed (rule 8)."""
+"""One grid for all groups, what each keeps of it, and no group guessed (rules 8 to 10)."""
 
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache.planner import PieceAt
 
 
-def group(name="attention", tokens=16, size=1_000, kind=GroupKind.PREFIX):
-    return Group(name=name, kind=kind, block_tokens=tokens, block_bytes=size)
+def group(name="attention", tokens=16, size=1_000, kind=GroupKind.PREFIX, **options):
+    return Group(name=name, kind=kind, block_tokens=tokens, block_bytes=size, **options)
+
+
+def window(sees, tokens=16, extra=0, **options):
+    return group("window", tokens, kind=GroupKind.WINDOW, window_tokens=sees, extra_tokens=extra, **options)
+
+
+def local(length, tokens=16):
+    return group("local", tokens, kind=GroupKind.CHUNK_LOCAL, window_tokens=length)
+
+
+def state(tokens=16, size=1_000):
+    return group("state", tokens, size, GroupKind.STATE)
+
+
+def needed(one, *boundaries):
+    return [list(one.needed(boundary)) for boundary in boundaries]
 
 
 def planner(*groups, max_model_len=4_096, **options):
@@ -48,6 +65,21 @@ def test_a_piece_takes_whole_host_blocks():
     assert two.waste == 0.0
 
 
+def test_the_smallest_host_block_is_tried_too():
+    """Pieces just short of 2, 3 and 5 times 192 KiB: no whole part of one of them suits the others."""
+    least = 192 * 1024
+    three = planner(*(group(f"times {each}", 16, each * (least - 512)) for each in (2, 3, 5)))
+    assert three.host_block_bytes == least
+    assert [piece.host_blocks for piece in three.pieces] == [2, 3, 5]
+    assert three.waste < 0.01
+
+
+def test_a_block_may_take_several_device_blocks():
+    one = planner(group(tokens=64, device_blocks=4), window(64, tokens=64, device_blocks=2))
+    assert [piece.num_bytes for piece in one.pieces] == [4_000, 2_000]
+    assert one.device_blocks(0, 3) == [12, 2]
+
+
 def test_waste_is_the_share_of_host_bytes_that_hold_nothing():
     two = planner(group("one", 16, 200_000), group("other", 16, 299_999))
     held = two.host_blocks_per_chunk * two.host_block_bytes
@@ -55,9 +87,132 @@ def test_waste_is_the_share_of_host_bytes_that_hold_nothing():
     assert 0 < two.waste < 0.25
 
 
-def test_a_grid_past_the_longest_sequence_names_who_made_it_so():
-    with pytest.raises(ConfigurationError, match="'state' with blocks of 1056"):
-        planner(group("attention", 16), group("state", 1_056), max_model_len=1_000)
+def test_a_window_needs_the_blocks_that_the_next_token_sees():
+    """Token 96 sees itself and 39 more, from 57 on, in block 3."""
+    assert needed(window(40), 0, 16, 48, 64, 96) == [[], [0], [0, 1, 2], [1, 2, 3], [3, 4, 5]]
+    assert needed(window(33), 96) == [[4, 5]], "32 tokens before it: two whole blocks"
+    assert needed(window(34), 96) == [[3, 4, 5]], "one more token, one more block"
+    assert needed(window(1), 96) == [[]], "it sees itself only"
+
+
+def test_drafts_that_may_be_rejected_widen_a_window():
+    assert needed(window(33, extra=1), 96) == needed(window(34), 96)
+    assert needed(window(33, extra=16), 96) == [[3, 4, 5]]
+
+
+def test_a_local_chunk_needs_nothing_where_it_begins():
+    assert needed(local(64), 48, 64, 80, 96, 128) == [[0, 1, 2], [], [4], [4, 5], []]
+    assert needed(local(40), 48) == [[2]], "it began at 40, within block 2"
+
+
+def test_a_state_needs_the_page_at_the_boundary_and_no_other():
+    assert needed(state(), 0, 16, 96) == [[], [0], [5]]
+
+
+def test_a_group_that_the_engine_rebuilds_is_left_out():
+    nothing = group("rebuilt", 7, kind=GroupKind.NONE)
+    assert needed(nothing, 70) == [[]]
+    one = planner(nothing, group(tokens=16), state())
+    assert [kept.name for kept in one.groups] == ["attention", "state"]
+    assert one.grid_tokens == 16, "it has no say in the grid"
+    assert one.checkpoint(2) == (PieceAt(group=1, chunk=1, block=0),)
+    with pytest.raises(ConfigurationError, match="at least one group of KV state"):
+        planner(nothing)
+
+
+def test_a_checkpoint_has_the_pieces_of_every_group_but_the_prefix_groups():
+    mixed = planner(group(tokens=32), window(24, tokens=8), state(tokens=16), local(64, tokens=32))
+    assert mixed.grid_tokens == 32
+    assert mixed.checkpoint(3) == (
+        *(PieceAt(1, 2, 1), PieceAt(1, 2, 2), PieceAt(1, 2, 3)),  # 73 ... 95 are seen
+        PieceAt(2, 2, 1),  # the page at 96, not the one at 80
+        PieceAt(3, 2, 0),  # the local chunk began at 64
+    )
+    assert mixed.checkpoint_bytes(3) == 5_000
+    assert mixed.needs_checkpoint(3) and not mixed.needs_checkpoint(0)
+
+
+def test_a_boundary_where_every_local_chunk_begins_needs_no_checkpoint():
+    mixed = planner(group(tokens=16), local(64))
+    assert [mixed.needs_checkpoint(depth) for depth in range(6)] == [False, True, True, True, False, True]
+    assert mixed.has_checkpoints
+    assert not planner(group(tokens=16)).has_checkpoints
+
+
+def test_a_load_fills_only_what_lies_in_its_chunks():
+    mixed = planner(group(tokens=16), window(40), state())
+    assert mixed.device_blocks(0, 6) == [6, 3, 1]
+    assert mixed.device_blocks(4, 6) == [2, 2, 1], "the engine has block 3 of the window"
+    assert mixed.device_blocks(6, 6) == [0, 0, 0]
+
+
+def test_a_boundary_counts_only_if_the_drafter_could_go_on_from_there():
+    ahead = planner(group(tokens=16), group("drafter", 16, lookahead_tokens=1))
+    assert [ahead.resumable_chunks(present) for present in range(4)] == [0, 0, 1, 2]
+    far = planner(group(tokens=16, lookahead_tokens=17))
+    assert [far.resumable_chunks(present) for present in range(4)] == [0, 0, 0, 1]
+    assert planner(group(tokens=16)).resumable_chunks(3) == 3
+
+
+def test_a_replicated_group_is_kept_once_in_the_shares_of_all_ranks():
+    once = planner(group(size=8_000, replicated=True), ranks=8)
+    each = planner(group(size=8_000), ranks=8)
+    assert (once.host_block_bytes, each.host_block_bytes) == (1_000, 8_000)
+    assert once.conversation_bytes(160) == 80_000
+    assert each.conversation_bytes(160) == 640_000
+    with pytest.raises(ConfigurationError, match="ranks must be at least 1"):
+        planner(group(), ranks=0)
+
+
+def test_under_context_parallelism_a_block_covers_the_tokens_of_all_ranks():
+    apart = planner(group(tokens=2 * 16), ranks=2)
+    assert apart.grid_tokens == 32
+    assert apart.conversation_bytes(64) == planner(group(tokens=16)).conversation_bytes(64)
+
+
+def test_a_piece_that_two_checkpoints_need_is_kept_once():
+    one = planner(group(tokens=16), window(40))
+    assert one.conversation_bytes(96) == (6 + 3) * 1_000
+    assert one.conversation_bytes(96, [6, 5]) == (6 + 4) * 1_000, "blocks 3, 4 and 5, and 2, 3 and 4"
+    assert one.conversation_bytes(96, []) == 6_000
+    assert one.conversation_bytes(96, range(7)) == one.everything_bytes(96) == 12_000
+
+
+def test_a_group_that_leaves_its_host_blocks_empty_is_told_what_to_change():
+    small = planner(group(size=100_000), window(20, size=140_000))
+    assert small.group_waste(1) == pytest.approx(0.3)
+    assert small.advice() == [
+        "group 'window' leaves 30% of its host blocks empty: its pieces of 140,000 bytes take 2 host blocks of "
+        "100,000; blocks of about 22 tokens would fill them"
+    ]
+    assert small.describe().endswith(small.advice()[0])
+    (page,) = planner(group(size=100_000), state(size=140_000)).advice()
+    assert "a page is one value and cannot be split" in page
+    (chunk,) = planner(group(tokens=1_024, size=140_000), state(tokens=1_024, size=10_000_000)).advice()
+    assert "a grid of about 1406 tokens would fill them" in chunk
+
+
+def test_groups_that_meet_too_late_hear_who_made_it_so_and_what_would_work():
+    """Rule 8."""
+    with pytest.raises(
+        ConfigurationError, match=r"at 1056 tokens, past max_model_len 1000; group 'state' with blocks of"
+    ):
+        planner(group(tokens=16), state(tokens=1_056), max_model_len=1_000)
+    with pytest.raises(
+        ConfigurationError, match="others meet every 16 tokens, so a multiple of 16 up to 1000 would do"
+    ):
+        planner(group(tokens=16), state(tokens=1_056), max_model_len=1_000)
+    with pytest.raises(ConfigurationError, match="group 'attention' with blocks of 32 tokens makes it so; at most 20"):
+        planner(group(tokens=32), max_model_len=20)
+    with pytest.raises(ConfigurationError, match="others meet only at 63, too; sizes up to 62 that divide one another"):
+        planner(group("a", 7), group("b", 9), group("c", 11), max_model_len=62)
+    with pytest.raises(ConfigurationError, match="a grid of 96 tokens is past max_model_len 90; a multiple of 16"):
+        planner(group(tokens=16), grid_tokens=96, max_model_len=90)
+
+
+def test_a_grid_ends_blocks_of_windows_and_states_too():
+    with pytest.raises(ConfigurationError, match="not a multiple of the 64 tokens of a block of group 'window'"):
+        planner(group(tokens=16), window(100, tokens=64), grid_tokens=32)
 
 
 def test_an_unknown_kind_is_never_taken_for_full_attention():
@@ -70,7 +225,19 @@ def test_groups_are_checked_at_the_door():
         planner()
     with pytest.raises(ConfigurationError, match="names must differ"):
         planner(group("same"), group("same"))
+    with pytest.raises(ConfigurationError, match="names must differ"):
+        planner(group(), group("same", kind=GroupKind.NONE), group("same", kind=GroupKind.NONE))
     with pytest.raises(ConfigurationError, match="block_tokens of at least 1"):
         group(tokens=0)
     with pytest.raises(ConfigurationError, match="block_bytes of at least 1"):
         group(size=0)
+    with pytest.raises(ConfigurationError, match="'window' needs window_tokens of at least 1, got 0"):
+        window(0)
+    with pytest.raises(ConfigurationError, match="of kind 'prefix', which has no window_tokens"):
+        group(window_tokens=128)
+    with pytest.raises(ConfigurationError, match="of kind 'window', which has no lookahead_tokens"):
+        window(8, lookahead_tokens=1)
+    with pytest.raises(ConfigurationError, match="of kind 'state', which has no extra_tokens"):
+        group(kind=GroupKind.STATE, extra_tokens=1)
+    with pytest.raises(ConfigurationError, match="device_blocks of at least 1"):
+        group(device_blocks=0)
