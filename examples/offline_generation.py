@@ -349,11 +349,11 @@ def write_json(
             {
                 "name": group.name,
                 "kind": group.kind.value,
-                "layers": generator.past.layers_of(group.kind),
+                "layers": layers,
                 "block_tokens": group.block_tokens,
                 "bytes_per_block": group.block_bytes * group.device_blocks,
             }
-            for group in generator.planner.groups
+            for group, layers in zip(generator.planner.groups, generator.past.num_layers(), strict=True)
         ],
         "grid_tokens": generator.planner.grid_tokens,
         "host_block_bytes": generator.planner.host_block_bytes,

@@ -46,3 +46,9 @@ def test_nobody_takes_more_than_there_is():
     with pytest.raises(MisuseError, match="only 2 are free"):
         free(0, 1).take(3)
     assert free().take(0) == []
+
+
+def test_it_knows_what_is_in_it():
+    free = FreeRuns()
+    free.put([2, 3, 7])
+    assert [block for block in range(9) if block in free] == [2, 3, 7]

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "eviction": {"errors", "forest"},
     "block_pool": {"errors", "eviction", "forest", "free_runs", "pieces", "resume", "states", "stats"},
     "coordinator": {"block_pool", "hashing", "pieces", "plan", "planner", "request"},
-    "device": {"block_pool", "errors", "hashing", "request", "states"},
+    "device": {"block_pool", "errors", "hashing", "request"},
     "transfers": {"block_pool", "plan"},
     "stores": {"block_pool", "coordinator", "device", "errors", "hashing", "plan", "request", "transfers"},
     "offload": {"block_pool", "device", "hashing", "lineage", "request", "stores", "transfers"},

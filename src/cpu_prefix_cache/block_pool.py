@@ -174,6 +174,10 @@ class BlockPool:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
         return iter(self._free)
 
+    def is_free(self, block: int) -> bool:
+        """Whether nobody has this block. (`state` is that of nodes: the further blocks of a node have none.)"""
+        return block in self._free
+
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.
 

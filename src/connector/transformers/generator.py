@@ -114,7 +114,7 @@ class PrefixCachedGenerator:
     the cache behind it (`offload`: lazy, eager or off; `policy`: see cpu_prefix_cache.POLICIES). Prefill runs in
     chunks that end on multiples of `prefill_tokens`. `prefix_caching=False` computes every prompt from its first
     token: the same engine, for comparison. Without a tokenizer bytes are tokens. Checkpoints of windows and states take
-    device blocks too.
+    device blocks too; beside those the cache keeps by itself there is one every `checkpoint_interval` tokens, if given.
 
     Raises ConfigurationError, in a sentence that says what would work.
     """
@@ -130,6 +130,7 @@ class PrefixCachedGenerator:
         policy: str = "lru",
         block_tokens: int = 16,
         prefill_tokens: int = 256,
+        checkpoint_interval: int | None = None,
         prefix_caching: bool = True,
         wrap_copier: CopierWrapper | None = None,
     ) -> None:
@@ -153,6 +154,7 @@ class PrefixCachedGenerator:
         self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
         self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
         self._hasher = ChainHasher(block_tokens)
+        self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
         self._host: HostTier | None = None
         if prefix_caching and offload != "off":
@@ -165,6 +167,7 @@ class PrefixCachedGenerator:
                 policy=policy,
                 # a load allocates up to a whole prompt in one step
                 max_step_tokens=min(self.max_model_len, device_blocks * block_tokens),
+                checkpoint_interval=checkpoint_interval,
                 wrap_copier=wrap_copier,
             )
         self._served = 0
@@ -334,7 +337,9 @@ class PrefixCachedGenerator:
         if not self.planner.has_checkpoints:
             return frozenset()
         request = sequence.request
-        return self._coordinator.wanted_checkpoints(request.keys, sequence.table.length, request.num_tokens)
+        return self._coordinator.wanted_checkpoints(
+            request.keys, sequence.table.length, request.num_tokens, self._checkpoint_interval
+        )
 
     def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
         """Compute the tokens up to `end`. The logits of the last one."""

@@ -30,6 +30,7 @@ class HostTier:
         offload: str,
         policy: str,
         max_step_tokens: int,
+        checkpoint_interval: int | None,
         wrap_copier: CopierWrapper | None,
     ) -> None:
         num_blocks = host_bytes // planner.host_block_bytes
@@ -47,6 +48,7 @@ class HostTier:
             offload=offload,
             policy=policy,
             max_step_tokens=max_step_tokens,
+            checkpoint_interval=checkpoint_interval,
         )
         copier: Copier = ReferenceCopier(planner, tensors, arena.blocks)
         self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors))

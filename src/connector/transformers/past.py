@@ -91,6 +91,11 @@ class ModelPast:
         )
         self.states = Parts(part for part in parts if part.name in ("conv", "recurrent"))
 
+    def num_layers(self) -> list[int]:
+        """How many layers keep something in full, in each local group, and in states, where there are any."""
+        groups = [self.full, *(local.parts for local in self.locals), self.states]
+        return [len({part.layer for part in parts}) for parts in groups if parts.num_bytes]
+
 
 @torch.inference_mode()
 def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
