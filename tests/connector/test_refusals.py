@@ -5,8 +5,6 @@ import torch
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     MambaConfig,
     MambaForCausalLM,
     Phi3Config,
@@ -17,10 +15,6 @@ from connector.transformers import PrefixCachedGenerator, PromptRefused, build_m
 from cpu_prefix_cache import ConfigurationError
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
-
-
-def a_window():
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, sliding_window=32))
 
 
 def a_state():
@@ -43,7 +37,6 @@ def a_mask_that_looks_ahead():
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (a_window, "keeps windows or states, which is not built yet"),
         (a_state, "does not say how long a prompt may be"),
         (factors_that_change_with_the_length, "longrope"),
         (a_mask_that_looks_ahead, "does not go on from its own cache"),

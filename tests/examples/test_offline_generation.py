@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from connector.transformers import build_model
 
 FILE = Path(__file__).parents[2] / "examples" / "offline_generation.py"
-SMALL = ["--documents", "2", "--device-blocks", "256", "--max-new-tokens", "3"]
+SMALL = ["--documents", "2", "--device-blocks", "88", "--max-new-tokens", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,10 @@ def example():
 
 @pytest.fixture
 def small_model(monkeypatch, example):
-    """The built-in model, smaller."""
-    monkeypatch.setattr(example, "build_model", lambda arch: build_model(arch, hidden=64, layers=2))
+    """The built-in models, smaller, and documents of which the device holds one."""
+    monkeypatch.setattr(example, "DOCUMENT_TOKENS", (400, 800))
+    layers = {"full": 2}
+    monkeypatch.setattr(example, "build_model", lambda arch: build_model(arch, hidden=64, layers=layers.get(arch, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,9 @@ def run(example, tmp_path, *options):
 
 @pytest.mark.usefixtures("small_model")
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
-def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, offload):
-    status, report = run(example, tmp_path, *SMALL, "--offload", offload)
+@pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
+def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, arch, offload):
+    status, report = run(example, tmp_path, *SMALL, "--arch", arch, "--offload", offload)
     assert status == 0
     first, second = report["rounds"]
     assert first["host_hit_tokens"] == 0
@@ -73,12 +76,6 @@ def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, off
         hit = line["device_hit_tokens"] + line["host_hit_tokens"]
         assert hit + line["computed_tokens"] == line["prompt_tokens"]
         assert line["ttft_ms_median"] > 0 < line["ttft_ms_median_no_cache"]
-    (group,) = report["groups"]
-    assert group == {
-        "name": "attention", "kind": "prefix", "layers": 2, "block_tokens": 16,
-        "bytes_per_block": report["host_block_bytes"],
-    }  # fmt: skip
-    assert report["bytes_loaded"] == second["host_hit_tokens"] // 16 * group["bytes_per_block"]
     assert "control" not in report
     output = capsys.readouterr().out
     assert "pydoc_data.topics" in output
@@ -86,8 +83,26 @@ def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, off
 
 
 @pytest.mark.usefixtures("small_model")
-def test_control_a_corrupted_chunk_is_caught(example, tmp_path):
-    status, report = run(example, tmp_path, *SMALL, "--corrupt", "chunk")
+def test_the_report_has_every_group(example, tmp_path):
+    _, report = run(example, tmp_path, *SMALL, "--rounds", "1", "--documents", "1")
+    (group,) = report["groups"]
+    assert group == {
+        "name": "attention", "kind": "prefix", "layers": 2, "block_tokens": 16,
+        "bytes_per_block": report["host_block_bytes"],
+    }  # fmt: skip
+    _, report = run(example, tmp_path, *SMALL, "--rounds", "1", "--documents", "1", "--arch", "swa")
+    assert [(group["kind"], group["layers"]) for group in report["groups"]] == [("prefix", 1), ("window", 3)]
+    _, report = run(example, tmp_path, *SMALL, "--rounds", "1", "--documents", "1", "--arch", "hybrid")
+    assert [(group["kind"], group["layers"]) for group in report["groups"]] == [("prefix", 1), ("state", 3)]
+
+
+@pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize(
+    ("arch", "piece"),
+    [("full", "chunk"), ("swa", "chunk"), ("swa", "window"), ("hybrid", "chunk"), ("hybrid", "state"), ("mla", "chunk")],
+)
+def test_control_a_corrupted_piece_is_caught(example, tmp_path, arch, piece):
+    status, report = run(example, tmp_path, *SMALL, "--arch", arch, "--corrupt", piece)
     assert status == 1
     assert report["control"] == "caught"
     assert max(line["max_logit_error"] for line in report["rounds"]) > example.TOLERANCE
@@ -112,7 +127,8 @@ def test_a_checkpoint_without_a_tokenizer_takes_bytes(example, tmp_path, checkpo
 def test_half_precision_with_a_tokenizer_runs_and_does_not_fail_on_differences(
     example, tmp_path, half_precision_checkpoint
 ):
-    status, report = run(example, tmp_path, "--model", str(half_precision_checkpoint), *SMALL)
+    options = ["--documents", "2", "--device-blocks", "256", "--max-new-tokens", "3"]
+    status, report = run(example, tmp_path, "--model", str(half_precision_checkpoint), *options)
     assert status == 0
     first, second = report["rounds"]
     assert 2 * 2 * example.DOCUMENT_TOKENS[0] <= first["prompt_tokens"]
@@ -146,9 +162,9 @@ def test_a_control_that_differs_before_the_damage_proves_nothing(example):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--arch", "swa"], "not built yet"),
-        (["--policy", "arc"], "not built yet"),
-        (["--device", "cuda"], "not built yet"),
+        (["--policy", "adaptive"], "not built yet"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--arch", "mla", "--corrupt", "window"], "no such piece"),
         (["--corrupt", "state"], "no such piece"),
         (["--model", "/no/such/model"], "cannot load the model"),
         (["--device-blocks", "0"], "at least 1"),
