@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, Group, GroupCopy, GroupKind, HybridChunkPlanner, MisuseError
-from cpu_prefix_cache.copier.reference import ReferenceCopier, block_bytes
+from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.memory.parts import block_bytes
 
 POISON = 0xAB
 
