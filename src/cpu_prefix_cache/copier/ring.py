@@ -48,7 +48,7 @@ class Ring:
         return slot
 
     def through(self, slot: Slot, kernel: Callable[[], object], link: Callable[[], object]) -> None:
-        """Have a slice pass through `slot`: a store fills it by kernel and empties it over the link; a load the reverse."""
+        """Have a slice pass through `slot`: a store is kernel, then link, and a load the other way round."""
         steps = [(self.lane.kernels, kernel), (self.lane.copies, link)]
         if self._direction is Direction.LOAD:
             steps.reverse()

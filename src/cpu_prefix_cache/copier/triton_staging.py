@@ -49,10 +49,11 @@ def _tile(
     offset = tl.load(table + 3 * num_parts + part, mask=exists, other=0)
     on_device = (base + block * stride).to(tl.pointer_type(WORD))
     in_slot = slot + (piece.to(tl.int64) * pitch + offset + which * length)
-    on_device = tl.multiple_of(on_device, (ALIGNMENT,))
-    in_slot = tl.multiple_of(in_slot.to(tl.pointer_type(WORD)), (ALIGNMENT,))
+    on_device = tl.multiple_of(on_device, ALIGNMENT)
+    in_slot = tl.multiple_of(in_slot.to(tl.pointer_type(WORD)), ALIGNMENT)
     word = (tile % chunks) * WORDS + tl.arange(0, WORDS)
-    mask = exists[:, None] & (word[None, :] < (length // BYTES)[:, None])
+    words = tl.multiple_of(length // BYTES, ALIGNMENT // BYTES)
+    mask = exists[:, None] & (word[None, :] < words[:, None])
     return on_device[:, None] + word[None, :], in_slot[:, None] + word[None, :], mask
 
 
@@ -88,16 +89,17 @@ INTERPRETED = not isinstance(_gather, JITFunction)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How large a tile is and how many programs share them. `row_words` and `words` are powers of two."""
+    """How large a tile is and how many programs share them. All widths and `words` are powers of two."""
 
-    row_words: int  # of one fragment, at most
+    widths: tuple[int, ...]  # words of one fragment in a tile, ascending: the first that holds all of it, or the last
     words: int  # over all fragments of a tile
     programs: int
     warps: int
 
 
-GPU = Tiling(row_words=1024, words=4096, programs=64, warps=8)
-INTERPRETER = Tiling(row_words=1 << 17, words=1 << 18, programs=2, warps=1)
+# Few widths: Triton compiles for each, half a second a time.
+GPU = Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=8)
+INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps=1)
 
 LARGEST_WORD = 16  # bytes: the widest access of a GPU thread
 WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # alignment -> what is copied at a time
@@ -160,7 +162,7 @@ def _launch(
 ) -> None:
     num_parts = table.rows.shape[1]
     num_fragments = len(ids) * num_parts
-    words = min(triton.next_power_of_2(table.most_words), tiling.row_words)
+    words = next((width for width in tiling.widths if width >= table.most_words), tiling.widths[-1])
     fragments = max(1, tiling.words // words)
     if INTERPRETED:  # no wider than needed: there is nothing to compile
         fragments = min(fragments, triton.next_power_of_2(max(1, num_fragments)))
