@@ -69,8 +69,9 @@ class StagedCopier:
             Direction.LOAD: self._ring(Direction.LOAD, self._queues.loads, ring_bytes // 2, slot_bytes),
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
+        kernels = self._queues.stores.kernels
         self._ways: list[_Way] = [
-            _Direct(group) if group.is_direct else _ThroughRing(group, slot_bytes, tiling) for group in groups
+            _Direct(group) if group.is_direct else _ThroughRing(group, slot_bytes, tiling, kernels) for group in groups
         ]
 
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
@@ -176,12 +177,13 @@ class _Section:
 class _ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
-    def __init__(self, group: _StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
+    def __init__(self, group: _StagedGroup, slot_bytes: int, tiling: Tiling, queue: Queue) -> None:
         self._group = group
         self._tiling = tiling
         self._sections = [_section(group, first, last) for first, last in _cuts(group, slot_bytes)]
-        for section in self._sections:
-            triton_staging.compile_for(section.tables, tiling)  # now, when a second harms nobody
+        tables = [table for section in self._sections for table in section.tables]
+        queue.submit(lambda: triton_staging.compile_for(tables, tiling))  # now, when a second harms nobody
+        queue.drain()
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, ready: Mark) -> None:
         ids = _upload(copy.device_blocks, self._group.parts[0].device, ring.lane.kernels)
