@@ -134,7 +134,7 @@ def build(name, layout, tensors, host, data):
         for piece, parts in zip(layout.pieces, layout.parts, strict=True)
         for part in parts
     )
-    least = 4 * -(-largest * 3 // 512) * 512  # three parts at most are joined
+    least = 4 * -(-largest // 512) * 512
     delays = DelayedQueues(rng=random.Random(data.draw(st.integers(0, 1000), label="delays")))
     return StagedCopier(
         layout,

@@ -171,6 +171,38 @@ def test_nor_are_layers_that_lie_together_in_every_block(monkeypatch):
     assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
 
 
+def test_several_parts_are_not_staged_when_all_are_large(monkeypatch):
+    monkeypatch.setattr(staged, "LARGE_BYTES", 60)
+    parts = [randoms(6, 60), randoms(6, 70, seed=1)]
+    host = poisoned(12, 100)
+    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+    copies = [GroupCopy(0, (7, 3, 0, 1, 11, 9), (0, 5, 2, 1))]
+    copier.copy(Direction.STORE, copies)
+    expected = poisoned(12, 100)
+    ReferenceCopier(shapes_of([parts], [2], 100), [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part.fill_(POISON)
+    copier.copy(Direction.LOAD, copies)
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part[[0, 5, 2, 1]], was[[0, 5, 2, 1]])
+        assert (part[[3, 4]] == POISON).all()
+    monkeypatch.setattr(staged, "LARGE_BYTES", 61)  # one is not
+    with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
+        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+
+
+def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
+    raw = randoms(4, 5000)
+    parts = [raw[:, at : at + 500] for at in range(0, 4500, 500)]
+    others = [randoms(4, 24, seed=1)]
+    host = poisoned(4, 4524)
+    copier = StagedCopier(shapes_of([parts + others], [1], 4524), [parts + others], host, ring_bytes=2048)
+    copier.copy(Direction.STORE, [GroupCopy(0, (3, 0), (1, 2))])
+    assert torch.equal(host[[3, 0], :4500], raw[[1, 2], :4500])
+
+
 # Addresses
 
 

@@ -7,7 +7,7 @@ hundred KiB at a time. So a transfer is cut into slices that fit a slot, and eac
     load    copies    wait for the slot, host blocks into it        |   kernels   wait for that, scatter to fragments
 
 While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
-queues each. Where a group has one part and its blocks are large, they cross the link as they are.
+queues each. Blocks that are large in every part cross the link as they are.
 
 The gather of a store waits for all that compute had been given when the copy was asked for, so for what wrote the
 blocks. So does the scatter of a load: for the last reader of the blocks, and for whoever zeroes them (rule 12). `copy`
@@ -16,6 +16,7 @@ returns when all has run; nobody who uses the blocks then needs to wait for anyt
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -36,8 +37,10 @@ from cpu_prefix_cache.plan import Direction, GroupCopy
 RING_BYTES = 128 * 1024 * 1024
 SLOTS = 8  # of each ring, unless a part is larger than such a slot
 
-# Blocks from this size on need no staging: loads reach 98 % of the link, stores to random addresses 87 % (one H200).
+# Blocks of a lone part cross as they are from this size on: staged they would be no larger. Of several parts, each from
+# LARGE_BYTES on: then stores to random addresses reach 95 % of the link, and loads 98 % (one H200).
 DIRECT_BYTES = 192 * 1024
+LARGE_BYTES = 1024 * 1024
 
 
 class StagedCopier:
@@ -105,19 +108,18 @@ def _check_machine(device: torch.device, host: torch.Tensor) -> None:
 
 
 class _StagedGroup:
-    """One group as staged copies see it: parts that lie side by side are one, where that keeps the canonical order."""
+    """One group as staged copies see it: direct or not, and if so with neighbouring parts joined."""
 
     def __init__(self, group: BoundGroup, host: torch.Tensor) -> None:
         self.device_blocks = group.piece.device_blocks
-        self.parts = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
+        joined = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
+        enough = DIRECT_BYTES if len(joined) == 1 else LARGE_BYTES
+        self.is_direct = all(part.shape[1] >= enough for part in joined)
+        self.parts = joined if self.is_direct else list(group.parts)
         self.layout = PieceLayout([part.shape[1] for part in self.parts], self.device_blocks)
         self.host = host.view(-1)
         self._host_blocks = group.piece.host_blocks
         self._host_block_bytes = host.shape[1]
-
-    @property
-    def is_direct(self) -> bool:
-        return len(self.parts) == 1 and self.parts[0].shape[1] >= DIRECT_BYTES
 
     @property
     def largest_part(self) -> int:
@@ -141,24 +143,24 @@ class _Way(Protocol):
 
 
 class _Direct:
-    """Block by block over the link: for one part of large blocks."""
+    """Block by block over the link, part after part: for large blocks."""
 
     def __init__(self, group: _StagedGroup) -> None:
         self._group = group
-        (part,) = group.parts
-        self._block_bytes, self._stride = part.shape[1], part.stride(0)
-        self._memory = part.as_strided((span(part),), (1,))
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, ready: Mark) -> None:
-        moves = list(join(chain.from_iterable(self._extents(copy))))
         ring.lane.copies.wait(ready)
-        ring.lane.copies.submit(lambda: _cross(direction, self._memory, self._group.host, moves))
+        for part, offset in zip(self._group.parts, self._group.layout.offsets, strict=True):
+            moves = list(join(chain.from_iterable(self._extents(copy, part, offset))))
+            memory = part.as_strided((span(part),), (1,))
+            ring.lane.copies.submit(partial(_cross, direction, memory, self._group.host, moves))
 
-    def _extents(self, copy: GroupCopy) -> Iterator[Iterator[Extent]]:
+    def _extents(self, copy: GroupCopy, part: torch.Tensor, offset: int) -> Iterator[Iterator[Extent]]:
+        size, stride = part.shape[1], part.stride(0)
         for at, block in enumerate(copy.device_blocks):
             piece, within = divmod(at, self._group.device_blocks)
-            first_byte, size = within * self._block_bytes, self._block_bytes
-            yield self._group.extents(copy, piece, first_byte=first_byte, num_bytes=size, device=block * self._stride)
+            first_byte = offset + within * size
+            yield self._group.extents(copy, piece, first_byte=first_byte, num_bytes=size, device=block * stride)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +208,7 @@ class _ThroughRing:
             for table in section.tables:
                 move(slot.memory, table, some, device_blocks=blocks, pitch=section.pitch, tiling=self._tiling)
 
-        ring.through(slot, kernel, lambda: _cross(direction, slot.memory, self._group.host, moves))
+        ring.through(slot, kernel, partial(_cross, direction, slot.memory, self._group.host, moves))
 
     def _extents(self, copy: GroupCopy, section: _Section, pieces: range) -> Iterator[Iterator[Extent]]:
         for at, piece in enumerate(pieces):

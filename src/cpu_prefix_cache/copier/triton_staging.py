@@ -8,9 +8,9 @@ j of piece i has the id `ids[i*d + j]`, and for each part p there is one *fragme
 
 `gather` copies every fragment into the slot, `scatter` out of it. Nothing between fragments is read or written.
 
-A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Programs are few: they need HBM
-speed only, and the link is 30 times slower than that. A word is as large as the alignment of everything about a part
-lets it be, so parts of one alignment and size share a table, and a table is one launch. In Triton's interpreter each
+A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Programs are few: HBM is
+tens of times faster than the link they serve. A word is as large as the alignment of everything about a part lets it
+be, so parts of one alignment and size share a table, and a table is one launch. In Triton's interpreter each
 operation costs tens of microseconds however large its tile, so there a tile takes in as much as it may.
 
 All addresses are int64: a block may lie many GiB from the first. The kernels trust their ids; Binding has checked them.
