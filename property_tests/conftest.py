@@ -4,6 +4,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: Triton reads it as it decorates
+
 settings.register_profile(
     "core",
     derandomize="CI" in os.environ,  # a change is judged by what it does, and searched further on its author's machine

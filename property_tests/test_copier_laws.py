@@ -1,75 +1,208 @@
-"""For any layout and any blocks: a store and a load bring every byte back, and touch nothing else."""
+"""For any layout and any blocks: copies move the bytes that the layout says, and touch nothing else.
 
+The model is a list of byte addresses on each side. Every copier is held against it over all of the memory there is:
+padding, other blocks, and what a piece leaves of its host blocks. The staged copier runs in Triton's interpreter, with
+small rings, with tiles of any width, and with queues that put work off in any order they may.
+"""
+
+import mmap
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece
+from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.staged import StagedCopier
+from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
+from tests.delays import DelayedQueues
 
 POISON = 0xAB
-DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn]
+MAX_FRAGMENTS = 20  # of one group in one copy: what the interpreter does in some milliseconds
+BLOCKS = 9
+WIDE = [INTERPRETER, Tiling((16, 128, 1024), 4096, 64, 1)]
+NARROW = [*WIDE, Tiling((4,), 16, 3, 1), Tiling((4, 32), 64, 1, 1)]  # many tiles: for small fragments alone
+
+
+@dataclass
+class PartAt:
+    """Block b lies in [first + b * stride, first + b * stride + size) of a buffer."""
+
+    buffer: int
+    first: int
+    stride: int
+    size: int
+
+
+@dataclass
+class Layout:
+    """As much of a planner as copiers need, and where the engine's parts lie: `parts[group]`."""
+
+    pieces: list[Piece]
+    host_block_bytes: int
+    parts: list[list[PartAt]]
+    buffer_bytes: list[int]
+
+    def tensors(self, buffers):
+        return [
+            [buffers[at.buffer].as_strided((BLOCKS, at.size), (at.stride, 1), at.first) for at in parts]
+            for parts in self.parts
+        ]
+
+
+sizes = st.one_of(
+    st.integers(1, 40), st.sampled_from([16, 48, 64, 128]), st.sampled_from([18 * 1024, 18 * 1024 + 6, 4096, 1001])
+)
 
 
 @st.composite
-def benches(draw):
-    """Device tensors of one to three groups, with padding between blocks, and the planner that fits them."""
-    seed = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    groups, tensors = [], []
+def buffers_of_parts(draw, buffer, count):
+    """`count` parts in one buffer, side by side within every block, in any order, with any gaps; and its bytes."""
+    first, gap = draw(st.sampled_from([0, 0, 1, 8, 16])), draw(st.sampled_from([0, 0, 1, 2, 16]))
+    widths, at, begins = [draw(sizes) for _ in range(count)], 0, {}
+    for part in draw(st.permutations(range(count))):
+        begins[part], at = at, at + widths[part] + gap
+    stride = at + draw(st.sampled_from([0, 0, 3, 8, 48]))
+    parts = [PartAt(buffer, first + begins[part], stride, widths[part]) for part in range(count)]
+    return parts, first + BLOCKS * stride
+
+
+@st.composite
+def layouts(draw):
+    """One to three groups, whose parts lie apart or together."""
+    host_block_bytes = draw(st.one_of(st.integers(20, 200), st.sampled_from([512, 18 * 1024, 40_000])))
+    pieces, groups, buffer_bytes = [], [], []
     for index in range(draw(st.integers(1, 3))):
-        num_blocks = draw(st.integers(8, 12))
         parts = []
-        for _ in range(draw(st.integers(1, 4))):
-            dtype, width, padding = draw(st.sampled_from(DTYPES)), draw(st.integers(1, 9)), draw(st.integers(0, 3))
-            size = dtype.itemsize
-            raw = torch.randint(0, 256, (num_blocks, (width + padding) * size), dtype=torch.uint8, generator=seed)
-            parts.append(raw.view(dtype)[:, :width])
-        weight = sum(part[0].numel() * part.element_size() for part in parts)
-        tokens = 2 ** draw(st.integers(0, 2))
-        groups.append(Group(name=str(index), kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=weight))
-        tensors.append(parts)
-    return HybridChunkPlanner(groups, max_model_len=64), tensors
+        for count in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
+            some, num_bytes = draw(buffers_of_parts(len(buffer_bytes), count))
+            parts += some
+            buffer_bytes.append(num_bytes)
+        device_blocks = draw(st.integers(1, 3))
+        block_bytes = sum(part.size for part in parts)
+        group = Group(name=str(index), kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
+        num_bytes = device_blocks * block_bytes
+        pieces.append(Piece(group, device_blocks, -(-num_bytes // host_block_bytes), num_bytes))
+        groups.append(parts)
+    return Layout(pieces, host_block_bytes, groups, buffer_bytes)
 
 
 @st.composite
-def round_trips(draw):
-    """A bench, and for each group where two chunks come from, where they stay, and where they go."""
-    planner, tensors = draw(benches())
-    host_ids = draw(st.permutations(range(2 * planner.host_blocks_per_chunk + 3)))
+def transfers(draw):
+    """A layout, host blocks, and for each group where pieces come from, where they stay, and where they go."""
+    layout = draw(layouts())
+    counts = []
+    for piece, parts in zip(layout.pieces, layout.parts, strict=True):
+        most = min(MAX_FRAGMENTS // (len(parts) * piece.device_blocks), BLOCKS // piece.device_blocks)
+        counts.append(draw(st.integers(0, max(1, most))))
+    num_host = 3 + sum(count * piece.host_blocks for count, piece in zip(counts, layout.pieces, strict=True))
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    host_ids = rng.sample(range(num_host), num_host) if draw(st.booleans()) else list(reversed(range(num_host)))
     stores, loads = [], []
-    for index, piece in enumerate(planner.pieces):
-        host = tuple(host_ids.pop() for _ in range(2 * piece.host_blocks))
-        blocks = list(range(tensors[index][0].shape[0]))
-        sources = tuple(draw(st.permutations(blocks))[: 2 * piece.device_blocks])
-        goals = tuple(draw(st.permutations(blocks))[: 2 * piece.device_blocks])
-        stores.append(GroupCopy(index, host, sources))
-        loads.append(GroupCopy(index, host, goals))
-    return planner, tensors, stores, loads
+    for index, (count, piece) in enumerate(zip(counts, layout.pieces, strict=True)):
+        here = tuple(host_ids.pop() for _ in range(count * piece.host_blocks))
+        for copies in (stores, loads):
+            ids = rng.sample(range(BLOCKS), count * piece.device_blocks)
+            copies.append(GroupCopy(index, here, tuple(ids)))
+    return layout, num_host, stores, loads
 
 
-def raw(part: torch.Tensor) -> torch.Tensor:
-    return part.contiguous().view(torch.uint8)
+def addresses(layout, copies):
+    """What a transfer moves, as (buffer, bytes of it, bytes of the host region), both in the same order."""
+    for copy in copies:
+        piece, parts = layout.pieces[copy.group], layout.parts[copy.group]
+        for number in range(len(copy.host_blocks) // piece.host_blocks):
+            here = copy.host_blocks[number * piece.host_blocks :][: piece.host_blocks]
+            host = [block * layout.host_block_bytes + byte for block in here for byte in range(layout.host_block_bytes)]
+            done = 0
+            for part in parts:
+                for block in copy.device_blocks[number * piece.device_blocks :][: piece.device_blocks]:
+                    begin = part.first + block * part.stride
+                    yield part.buffer, np.arange(begin, begin + part.size), np.array(host[done : done + part.size])
+                    done += part.size
 
 
-@given(round_trips())
-def test_every_byte_comes_back_and_nothing_else_is_touched(trip):  # S7.49, O8.19
-    planner, tensors, stores, loads = trip
-    spare = 3
-    host = torch.full((2 * planner.host_blocks_per_chunk + spare, planner.host_block_bytes), POISON, dtype=torch.uint8)
-    copier = ReferenceCopier(planner, tensors, host)
-    before = [[raw(part).clone() for part in parts] for parts in tensors]
+def build(name, layout, tensors, host, data):
+    if name == "reference":
+        return choose_copier(layout, tensors, host, name=name).copier
+    largest = max(
+        piece.device_blocks * part.size
+        for piece, parts in zip(layout.pieces, layout.parts, strict=True)
+        for part in parts
+    )
+    least = 4 * -(-largest // 512) * 512
+    delays = DelayedQueues(rng=random.Random(data.draw(st.integers(0, 1000), label="delays")))
+    return StagedCopier(
+        layout,
+        tensors,
+        host,
+        ring_bytes=data.draw(st.sampled_from([least, 2 * least, least + 64 * 512]), label="ring"),
+        tiling=data.draw(st.sampled_from(NARROW if largest < 100 else WIDE), label="tiling"),
+        queues=delays.queues,
+    )
 
+
+@pytest.mark.parametrize("name", ["reference", "staged"])
+@settings(max_examples=50)  # the interpreter takes 0.2 s for one
+@given(transfers(), st.data())
+def test_copies_move_what_the_layout_says_and_nothing_else(name, transfer, data):  # S7.49, O8.19, L5.32
+    layout, num_host, stores, loads = transfer
+    seed = torch.Generator().manual_seed(1)
+    buffers = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=seed) for size in layout.buffer_bytes]
+    host = torch.full((num_host, layout.host_block_bytes), POISON, dtype=torch.uint8)
+    copier = build(name, layout, layout.tensors(buffers), host, data)
+
+    expected = host.numpy().copy().reshape(-1)
+    for buffer, there, here in addresses(layout, stores):
+        expected[here] = buffers[buffer].numpy()[there]
     copier.copy(Direction.STORE, stores)
-    written = {block for copy in stores for block in copy.host_blocks}
-    assert all((host[block] == POISON).all() for block in range(host.shape[0]) if block not in written)
-    for parts in tensors:
-        for part in parts:
-            part.view(torch.uint8).fill_(POISON)
+    assert np.array_equal(host.numpy().reshape(-1), expected)
 
+    for buffer in buffers:
+        buffer.fill_(POISON)
+    wanted = [buffer.numpy().copy() for buffer in buffers]
+    for buffer, there, here in addresses(layout, loads):
+        wanted[buffer][there] = expected[here]
     copier.copy(Direction.LOAD, loads)
-    for group, (store, load) in enumerate(zip(stores, loads, strict=True)):
-        for part, was in zip(tensors[group], before[group], strict=True):
-            now = raw(part)
-            assert torch.equal(now[list(load.device_blocks)], was[list(store.device_blocks)])
-            untouched = [block for block in range(now.shape[0]) if block not in load.device_blocks]
-            assert (now[untouched] == POISON).all()
+    assert all(np.array_equal(buffer.numpy(), right) for buffer, right in zip(buffers, wanted, strict=True))
+    assert np.array_equal(host.numpy().reshape(-1), expected)
+
+
+REGION = 64 << 30
+MIDDLE = 8 << 30  # an address cut to 32 bits is then still within the region: wrong bytes, no crash
+
+
+@pytest.fixture(scope="module")
+def region():
+    """64 GiB of addresses, of which only what is written takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, REGION, flags=flags), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["reference", "staged"])
+@settings(max_examples=20)
+@given(
+    stride=st.integers(4 << 30, (REGION - MIDDLE - (1 << 30)) // BLOCKS),
+    size=st.sampled_from([18 * 1024, 5001, 48]),
+    ids=st.permutations(range(BLOCKS)),
+)
+def test_blocks_may_lie_any_number_of_gigabytes_apart(name, region, stride, size, ids):  # L5.33
+    rows = region.as_strided((BLOCKS, size), (stride, 1), MIDDLE)
+    values = torch.randint(0, 256, (3, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    sources, goals = ids[:3], ids[3:6]
+    rows[:] = POISON
+    rows[sources] = values
+    group = Group(name="far", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=size)
+    layout = Layout([Piece(group, 1, 1, size)], size, [], [])
+    host = torch.full((5, size), POISON, dtype=torch.uint8)
+    copier = choose_copier(layout, [[rows]], host, name=name, ring_bytes=1 << 17).copier
+    copier.copy(Direction.STORE, [GroupCopy(0, (4, 0, 2), tuple(sources))])
+    assert torch.equal(host[[4, 0, 2]], values)
+    copier.copy(Direction.LOAD, [GroupCopy(0, (4, 0, 2), tuple(goals))])
+    assert torch.equal(rows[goals], values)
+    assert torch.equal(rows[sources], values)
+    assert (rows[ids[6:]] == POISON).all()

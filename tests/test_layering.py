@@ -72,6 +72,20 @@ def test_what_decides_knows_no_torch(file):
     assert not {name.split(".")[0] for name in imports(file)} & {"torch", "triton", "numpy"}
 
 
+def test_what_copies_knows_of_what_decides_only_the_words_they_share():
+    for file in set(EVERYTHING) - set(DECIDES):
+        ours = {name.split(".")[1] for name in imports(file) if name.startswith("cpu_prefix_cache.")}
+        shared = {"errors", "memory"} if room(file) == "memory" else {"errors", "memory", "copier", "plan", "planner"}
+        assert ours <= shared, file
+
+
+def test_one_file_knows_triton_and_is_imported_by_staging_alone():
+    knows = {file.stem for file in EVERYTHING if "triton" in {name.split(".")[0] for name in imports(file)}}
+    assert knows == {"triton_staging"}
+    uses = {file.stem for file in EVERYTHING if "triton_staging" in file.read_text()}
+    assert uses == {"staged"}
+
+
 @pytest.mark.parametrize("file", EVERYTHING, ids=lambda file: str(file.relative_to(HOME)))
 def test_the_library_knows_no_engine(file):
     assert not {name.split(".")[0] for name in imports(file)} & ENGINES

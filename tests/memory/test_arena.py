@@ -1,5 +1,7 @@
 """The host region: the right shape, and refused in time when it is too large."""
 
+import gc
+
 import pytest
 import torch
 
@@ -25,6 +27,62 @@ def test_what_is_written_to_one_block_stays_out_of_the_others():
 def test_more_than_the_machine_may_use_is_refused_with_the_number_that_fits():
     with pytest.raises(ConfigurationError, match=r"ask for at most \d+ bytes"):
         HostArena(num_blocks=1 << 30, block_bytes=1 << 20)
+
+
+class CudaRuntime:
+    """Says yes to everything, or `error`."""
+
+    def __init__(self, error=0):
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        self.registered[address] = num_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return self.error
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = CudaRuntime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+def test_a_pinned_region_is_registered_until_it_is_closed(runtime):
+    region = HostArena(num_blocks=3, block_bytes=1000, pinned=True)
+    address = region.blocks.data_ptr()
+    assert runtime.registered == {address: 3000}
+    blocks = region.blocks
+    del region  # whoever forgets the arena leaves CUDA no address without memory behind it
+    gc.collect()
+    blocks.fill_(1)
+    assert address in arena._PINNED
+
+
+def test_closing_unpins_once_and_an_ordinary_region_needs_none(runtime):
+    region = HostArena(num_blocks=3, block_bytes=1000, pinned=True)
+    region.close()
+    assert not runtime.registered and region.blocks.data_ptr() not in arena._PINNED
+    region.close()
+    HostArena(num_blocks=3, block_bytes=1000).close()
+
+
+def test_what_cuda_will_not_pin_is_refused_with_its_error(runtime):
+    runtime.error = 2
+    with pytest.raises(ConfigurationError, match=r"would not pin 0.00 GB .*error 2"):
+        HostArena(num_blocks=3, block_bytes=1000, pinned=True)
+    assert not arena._PINNED.keys() & runtime.registered.keys()
+
+
+def test_pinned_memory_needs_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="pinned=False"):
+        HostArena(num_blocks=3, block_bytes=1000, pinned=True)
 
 
 def test_a_control_group_counts_what_is_used_already(tmp_path, monkeypatch):

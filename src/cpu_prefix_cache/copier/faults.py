@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.reference import block_bytes
+from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 
@@ -29,7 +29,7 @@ class CorruptingCopier:
         if direction is not Direction.LOAD or self.corrupted == self._loads:
             return
         for copy in copies:
-            if copy.group == self._group:
+            if copy.group == self._group and copy.device_blocks:
                 for part in self._parts:
                     part[copy.device_blocks[0]] = 0
                 self.corrupted += 1

@@ -2,113 +2,62 @@
 
 For the pieces of one group, with d device blocks and h host blocks each:
 
-    store   host[h ids]  =  the parts' bytes at the d ids, side by side, padded to whole host blocks
+    store   the h host blocks  =  the parts' bytes at the d ids, side by side; what is left of the last stays as it was
     load    the same, read the other way
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from cpu_prefix_cache.copier.base import check_ids
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.memory.layout import PieceLayout
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes
 from cpu_prefix_cache.plan import Direction, GroupCopy
-from cpu_prefix_cache.planner import HybridChunkPlanner, Piece
-
-
-def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A `[blocks, ...]` tensor as uint8 [blocks, bytes]: the same memory. Blocks may lie apart, not be torn.
-
-    Raises ConfigurationError when the bytes of a block are not contiguous.
-    """
-    if not tensor[0].is_contiguous():
-        raise ConfigurationError(
-            f"the bytes of one block must be contiguous, but blocks of shape {tuple(tensor.shape[1:])} "
-            f"have strides {tensor.stride()[1:]}"
-        )
-    size = tensor[0].numel() * tensor.element_size()
-    flat = tensor.as_strided((tensor.shape[0], tensor[0].numel()), (tensor.stride(0), 1), tensor.storage_offset())
-    return flat.view(torch.uint8).view(tensor.shape[0], size)
 
 
 class ReferenceCopier:
-    """Copies synchronously with torch indexing.
-
-    `tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`; `host` is the region,
-    uint8 [host blocks, host_block_bytes].
-
-    Raises ConfigurationError when the tensors do not weigh what the planner was told, or differ in blocks, or the host
-    region has other blocks.
-    """
+    """Copies synchronously with torch indexing, on any device. Arguments and errors are those of Binding."""
 
     def __init__(
-        self, planner: HybridChunkPlanner, tensors: Sequence[Sequence[torch.Tensor]], host: torch.Tensor
+        self,
+        shapes: Shapes,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        host: torch.Tensor,
+        *,
+        null_block: int | None = None,
     ) -> None:
-        if (
-            host.dtype != torch.uint8
-            or host.shape[1] != planner.host_block_bytes
-            or len(tensors) != len(planner.pieces)
-        ):
-            raise ConfigurationError(
-                f"the planner has {len(planner.pieces)} groups and host blocks of {planner.host_block_bytes} bytes; "
-                f"got tensors of {len(tensors)} groups and a host region of {host.dtype} {tuple(host.shape)}"
-            )
-        self._host = host
-        self._groups = [
-            _BoundGroup(piece, [block_bytes(tensor) for tensor in parts], host)
-            for piece, parts in zip(planner.pieces, tensors, strict=True)
-        ]
+        self._binding = Binding(shapes, tensors, host, null_block)
 
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
+        self._binding.check(direction, copies)
         for copy in copies:
-            self._groups[copy.group].check(direction, copy)
-        for copy in copies:
+            group = self._binding.groups[copy.group]
+            if not copy.host_blocks:
+                continue
             if direction is Direction.STORE:
-                self._groups[copy.group].store(copy)
+                self._store(group, copy)
             else:
-                self._groups[copy.group].load(copy)
+                self._load(group, copy)
 
+    def _store(self, group: BoundGroup, copy: GroupCopy) -> None:
+        device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
+        pieces = group.pieces_of(copy)
+        packed = torch.cat([part[device_ids].view(pieces, -1) for part in group.parts], dim=1)
+        packed = packed.to(self._binding.host.device)
+        for host_ids, begin, end in self._columns(group, copy):
+            self._binding.host[host_ids, : end - begin] = packed[:, begin:end]
 
-class _BoundGroup:
-    """One group's parts on the device, and where their bytes go in the host region."""
+    def _load(self, group: BoundGroup, copy: GroupCopy) -> None:
+        device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
+        rows = [self._binding.host[host_ids, : end - begin] for host_ids, begin, end in self._columns(group, copy)]
+        packed = torch.cat(rows, dim=1).to(self._binding.device)
+        for part, begin in zip(group.parts, group.layout.offsets, strict=True):
+            end = begin + part.shape[1] * group.piece.device_blocks
+            part[device_ids] = packed[:, begin:end].reshape(len(device_ids), -1)
 
-    def __init__(self, piece: Piece, parts: Sequence[torch.Tensor], host: torch.Tensor) -> None:
-        self._piece = piece
-        self._parts = parts
-        self._host = host
-        self._layout = PieceLayout([part.shape[1] for part in parts], piece.device_blocks)
-        if self._layout.num_bytes != piece.num_bytes:
-            raise ConfigurationError(
-                f"a piece of group {piece.group.name!r} weighs {self._layout.num_bytes} bytes in the tensors given, "
-                f"but the planner was told {piece.num_bytes}"
-            )
-        if len({part.shape[0] for part in parts}) != 1:
-            raise ConfigurationError(f"the tensors of group {piece.group.name!r} differ in the number of blocks")
-
-    def check(self, direction: Direction, copy: GroupCopy) -> None:
-        loads = direction is Direction.LOAD
-        check_ids("device", copy.device_blocks, self._parts[0].shape[0], distinct=loads)
-        check_ids("host", copy.host_blocks, self._host.shape[0], distinct=not loads)
-        pieces, rest = divmod(len(copy.host_blocks), self._piece.host_blocks)
-        if rest or len(copy.device_blocks) != pieces * self._piece.device_blocks:
-            raise MisuseError(
-                f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
-                f"of {self._piece.host_blocks} and {self._piece.device_blocks}"
-            )
-
-    def store(self, copy: GroupCopy) -> None:
-        pieces = len(copy.host_blocks) // self._piece.host_blocks
-        device_ids = torch.tensor(copy.device_blocks, device=self._parts[0].device)
-        packed = torch.cat([part[device_ids].view(pieces, -1) for part in self._parts], dim=1)
-        padding = self._piece.host_blocks * self._host.shape[1] - self._layout.num_bytes
-        packed = torch.nn.functional.pad(packed, (0, padding)).view(len(copy.host_blocks), -1)
-        self._host[torch.tensor(copy.host_blocks)] = packed.to(self._host.device)
-
-    def load(self, copy: GroupCopy) -> None:
-        pieces = len(copy.host_blocks) // self._piece.host_blocks
-        packed = self._host[torch.tensor(copy.host_blocks)].view(pieces, -1).to(self._parts[0].device)
-        device_ids = torch.tensor(copy.device_blocks, device=self._parts[0].device)
-        for part, begin in zip(self._parts, self._layout.offsets, strict=True):
-            end = begin + part.shape[1] * self._piece.device_blocks
-            part[device_ids] = packed[:, begin:end].reshape(len(copy.device_blocks), -1)
+    def _columns(self, group: BoundGroup, copy: GroupCopy) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """The first host block of every piece, then the second, and so on, each with the bytes of a piece it holds."""
+        blocks, width = group.piece.host_blocks, self._binding.host.shape[1]
+        ids = torch.tensor(copy.host_blocks, dtype=torch.int64, device=self._binding.host.device).view(-1, blocks)
+        for column in range(blocks):
+            begin = column * width
+            yield ids[:, column], begin, min(begin + width, group.layout.num_bytes)

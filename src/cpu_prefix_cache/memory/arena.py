@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,16 +20,49 @@ class HostArena:
 
     Pages are taken from the system when they are first written. Huge pages are asked for, and not insisted on.
 
-    Raises ConfigurationError, with the number that fits, when the region is more than this process may use.
+    A `pinned` region is registered with CUDA, so that the copy engines reach it at the speed of the link, and stays so
+    until `close` or the end of the process. That takes its pages at once, and in one call: 4.2 s for 16 GiB, in which
+    no kernel is launched. (Registering in slices, between steps, is an issue of its own.)
+
+    Raises ConfigurationError, with the number that fits, when the region is more than this process may use, and when
+    CUDA will not pin it.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, *, pinned: bool = False) -> None:
         num_bytes = num_blocks * block_bytes
         check_fits(num_bytes)
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
             region.madvise(mmap.MADV_HUGEPAGE)
         self.blocks = torch.frombuffer(region, dtype=torch.uint8).view(num_blocks, block_bytes)
+        if pinned:
+            _pin(self.blocks)
+
+    def close(self) -> None:
+        """Give the pages back to the system, once nothing uses the blocks any more, if CUDA held them."""
+        if self.blocks.data_ptr() in _PINNED:
+            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.blocks.data_ptr()), "unpin the host region")
+            del _PINNED[self.blocks.data_ptr()]
+
+
+# Pinned regions by address. Memory that CUDA still has registered must not be unmapped, whoever forgets its arena.
+_PINNED: dict[int, torch.Tensor] = {}
+
+
+def _pin(blocks: torch.Tensor) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigurationError("host memory is pinned for a CUDA device, and there is none; ask for pinned=False")
+    torch.cuda.init()
+    action = f"pin {blocks.numel() / 1e9:.2f} GB of host memory (see `ulimit -l`, or ask for less)"
+    _check_cuda(torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.numel(), 0), action)
+    _PINNED[blocks.data_ptr()] = blocks
+
+
+def _check_cuda(result: Any, action: str) -> None:
+    """`result` is what torch's binding of the CUDA runtime gave back: an enum member, or its number."""
+    code = int(getattr(result, "value", result))
+    if code:
+        raise ConfigurationError(f"CUDA would not {action}: error {code}")
 
 
 def check_fits(num_bytes: int) -> None:

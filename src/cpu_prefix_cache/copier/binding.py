@@ -1,0 +1,127 @@
+"""A planner's groups, bound to the tensors that hold their bytes and to the host region; and the checks of a copy.
+
+Every copier is built on a Binding and asks it before it moves anything: what passes here addresses only blocks that
+exist, writes none twice, and writes no null block (rules 7 and 16).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cpu_prefix_cache.copier.base import check_ids
+from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.memory.layout import PieceLayout
+from cpu_prefix_cache.memory.parts import block_bytes, check_apart
+from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.planner import Piece
+
+
+class Shapes(Protocol):
+    """What a copier needs of a planner: the pieces, group by group, and how large a host block is."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+
+    @property
+    def host_block_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundGroup:
+    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and where their bytes go in a piece."""
+
+    piece: Piece
+    parts: tuple[torch.Tensor, ...]
+    layout: PieceLayout
+
+    @property
+    def num_blocks(self) -> int:
+        """How many device blocks there are."""
+        return self.parts[0].shape[0]
+
+    def pieces_of(self, copy: GroupCopy) -> int:
+        """How many pieces `copy` has. Raises MisuseError unless they are whole on both sides."""
+        pieces, rest = divmod(len(copy.host_blocks), self.piece.host_blocks)
+        if rest or len(copy.device_blocks) != pieces * self.piece.device_blocks:
+            raise MisuseError(
+                f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
+                f"of {self.piece.host_blocks} and {self.piece.device_blocks}"
+            )
+        return pieces
+
+
+class Binding:
+    """`tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`: tensors as they are, or
+    what `parts.canonical` made of other layouts. `host` is the region, uint8 [host blocks, host_block_bytes].
+    `null_block` is the device block that stands for "no block" in every group, if the engine has one.
+
+    Raises ConfigurationError when the tensors do not weigh what the planner was told, differ in blocks, share memory
+    within a group or are on several devices, or the host region has other blocks.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        host: torch.Tensor,
+        null_block: int | None = None,
+    ) -> None:
+        _check_region(shapes, len(tensors), host)
+        self.host = host
+        self.groups = tuple(
+            _bind(piece, parts, shapes.host_block_bytes) for piece, parts in zip(shapes.pieces, tensors, strict=True)
+        )
+        self._null_block = null_block
+        devices = {part.device for group in self.groups for part in group.parts}
+        if len(devices) != 1:
+            raise ConfigurationError(
+                f"one copier serves one device, but the tensors are on {sorted(map(str, devices))}"
+            )
+        (self.device,) = devices
+
+    def check(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
+        """Raise MisuseError unless every id of a transfer may be copied. Nothing has moved then."""
+        for copy in copies:
+            self._group(copy).pieces_of(copy)
+        for index, group in enumerate(self.groups):
+            ids = [block for copy in copies if copy.group == index for block in copy.device_blocks]
+            check_ids("device", ids, group.num_blocks, distinct=direction is Direction.LOAD)
+            if self._null_block in ids:
+                raise MisuseError(f"block {self._null_block} of group {group.piece.group.name!r} is the null block")
+        host = [block for copy in copies for block in copy.host_blocks]
+        check_ids("host", host, self.host.shape[0], distinct=direction is Direction.STORE)
+
+    def _group(self, copy: GroupCopy) -> BoundGroup:
+        if not 0 <= copy.group < len(self.groups):
+            raise MisuseError(f"there are {len(self.groups)} groups, numbered from 0; got group {copy.group}")
+        return self.groups[copy.group]
+
+
+def _check_region(shapes: Shapes, num_groups: int, host: torch.Tensor) -> None:
+    fits = host.dtype == torch.uint8 and host.ndim == 2 and host.shape[1] == shapes.host_block_bytes
+    if not fits or num_groups != len(shapes.pieces):
+        raise ConfigurationError(
+            f"the planner has {len(shapes.pieces)} groups and host blocks of {shapes.host_block_bytes} bytes; "
+            f"got tensors of {num_groups} groups and a host region of {host.dtype} {tuple(host.shape)}"
+        )
+
+
+def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:
+    name = piece.group.name
+    parts = tuple(block_bytes(tensor) for tensor in tensors)
+    layout = PieceLayout([part.shape[1] for part in parts], piece.device_blocks)
+    if layout.num_bytes != piece.num_bytes:
+        raise ConfigurationError(
+            f"a piece of group {name!r} weighs {layout.num_bytes} bytes in the tensors given, "
+            f"but the planner was told {piece.num_bytes}"
+        )
+    if layout.num_bytes > piece.host_blocks * host_block_bytes:
+        raise ConfigurationError(
+            f"a piece of group {name!r} weighs {layout.num_bytes} bytes, more than its {piece.host_blocks} host blocks"
+        )
+    if len({part.shape[0] for part in parts}) != 1:
+        raise ConfigurationError(f"the tensors of group {name!r} differ in the number of blocks")
+    check_apart(parts, [f"part {at} of group {name!r}" for at in range(len(parts))])
+    return BoundGroup(piece, parts, layout)

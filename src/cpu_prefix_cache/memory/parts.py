@@ -1,0 +1,175 @@
+"""What an engine keeps of its KV, declared part by part.
+
+A *part* is the bytes that each device block has in one tensor: together, equally many, and a constant stride from
+block to block. What engines have, and who takes it apart:
+
+    blocks_first       [blocks, ...]                   K or V apart, scales, an index cache, a state with its slots
+    keys_and_values    [2, blocks, ...]                K and V in one tensor, one after the other
+                       [blocks, 2, ...]                or side by side in every block
+    token_major        [blocks * block_tokens, ...]    MLA: a tensor of tokens, which does not say where a block ends
+
+Blocks may lie further apart than they are long; what is between them is never touched. `canonical` puts the parts of a
+group into the order their bytes have on the host, by layer and role, so that K and V apart and together come to the
+same bytes (rule 16). Within a part the bytes keep the engine's own order.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import torch
+
+from cpu_prefix_cache.errors import ConfigurationError
+
+
+class Role(enum.IntEnum):
+    """What a part is to its layer. The numbers are the order of a layer's parts on the host, under LAYOUT_VERSION."""
+
+    KEY = 0
+    VALUE = 1
+    LATENT = 2  # MLA: the compressed KV, with its rotary part
+    INDEX = 3  # the keys of a sparse-attention indexer
+    KEY_SCALE = 4
+    VALUE_SCALE = 5
+    LATENT_SCALE = 6
+    INDEX_SCALE = 7
+    CONV_STATE = 8
+    STATE = 9  # Mamba, linear attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One part: `rows` is uint8 [blocks, bytes of a block], the engine's own memory.
+
+    `number` tells parts of one layer and role apart, such as the three convolutions of some linear attentions.
+    """
+
+    layer: int
+    role: Role
+    rows: torch.Tensor
+    number: int = 0
+
+    def __str__(self) -> str:
+        name = f"{self.role.name.lower().replace('_', ' ')} of layer {self.layer}"
+        return f"{name} (number {self.number})" if self.number else name
+
+
+def blocks_first(layer: int, role: Role, tensor: torch.Tensor, *, number: int = 0) -> Part:
+    """A tensor [blocks, ...] of any dtype. A state tensor is [slots, ...]: its slots are its blocks.
+
+    Raises ConfigurationError when the bytes of a block do not lie together.
+    """
+    return Part(layer, role, block_bytes(tensor), number)
+
+
+def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[Part, Part]:
+    """K and V in one tensor: [2, blocks, ...] with `kv_dim` 0, [blocks, 2, ...] with `kv_dim` 1.
+
+    The dimension is said, not guessed: with two blocks both readings fit. Raises ConfigurationError when it is not 2.
+    """
+    if kv_dim not in (0, 1) or tensor.ndim < 3 or tensor.shape[kv_dim] != 2:
+        raise ConfigurationError(
+            f"K and V in one tensor are [2, blocks, ...] with kv_dim=0 or [blocks, 2, ...] with kv_dim=1; "
+            f"got {tuple(tensor.shape)} with kv_dim={kv_dim}"
+        )
+    key, value = tensor.unbind(kv_dim)
+    return blocks_first(layer, Role.KEY, key), blocks_first(layer, Role.VALUE, value)
+
+
+def token_major(
+    layer: int, role: Role, tensor: torch.Tensor, *, num_blocks: int, block_tokens: int, number: int = 0
+) -> Part:
+    """A tensor [num_blocks * block_tokens, ...] with one row to a token.
+
+    How many blocks there are is said by whoever made them: the shape does not tell it (ATOM PR 1318 found so too).
+    Raises ConfigurationError when the rows are not those blocks, or padding between rows tears a block apart.
+    """
+    if num_blocks < 1 or block_tokens < 1 or tensor.shape[0] != num_blocks * block_tokens:
+        raise ConfigurationError(
+            f"{num_blocks} blocks of {block_tokens} tokens are {num_blocks * block_tokens} rows, but the tensor of "
+            f"layer {layer} has {tensor.shape[0]}; give the rows that are blocks, and no others"
+        )
+    return blocks_first(layer, role, tensor.unflatten(0, (num_blocks, block_tokens)), number=number)
+
+
+def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:
+    """The rows of a group's parts in the order of LAYOUT_VERSION: by layer, role and number, however they were given.
+
+    Raises ConfigurationError when a part comes twice, or two parts share memory.
+    """
+    ordered = sorted(parts, key=lambda part: (part.layer, part.role, part.number))
+    for one, next_one in pairwise(ordered):
+        if str(one) == str(next_one):
+            raise ConfigurationError(f"the {one} was declared twice; tell parts of one role apart by `number`")
+    rows = [part.rows for part in ordered]
+    check_apart(rows, [str(part) for part in ordered])
+    return rows
+
+
+def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A `[blocks, ...]` tensor as uint8 [blocks, bytes]: the same memory. Blocks may lie apart, not be torn.
+
+    Raises ConfigurationError when the bytes of a block are not contiguous, blocks overlap, or there are none.
+    """
+    if tensor.ndim < 2 or not tensor.numel():
+        raise ConfigurationError(f"a part is a tensor [blocks, ...] with bytes in it, got shape {tuple(tensor.shape)}")
+    if not tensor[0].is_contiguous():
+        raise ConfigurationError(
+            f"the bytes of one block must be contiguous, but blocks of shape {tuple(tensor.shape[1:])} "
+            f"have strides {tensor.stride()[1:]}; a permuted view is given in the order of its memory"
+        )
+    blocks, width = tensor.shape[0], tensor[0].numel()
+    if blocks > 1 and tensor.stride(0) < width:
+        raise ConfigurationError(f"blocks of {width} elements overlap: they are only {tensor.stride(0)} apart")
+    flat = tensor.as_strided((blocks, width), (tensor.stride(0), 1), tensor.storage_offset())
+    return flat.view(torch.uint8).view(blocks, width * tensor.element_size())
+
+
+def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raise ConfigurationError when two parts of one group share bytes: a load would write them twice.
+
+    Layers that share their KV, or several views of one raw buffer, are declared once. Groups may share a buffer: which
+    blocks belong to whom is then for the engine to know.
+    """
+    for (one, one_name), (other, other_name) in combinations(zip(rows, names, strict=True), 2):
+        low, high = (one, other) if one.data_ptr() <= other.data_ptr() else (other, one)
+        if high.data_ptr() >= low.data_ptr() + span(low):
+            continue
+        if same_blocks(one, other):
+            raise ConfigurationError(f"the {one_name} and the {other_name} are the same memory; declare it once")
+        if not _interleave(low, high):
+            raise ConfigurationError(f"the {one_name} and the {other_name} share bytes; parts must lie apart")
+
+
+def same_blocks(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two parts are the same bytes."""
+    return (one.data_ptr(), one.stride(), one.shape) == (other.data_ptr(), other.stride(), other.shape)
+
+
+def span(rows: torch.Tensor) -> int:
+    """Bytes from the first of the first block to the last of the last."""
+    return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
+
+
+def _interleave(low: torch.Tensor, high: torch.Tensor) -> bool:
+    """Whether each block of `high` lies in a gap of `low`. Of unequal strides that cannot be said of all blocks."""
+    stride = low.stride(0)
+    shift = (high.data_ptr() - low.data_ptr()) % stride
+    return high.stride(0) == stride and low.shape[1] <= shift and shift + high.shape[1] <= stride
+
+
+def side_by_side(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes in fewer parts: those that follow each other in every block become one.
+
+    For pieces of one device block only: with several, part i of all of them comes before part i + 1 on the host.
+    """
+    joined = [parts[0]]
+    for part in parts[1:]:
+        last = joined[-1]
+        follows = part.data_ptr() == last.data_ptr() + last.shape[1] and part.stride(0) == last.stride(0)
+        if follows and part.untyped_storage().data_ptr() == last.untyped_storage().data_ptr():
+            joined[-1] = last.as_strided((last.shape[0], last.shape[1] + part.shape[1]), last.stride())
+        else:
+            joined.append(part)
+    return joined

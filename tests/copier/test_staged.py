@@ -1,0 +1,306 @@
+"""The staging ring: when a slot may be used again, what a copy waits for, and what goes through it in which slices."""
+
+import mmap
+import random
+
+import pytest
+import torch
+
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
+from cpu_prefix_cache.copier import staged, triton_staging
+from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.staged import StagedCopier
+from cpu_prefix_cache.copier.triton_staging import Tiling
+from tests.copier.bench import POISON, poisoned, randoms, shapes_of
+from tests.delays import DelayedQueues
+
+BLOCKS = 24
+
+
+class Bench:
+    """One group of two parts, 1 KiB a block together, one device block to a piece, and rings of two slots each."""
+
+    def __init__(self, delays, slots=2):
+        self.parts = [randoms(BLOCKS, 1000), randoms(BLOCKS, 24, seed=1)]
+        self.before = [part.clone() for part in self.parts]
+        self.shapes = shapes_of([self.parts], [1], 1024)
+        self.host = poisoned(BLOCKS, 1024)
+        self.delays = delays
+        self.copier = StagedCopier(
+            self.shapes, [self.parts], self.host, ring_bytes=2 * slots * 1024, queues=delays.queues
+        )
+
+    def copy(self, direction, host_blocks, device_blocks):
+        self.copier.copy(direction, [GroupCopy(0, tuple(host_blocks), tuple(device_blocks))])
+
+
+# The rule of reuse
+
+
+EAGER = [("pack", "in"), ("out", "unpack")]  # as far ahead as it may, and the other step as late as it may
+
+
+@pytest.mark.parametrize("eager", EAGER)
+def test_a_slot_is_used_again_only_when_its_slice_has_left_it(eager):
+    bench = Bench(DelayedQueues(eager))
+    ids = list(range(BLOCKS))
+    bench.copy(Direction.STORE, ids, reversed(ids))
+    for at, (part, begin) in enumerate(zip(bench.parts, (0, 1000), strict=True)):
+        assert torch.equal(bench.host[:, begin : begin + part.shape[1]], bench.before[at].flip(0))
+        part.fill_(POISON)
+    bench.copy(Direction.LOAD, reversed(ids), ids)
+    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+
+
+def test_while_one_slot_crosses_the_next_is_packed():
+    bench = Bench(DelayedQueues(("pack", "out")))
+    bench.delays.ran.clear()
+    bench.copy(Direction.STORE, range(4), range(4))
+    upload, *slices = bench.delays.ran
+    assert upload == "pack"
+    assert slices == ["pack", "pack", "out", "pack", "out", "pack", "out", "out"]
+
+
+# What a copy waits for
+
+
+def test_a_store_takes_what_compute_wrote_before_it_was_asked_for():  # L5.16
+    bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
+    bench.delays.compute.submit(lambda: bench.parts[0].fill_(7))
+    bench.copy(Direction.STORE, range(4), range(4))
+    assert (bench.host[:4, :1000] == 7).all()
+
+
+def test_a_load_comes_after_the_last_reader_and_after_zeroing():
+    bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))
+    bench.copy(Direction.STORE, range(4), range(4))
+    read = []
+    bench.delays.compute.submit(lambda: read.append(bench.parts[0][8:12].clone()))
+    bench.delays.compute.submit(lambda: bench.parts[0].zero_())
+    bench.copy(Direction.LOAD, range(4), range(8, 12))
+    bench.delays.compute.drain()
+    assert torch.equal(read[0], bench.before[0][8:12])
+    assert torch.equal(bench.parts[0][8:12], bench.before[0][:4])
+
+
+def test_blocks_that_cross_as_they_are_wait_for_compute_too(monkeypatch):
+    monkeypatch.setattr(staged, "DIRECT_BYTES", 64)
+    delays = DelayedQueues(("pack", "in", "out", "unpack"))
+    part = randoms(6, 64)
+    copier = StagedCopier(shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues)
+    delays.compute.submit(lambda: part.fill_(7))
+    copier.copy(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))])
+    assert (host[1:3] == 7).all()
+    delays.compute.submit(lambda: part.zero_())
+    copier.copy(Direction.LOAD, [GroupCopy(0, (1, 2), (4, 5))])
+    delays.compute.drain()
+    assert (part[4:] == 7).all() and (part[:4] == 0).all()
+
+
+def test_nothing_is_under_way_when_copy_returns_or_raises(monkeypatch):  # S7.45, L5.34
+    bench = Bench(DelayedQueues(("pack", "in")))
+    bench.copy(Direction.STORE, range(4), range(4))
+    assert not any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
+
+    fail_at = iter([False, False, True])
+
+    def failing(*args, **options):
+        if next(fail_at):
+            raise RuntimeError("no memory")
+        return cuts(*args, **options)
+
+    cuts = staged.join
+    monkeypatch.setattr(staged, "join", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        bench.copy(Direction.LOAD, range(4), range(8, 12))
+    assert not any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
+    bench.copier.copy(Direction.LOAD, [])
+
+
+# Slices
+
+
+def test_a_piece_larger_than_a_slot_goes_part_by_part():  # a state page
+    parts = [randoms(5, size, seed=size) for size in (700, 900, 33, 600, 64)]
+    host, expected = poisoned(40, 300), poisoned(40, 300)
+    shapes = shapes_of([parts], [2], 300)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=4 * 2048)
+    copies = [GroupCopy(0, tuple(random.Random(1).sample(range(40), 2 * shapes.pieces[0].host_blocks)), (4, 0, 2, 3))]
+    assert 2 * sum(part.shape[1] for part in parts) > 2048
+    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
+    copier.copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part.fill_(POISON)
+    copier.copy(Direction.LOAD, copies)
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part[[4, 0, 2, 3]], was[[4, 0, 2, 3]])
+        assert (part[1] == POISON).all()
+
+
+def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
+    parts = [randoms(5, 700)]
+    with pytest.raises(ConfigurationError, match="ring_bytes=4096 works"):
+        StagedCopier(shapes_of([parts], [1], 700), [parts], poisoned(5, 700), ring_bytes=4095)
+    StagedCopier(shapes_of([parts], [1], 700), [parts], poisoned(5, 700), ring_bytes=4096)
+
+
+def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
+    part = randoms(6, 200, 1024)
+    assert part[0].numel() >= staged.DIRECT_BYTES
+    host = poisoned(8, part[0].numel() // 2)
+    shapes = shapes_of([[part]], [2], host.shape[1])
+    copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
+    monkeypatch.setattr(staged, "_upload", None)  # what only staging needs
+    copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
+    assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
+    assert (host[[0, 4, 5, 6]] == POISON).all()
+    part.fill_(POISON)
+    copier.copy(Direction.LOAD, [GroupCopy(0, (7, 3, 1, 2), (0, 5))])
+    assert torch.equal(part[[0, 5]].view(2, -1), host[[7, 3, 1, 2]].view(2, -1))
+    assert (part[1:5] == POISON).all()
+
+
+def test_nor_are_layers_that_lie_together_in_every_block(monkeypatch):
+    monkeypatch.setattr(staged, "DIRECT_BYTES", 60)
+    raw = randoms(6, 80)
+    layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
+    copier = StagedCopier(shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0)
+    copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
+    assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
+
+
+def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them(monkeypatch):
+    monkeypatch.setattr(staged, "DIRECT_BYTES", 60)
+    raw = randoms(6, 80)
+    layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
+    host, expected = poisoned(6, 60), poisoned(6, 60)
+    shapes = shapes_of([layers], [2], 60)
+    copies = [GroupCopy(0, (3, 1), (0, 5))]
+    StagedCopier(shapes, [layers], host, ring_bytes=4096).copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, [layers], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+
+
+def test_several_parts_are_not_staged_when_all_are_large(monkeypatch):
+    monkeypatch.setattr(staged, "LARGE_BYTES", 60)
+    parts = [randoms(6, 60), randoms(6, 70, seed=1)]
+    host = poisoned(12, 100)
+    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+    copies = [GroupCopy(0, (7, 3, 0, 1, 11, 9), (0, 5, 2, 1))]
+    copier.copy(Direction.STORE, copies)
+    expected = poisoned(12, 100)
+    ReferenceCopier(shapes_of([parts], [2], 100), [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part.fill_(POISON)
+    copier.copy(Direction.LOAD, copies)
+    for part, was in zip(parts, before, strict=True):
+        assert torch.equal(part[[0, 5, 2, 1]], was[[0, 5, 2, 1]])
+        assert (part[[3, 4]] == POISON).all()
+    monkeypatch.setattr(staged, "LARGE_BYTES", 61)  # one is not
+    with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
+        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+
+
+def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
+    raw = randoms(4, 5000)
+    parts = [raw[:, at : at + 500] for at in range(0, 4500, 500)]
+    others = [randoms(4, 24, seed=1)]
+    host = poisoned(4, 4524)
+    copier = StagedCopier(shapes_of([parts + others], [1], 4524), [parts + others], host, ring_bytes=2048)
+    copier.copy(Direction.STORE, [GroupCopy(0, (3, 0), (1, 2))])
+    assert torch.equal(host[[3, 0], :4500], raw[[1, 2], :4500])
+
+
+# Addresses
+
+
+STRIDE = 5 << 30  # more than 32 bits can say
+
+
+@pytest.fixture
+def far_memory():
+    """64 GiB that nobody has written to, so that nobody has to have."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, 64 << 30, flags=flags), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [18 * 1024, 18 * 1024 + 1, 4099])
+def test_blocks_may_lie_many_gigabytes_apart(far_memory, size):  # L5.33
+    # from 8 GiB on, so that an address cut to 32 bits is wrong and not a crash
+    far = far_memory.as_strided((9, size), (STRIDE, 1), 8 << 30)
+    near = randoms(9, 40)
+    far[[1, 4, 8]] = randoms(3, size, seed=5)
+    shapes = shapes_of([[near, far]], [1], 20_000)
+    host = poisoned(8, 20_000)
+    copier = StagedCopier(shapes, [[near, far]], host)
+    copier.copy(Direction.STORE, [GroupCopy(0, (6, 1, 3), (8, 1, 4))])
+    assert torch.equal(host[[6, 1, 3], 40 : 40 + size], far[[8, 1, 4]])
+    assert (host[[6, 1, 3], 40 + size :] == POISON).all()
+    copier.copy(Direction.LOAD, [GroupCopy(0, (6, 1), (2, 7))])
+    assert torch.equal(far[[2, 7]], far[[8, 1]])
+    assert far[[0, 3, 5, 6]].sum() == 0
+
+
+@pytest.mark.parametrize("tiling", [Tiling((4,), 16, 3, 1), Tiling((1, 8), 8, 1, 1), Tiling((2, 64), 128, 100, 1)])
+@pytest.mark.parametrize("size", [1, 3, 8, 15, 16, 17, 48, 50, 63, 64])
+def test_tiles_of_any_width_cover_every_byte_and_no_other(size, tiling):
+    memory = randoms(7, 80)
+    parts = [memory[:, 8 : 8 + size], randoms(7, 24, seed=2)]
+    host = poisoned(9, 100)
+    copier = StagedCopier(shapes_of([parts], [1], 100), [parts], host, ring_bytes=8192, tiling=tiling)
+    copier.copy(Direction.STORE, [GroupCopy(0, (8, 2, 3), (6, 1, 0))])
+    wanted = poisoned(9, 100)
+    wanted[[8, 2, 3], : size + 24] = torch.cat([part[[6, 1, 0]] for part in parts], dim=1)
+    assert torch.equal(host, wanted)
+    memory.fill_(POISON)
+    copier.copy(Direction.LOAD, [GroupCopy(0, (8, 2, 3), (5, 2, 4))])
+    wanted = poisoned(7, 80)
+    wanted[[5, 2, 4], 8 : 8 + size] = host[[8, 2, 3], :size]
+    assert torch.equal(memory, wanted)
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "stride", "word"),
+    [(48, 0, 64, 16), (48, 8, 64, 8), (24, 0, 64, 8), (48, 0, 56, 8), (20, 0, 64, 4), (6, 0, 64, 2), (48, 1, 64, 1)],
+)
+def test_words_are_as_wide_as_everything_about_a_part_is_aligned(size, first, stride, word):
+    memory = torch.empty(1024, dtype=torch.uint8)
+    assert memory.data_ptr() % 16 == 0
+    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [0])
+    assert table.alignment == word
+    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [2])
+    assert table.alignment == min(word, 2)  # where it lies in a slot counts too
+
+
+def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
+    """The interpreter forgives an address that is not; a GPU does not."""
+    seen = []
+    monkeypatch.setattr(triton_staging, "gather", lambda slot, table, ids, **sizes: seen.append((slot, table, sizes)))
+    parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
+    copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)
+    seen.clear()
+    copier.copy(Direction.STORE, [GroupCopy(0, (0, 1), (0, 1, 2, 3))])
+    assert sorted(table.alignment for _, table, _ in seen) == [2, 4, 16]
+    for slot, table, sizes in seen:
+        lengths, offsets = table.rows[2:]
+        for number in (slot.data_ptr(), sizes["pitch"], *lengths.tolist(), *offsets.tolist()):
+            assert number % table.alignment == 0
+
+
+# Where it runs
+
+
+def test_it_says_what_it_needs(monkeypatch):
+    part = randoms(4, 64)
+    shapes = shapes_of([[part]], [1], 64)
+    with pytest.raises(ConfigurationError, match="contiguous"):
+        StagedCopier(shapes, [[part]], poisoned(4, 128)[:, :64])
+    with pytest.raises(ConfigurationError, match="reference copier takes any"):
+        StagedCopier(shapes, [[part.to("meta")]], poisoned(4, 64))
+    monkeypatch.setattr(triton_staging, "INTERPRETED", False)
+    with pytest.raises(ConfigurationError, match="TRITON_INTERPRET=1"):
+        StagedCopier(shapes, [[part]], poisoned(4, 64))
