@@ -169,13 +169,18 @@ class BlockPool:
             self._forest.unpin(block)
         self._prune(pin.blocks)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, keys: Sequence[bytes] = ()) -> list[int]:
         """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
+
+        `keys`: what they will be committed under, in this order, if that is known now. A policy that remembers what
+        it evicted learns from it.
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer (rule 4).
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
+        if keys and len(keys) != count:
+            raise MisuseError(f"{len(keys)} keys were given for {count} chunks")
         per_chunk = self.blocks_per_chunk
         short = count - len(self._free) // per_chunk
         victims: list[int] = []
@@ -183,7 +188,9 @@ class BlockPool:
             available = self.available(count)
             if available < count:
                 raise PoolExhausted(count, available)
-            victims = self._policy.evict(short)
+        if short > 0 or keys:
+            victims = self._policy.evict(max(short, 0), keys)
+        if victims:
             self._evictions += short
             self._count[CACHED] -= short * per_chunk
         blocks = self._free.take((count - len(victims)) * per_chunk)
@@ -199,6 +206,8 @@ class BlockPool:
             self._rest.update(
                 (block, blocks[at * per_chunk + 1 : (at + 1) * per_chunk]) for at, block in enumerate(chunks)
             )
+        if keys:
+            self._policy.announced(chunks)
         return chunks
 
     def commit(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
@@ -233,6 +242,7 @@ class BlockPool:
             if self._state[block] != WRITING:
                 raise MisuseError(f"block {block} is {self.state(block).name} and cannot be retired")
             self._state[block] = RETIRED
+        self._policy.abandoned(blocks)
         self._unfinished.update(blocks)
         self._moved(WRITING, RETIRED, len(blocks))
 

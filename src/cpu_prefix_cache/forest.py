@@ -25,6 +25,7 @@ least 16 bytes, the first as random as the rest (rule 17).
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cpu_prefix_cache.errors import InternalError, MisuseError
 
@@ -38,6 +39,7 @@ class Forest:
         self.root = num_blocks
         size = num_blocks + 1
         self.key: list[bytes | None] = [None] * size
+        self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("i", [NONE]) * size
         self.children = array("i", [0]) * size
         self.depth = array("i", [0]) * size  # chunks from the root to here

@@ -85,7 +85,7 @@ class StorePlanner:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=stopped_by)
         waiting, in_use = self._sides(keys[:count], device_blocks) if in_place else ([], device_blocks)
-        chunks = self._pool.allocate(count)
+        chunks = self._pool.allocate(count, keys[:count])
         copies = self._coordinator.copies(chunks, self._coordinator.device_blocks_by_group(device_blocks))
         num_bytes = count * self._coordinator.planner.chunk_bytes
         transfer = Transfer(
