@@ -10,6 +10,7 @@ million ghosts one in 10^13 lookups finds the wrong one, and the price is one ch
 """
 
 from array import array
+from collections.abc import Iterable, Sequence
 
 from cpu_prefix_cache.forest import NONE
 
@@ -37,41 +38,81 @@ class Ghosts:
             row = following[row]
         return NONE if row == NONE else self._list[row]
 
-    def add(self, which: int, key: bytes) -> None:
-        """Add a key at the young end of a list. It is in neither."""
-        value = hash(key)
-        bucket = value & self._mask
-        youngest = self._older[which]
-        row = self._given_up
-        if row == NONE:
-            row = len(self._hash)
-            self._hash.append(value)
-            self._same_bucket.append(self._bucket[bucket])
-            self._older.append(youngest)
-            self._younger.append(which)
-            self._list.append(which)
-        else:
-            self._given_up = self._same_bucket[row]
-            self._hash[row] = value
-            self._same_bucket[row] = self._bucket[bucket]
-            self._older[row] = youngest
-            self._younger[row] = which
-            self._list[row] = which
-        self._bucket[bucket] = self._younger[youngest] = self._older[which] = row
-        self.counts[which] += 1
+    def first_ghost(self, keys: Sequence[bytes], start: int) -> int:
+        """Where in `keys[start:]` the first key is that a list has; `len(keys)` if none is."""
+        buckets, mask, hashes, following = self._bucket, self._mask, self._hash, self._same_bucket
+        for at in range(start, len(keys)):
+            wanted = hash(keys[at])
+            row = buckets[wanted & mask]
+            while row != NONE:
+                if hashes[row] == wanted:
+                    return at
+                row = following[row]
+        return len(keys)
 
-    def discard(self, key: bytes) -> None:
-        """Remove a key, if it is here."""
+    def add(self, which: int, keys: Iterable[bytes]) -> None:
+        """Add keys, the oldest first, at the young end of a list. They are in neither."""
+        buckets, mask, hashes, following = self._bucket, self._mask, self._hash, self._same_bucket
+        older, younger, lists = self._older, self._younger, self._list
+        youngest, given_up, count = older[which], self._given_up, 0
+        for key in keys:
+            value = hash(key)
+            bucket = value & mask
+            if given_up == NONE:
+                row = self._new_row()
+            else:
+                row = given_up
+                given_up = following[row]
+            hashes[row] = value
+            following[row] = buckets[bucket]
+            lists[row] = which
+            older[row] = youngest
+            buckets[bucket] = younger[youngest] = youngest = row
+            count += 1
+        younger[youngest], older[which] = which, youngest
+        self._given_up = given_up
+        self.counts[which] += count
+
+    def take(self, key: bytes) -> int:
+        """Remove a key. The list that had it; NONE if neither did."""
         wanted, hashes, following = hash(key), self._hash, self._same_bucket
-        row = self._bucket[wanted & self._mask]
+        bucket = wanted & self._mask
+        row, before = self._bucket[bucket], NONE
         while row != NONE and hashes[row] != wanted:
-            row = following[row]
-        if row != NONE:
-            self._remove(row)
+            row, before = following[row], row
+        if row == NONE:
+            return NONE
+        if before == NONE:
+            self._bucket[bucket] = following[row]
+        else:
+            following[before] = following[row]
+        older, younger = self._older[row], self._younger[row]
+        self._younger[older], self._older[younger] = younger, older
+        following[row], self._given_up = self._given_up, row
+        which = self._list[row]
+        self.counts[which] -= 1
+        return which
 
-    def drop_oldest(self, which: int) -> None:
-        """Remove the oldest key of a list that has one."""
-        self._remove(self._younger[which])
+    def drop_oldest(self, which: int, count: int) -> None:
+        """Remove the `count` oldest keys of a list that has as many."""
+        buckets, mask, hashes, following = self._bucket, self._mask, self._hash, self._same_bucket
+        younger, given_up = self._younger, self._given_up
+        row = younger[which]
+        for _ in range(count):
+            bucket = hashes[row] & mask
+            place = buckets[bucket]
+            if place == row:
+                buckets[bucket] = following[row]
+            else:
+                while following[place] != row:
+                    place = following[place]
+                following[place] = following[row]
+            following[row] = given_up
+            given_up = row
+            row = younger[row]
+        younger[which], self._older[row] = row, which
+        self._given_up = given_up
+        self.counts[which] -= count
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(rows)."""
@@ -95,16 +136,7 @@ class Ghosts:
         assert sorted(found) == sorted(linked), "a ghost cannot be found"
         assert len({self._hash[row] for row in found}) == len(found), "a key is remembered twice"
 
-    def _remove(self, row: int) -> None:
-        older, younger, following = self._older[row], self._younger[row], self._same_bucket
-        self._younger[older], self._older[younger] = younger, older
-        bucket = self._hash[row] & self._mask
-        place = self._bucket[bucket]
-        if place == row:
-            self._bucket[bucket] = following[row]
-        else:
-            while following[place] != row:
-                place = following[place]
-            following[place] = following[row]
-        following[row], self._given_up = self._given_up, row
-        self.counts[self._list[row]] -= 1
+    def _new_row(self) -> int:
+        for column in (self._hash, self._same_bucket, self._older, self._younger, self._list):
+            column.append(0)
+        return len(self._hash) - 1
