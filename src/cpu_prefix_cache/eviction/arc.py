@@ -30,6 +30,7 @@ up to a point that can be told before. So they are dealt with together, as far a
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.ghosts import Ghosts
@@ -45,6 +46,7 @@ class Arc(TwoLists):
     def __init__(self, forest: Forest) -> None:
         super().__init__(forest)
         self._capacity = forest.root  # c
+        self._key: list[Any] = forest.key  # of the chunks that are here
         self._target = 0.0  # p
         self._ghosts = Ghosts(forest.root)
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
@@ -61,15 +63,16 @@ class Arc(TwoLists):
                 self._mark[block] = None
 
     def inserted(self, blocks: Sequence[int], touch: ArcTouch) -> None:
-        keys = self._keys(blocks)
-        if None not in [self._mark[block] for block in blocks]:
-            self._insert(blocks, keys, touch)
+        mark = self._mark
+        rings = [mark[block] for block in blocks]
+        if None not in rings:
+            self._insert(blocks, rings, touch)
             return
-        for block, key in zip(blocks, keys, strict=True):
-            if self._mark[block] is None:  # it was not announced
-                ring = self._mark[block] = self._rings[ONCE if self._learn(key) == NONE else AGAIN]
+        for block, ring in zip(blocks, rings, strict=True):
+            if ring is None:  # it was not announced
+                ring = self._rings[ONCE if self._learn(self._key[block]) == NONE else AGAIN]
                 ring.coming += 1
-            self._insert([block], [key], touch)
+            self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         self._begin_taking()
@@ -81,8 +84,8 @@ class Arc(TwoLists):
             if at == ghost:
                 ghost = self._ghosts.first_ghost(incoming, at)
             if at == ghost:
-                ghost += 1
-                victims += self._let_in_ghost(incoming[at], evicts=at >= room)
+                victims += self._let_in_ghosts(incoming, at, room)
+                ghost = len(self._destinations)
             elif at < room:
                 self._let_in_strangers(min(ghost, room) - at)
             else:
@@ -107,10 +110,9 @@ class Arc(TwoLists):
         for key in self._forest.key:
             assert key is None or self._ghosts.find(key) == NONE, "a chunk that is here is a ghost"
 
-    def _insert(self, blocks: Sequence[int], keys: Sequence[bytes], touch: ArcTouch) -> None:
-        """Chunks that were announced are in their list. Those above a ghost that came back go where it goes."""
+    def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
+        """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
         mark, once, again, added = self._mark, self._once, self._again, touch.added
-        rings = [mark[block] for block in blocks]
         returned = rings.count(again)
         again.coming -= returned
         once.coming -= len(blocks) - returned
@@ -124,7 +126,7 @@ class Arc(TwoLists):
             added.block = blocks[-1]
             if added.older is None:
                 once.enter_young(added)
-        self._end_ghosts(keys)
+        self._end_ghosts([self._key[block] for block in blocks])
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
         """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
@@ -133,17 +135,27 @@ class Arc(TwoLists):
             self._ghosts.take(keys[at])
             at = self._ghosts.first_ghost(keys, at + 1)
 
-    def _let_in_ghost(self, key: bytes, evicts: bool) -> list[int]:
-        """A ghost comes back, to T2. The victim."""
-        which = self._learn(key)
+    def _let_in_ghosts(self, keys: Sequence[bytes], at: int, room: int) -> list[int]:
+        """Ghosts come back, to T2: `keys[at]` and those after it. The victims of those from `keys[room]` on."""
+        once, again, ghosts = self._once, self._again, self._ghosts
         victims: list[int] = []
-        if evicts:
-            size = self._sizes()[ONCE]
-            prefers_once = size > self._target or (which == AGAIN and size == int(self._target))
-            victims = self._victims(1, prefers_once)
-            self._become_ghosts(victims)
-        self._again.coming += 1
-        self._destinations.append(self._again)
+        gone: tuple[list[bytes], list[bytes]] = ([], [])  # victims of T1 and of T2 that are no ghosts yet
+        start = at
+        while at < len(keys):
+            which = ghosts.take(keys[at])
+            if which == NONE:
+                break
+            self._adapt(which, len(gone[ONCE]), len(gone[AGAIN]))
+            if at >= room:
+                size, target = once.chunks + once.coming, self._target
+                (victim,) = self._victims(1, size > target or (which == AGAIN and size == int(target)))
+                victims.append(victim)
+                gone[AGAIN if self._last.ring is again else ONCE].append(self._key[victim])
+            again.coming += 1
+            at += 1
+        for which in (ONCE, AGAIN):
+            ghosts.add(which, gone[which])
+        self._destinations += [again] * (at - start)
         return victims
 
     def _let_in_strangers(self, count: int) -> None:
@@ -159,9 +171,16 @@ class Arc(TwoLists):
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
         victims = self._victims(count, size > target)
-        self._expect(len(victims), ending)
-        if size < self._capacity:  # or there is no room for a ghost: the paper deletes the page for good
-            self._become_ghosts(victims)
+        gone = [self._key[block] for block in victims]
+        which = self._list_of_victims()
+        if size == self._capacity:
+            gone = []  # all is T1, and there is no room for a ghost: the paper deletes the page for good
+        if which == ending:
+            self._ghosts.renew(which, gone)
+            self._expect(len(victims), NONE)
+        else:
+            self._expect(len(victims), ending)
+            self._ghosts.add(which, gone)
         return victims
 
     def _expect(self, count: int, ending: int) -> None:
@@ -175,7 +194,7 @@ class Arc(TwoLists):
         """Up to `count` victims, while nothing comes."""
         excess = self._sizes()[ONCE] - self._target
         victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
-        self._become_ghosts(victims)
+        self._ghosts.add(self._list_of_victims(), [self._key[block] for block in victims])
         return victims
 
     def _victims(self, count: int, prefers_once: bool) -> list[int]:
@@ -184,25 +203,29 @@ class Arc(TwoLists):
             raise InternalError("chunks were to be evicted, but none can go")
         return victims
 
-    def _become_ghosts(self, victims: Sequence[int]) -> None:
-        """These, which all come from one list, have just been taken from it."""
-        self._ghosts.add(AGAIN if self._last.ring is self._again else ONCE, self._keys(victims))
+    def _list_of_victims(self) -> int:
+        """Where the last victims came from."""
+        return AGAIN if self._last.ring is self._again else ONCE
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        ghosts, counts = self._ghosts, self._ghosts.counts
-        which = ghosts.take(key)
+        which = self._ghosts.take(key)
         if which == NONE:
             ending, _ = self._ghost_to_end()
             if ending != NONE:
-                ghosts.drop_oldest(ending, 1)
+                self._ghosts.drop_oldest(ending, 1)
         else:
-            step = max(counts[1 - which] / (counts[which] + 1), 1.0)  # as it was before
-            if which == ONCE:
-                self._target = min(float(self._capacity), self._target + step)
-            else:
-                self._target = max(0.0, self._target - step)
+            self._adapt(which)
         return which
+
+    def _adapt(self, which: int, more_once: int = 0, more_again: int = 0) -> None:
+        """A ghost of a list has come back and ended: change p. `more_`: victims that are no ghosts yet."""
+        b1, b2 = self._ghosts.counts
+        b1, b2 = b1 + more_once, b2 + more_again
+        if which == ONCE:
+            self._target = min(float(self._capacity), self._target + max(b2 / (b1 + 1), 1.0))  # with itself
+        else:
+            self._target = max(0.0, self._target - max(b1 / (b2 + 1), 1.0))
 
     def _ghost_to_end(self) -> tuple[int, int]:
         """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so."""
@@ -220,10 +243,3 @@ class Arc(TwoLists):
         """|T1| and |T2|, with what is on its way there."""
         once, again = self._once, self._again
         return once.chunks + once.coming, again.chunks + again.coming
-
-    def _keys(self, blocks: Sequence[int]) -> list[bytes]:
-        keys = self._forest.key
-        found = [key for block in blocks if (key := keys[block]) is not None]
-        if len(found) != len(blocks):
-            raise InternalError("a block holds no chunk")
-        return found

@@ -4,7 +4,7 @@ A ghost is a row in a few arrays, and the rows of one list are linked from old t
 rings. The table is a row of buckets, and the ghosts of one bucket are linked too. Rows that were given up are used
 again first, so there are as many as there ever were ghosts at once.
 
-This takes 21 bytes a ghost and 4 to 8 a bucket. Dictionaries of keys take 190 each, most of them for the key, and are
+This takes 21 bytes a ghost, and 4 for each of 2 to 4 buckets. Dictionaries of keys take 190 each, most of them for the key, and are
 rebuilt now and then, which at a million keys stops the caller. Of a key only Python's 64-bit hash is kept: of a
 million ghosts one in 10^13 lookups finds the wrong one, and the price is one chunk in the wrong list.
 """
@@ -20,7 +20,7 @@ class Ghosts:
 
     def __init__(self, expected: int) -> None:
         self.counts = [0, 0]
-        buckets = 1 << (expected - 1).bit_length()
+        buckets = 2 << (expected - 1).bit_length()
         self._mask = buckets - 1
         self._bucket = array("i", [NONE]) * buckets  # its youngest row
         self._hash = array("q", [0, 0])
@@ -113,6 +113,33 @@ class Ghosts:
         younger[which], self._older[row] = row, which
         self._given_up = given_up
         self.counts[which] -= count
+
+    def renew(self, which: int, keys: Sequence[bytes]) -> None:
+        """As many `drop_oldest`, then `add`, in one list that has as many: their rows stay linked as they are."""
+        if not keys:
+            return
+        buckets, mask, hashes, following = self._bucket, self._mask, self._hash, self._same_bucket
+        older, younger = self._older, self._younger
+        youngest, oldest = older[which], younger[which]
+        younger[youngest], older[oldest] = oldest, youngest  # a ring without its end, which goes in further on
+        row = oldest
+        for key in keys:
+            bucket = hashes[row] & mask
+            place = buckets[bucket]
+            if place == row:
+                buckets[bucket] = following[row]
+            else:
+                while following[place] != row:
+                    place = following[place]
+                following[place] = following[row]
+            hashes[row] = value = hash(key)
+            bucket = value & mask
+            following[row] = buckets[bucket]
+            buckets[bucket] = row
+            row = younger[row]
+        before = older[row]
+        younger[before] = older[row] = which
+        older[which], younger[which] = before, row
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(rows)."""
