@@ -4,13 +4,13 @@ A ghost is a row in a few arrays, and the rows of one list are linked from old t
 rings. The table is a row of buckets, and the ghosts of one bucket are linked too. Rows that were given up are used
 again first, so there are as many as there ever were ghosts at once.
 
-This takes 21 bytes a ghost, and 4 for each of 2 to 4 buckets. Dictionaries of keys take 190 each, most of them for the key, and are
-rebuilt now and then, which at a million keys stops the caller. Of a key only Python's 64-bit hash is kept: of a
-million ghosts one in 10^13 lookups finds the wrong one, and the price is one chunk in the wrong list.
+This takes 21 bytes a ghost and 8 to 16 of buckets for each expected one. Dictionaries of keys take 190 a ghost, a third
+of it for the key, and are rebuilt now and then, which at a million keys stops the caller. Of a key only Python's 64-bit
+hash is kept: among a million ghosts one lookup in 10^13 finds a wrong one, which costs a chunk in the wrong list.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from cpu_prefix_cache.forest import NONE
 
@@ -141,19 +141,20 @@ class Ghosts:
         younger[before] = older[row] = which
         older[which], younger[which] = before, row
 
+    def hashes(self, which: int) -> list[int]:
+        """What is kept of the keys of a list, the oldest first. For tests."""
+        return [self._hash[row] for row in self._rows(which)]
+
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(rows)."""
         linked = []
         for which in (0, 1):
-            row = self._younger[which]
-            count = 0
-            while row != which:
+            rows = list(self._rows(which))
+            assert self.counts[which] == len(rows), "ghosts are miscounted"
+            for row in rows:
                 assert self._list[row] == which, f"ghost {row} is in the wrong list"
-                assert self._older[self._younger[row]] == row, f"ghost {row} is linked one way only"
-                linked.append(row)
-                row = self._younger[row]
-                count += 1
-            assert self.counts[which] == count, "ghosts are miscounted"
+                assert self._younger[self._older[row]] == row, f"ghost {row} is linked one way only"
+            linked += rows
         found = []
         for bucket, row in enumerate(self._bucket):
             while row != NONE:
@@ -162,6 +163,12 @@ class Ghosts:
                 row = self._same_bucket[row]
         assert sorted(found) == sorted(linked), "a ghost cannot be found"
         assert len({self._hash[row] for row in found}) == len(found), "a key is remembered twice"
+
+    def _rows(self, which: int) -> Iterator[int]:
+        row = self._younger[which]
+        while row != which:
+            yield row
+            row = self._younger[row]
 
     def _new_row(self) -> int:
         for column in (self._hash, self._same_bucket, self._older, self._younger, self._list):
