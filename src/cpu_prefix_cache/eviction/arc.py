@@ -46,7 +46,7 @@ class Arc(TwoLists):
     def __init__(self, forest: Forest) -> None:
         super().__init__(forest)
         self._capacity = forest.root  # c
-        self._key: list[Any] = forest.key  # of the chunks that are here
+        self._keys: list[Any] = forest.key  # of the chunks that are here
         self._target = 0.0  # p
         self._ghosts = Ghosts(forest.root)
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
@@ -70,13 +70,14 @@ class Arc(TwoLists):
             return
         for block, ring in zip(blocks, rings, strict=True):
             if ring is None:  # it was not announced
-                ring = self._rings[ONCE if self._learn(self._key[block]) == NONE else AGAIN]
+                ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
                 ring.coming += 1
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         self._begin_taking()
-        self._destinations = []
+        if incoming:
+            self._destinations = []
         victims: list[int] = []
         room = len(incoming) - count  # so many find room
         at = ghost = 0
@@ -126,7 +127,7 @@ class Arc(TwoLists):
             added.block = blocks[-1]
             if added.older is None:
                 once.enter_young(added)
-        self._end_ghosts([self._key[block] for block in blocks])
+        self._end_ghosts([self._keys[block] for block in blocks])
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
         """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
@@ -148,9 +149,10 @@ class Arc(TwoLists):
             self._adapt(which, len(gone[ONCE]), len(gone[AGAIN]))
             if at >= room:
                 size, target = once.chunks + once.coming, self._target
-                (victim,) = self._victims(1, size > target or (which == AGAIN and size == int(target)))
+                prefers_once = size > target or (which == AGAIN and size == int(target))
+                (victim,) = self._more_of_run(once if prefers_once else again, 1) or self._victims(1, prefers_once)
                 victims.append(victim)
-                gone[AGAIN if self._last.ring is again else ONCE].append(self._key[victim])
+                gone[AGAIN if self._last.ring is again else ONCE].append(self._keys[victim])
             again.coming += 1
             at += 1
         for which in (ONCE, AGAIN):
@@ -171,7 +173,7 @@ class Arc(TwoLists):
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
         victims = self._victims(count, size > target)
-        gone = [self._key[block] for block in victims]
+        gone = [self._keys[block] for block in victims]
         which = self._list_of_victims()
         if size == self._capacity:
             gone = []  # all is T1, and there is no room for a ghost: the paper deletes the page for good
@@ -194,7 +196,7 @@ class Arc(TwoLists):
         """Up to `count` victims, while nothing comes."""
         excess = self._sizes()[ONCE] - self._target
         victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
-        self._ghosts.add(self._list_of_victims(), [self._key[block] for block in victims])
+        self._ghosts.add(self._list_of_victims(), [self._keys[block] for block in victims])
         return victims
 
     def _victims(self, count: int, prefers_once: bool) -> list[int]:
