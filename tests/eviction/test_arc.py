@@ -106,6 +106,15 @@ def test_a_batch_adapts_for_each_of_its_chunks():
     assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["x"], 2)
 
 
+def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
+    shelf = Shelf(6, policy="arc")
+    for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
+        shelf.put(prompt)
+    shelf.pool._policy._ghosts.add(1, [b"p", b"q", b"r"])
+    shelf.put("abc")  # "ab": p = 3/2, T1 gives w to B1. "abc": p = 3/2 + 3/2, and not 3/1
+    assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["p", "q", "r", "x"], 3)
+
+
 def test_ghosts_are_bounded_however_often_the_prompts_change():
     shelf, prompts = Shelf(5, policy="arc"), random.Random(0).choices("abcdefghijkl", range(1, 13), k=300)
     most = [0, 0]
