@@ -5,20 +5,40 @@
     allocate   512 blocks, evicting as many
     commit     512 blocks
 
+The blocks come in two floods: chunks that were never seen, and a mix in which every second prompt is used again and
+every fifth was evicted some time ago, so that ARC has as many ghosts as blocks.
+
 Beside lookup stands the obvious way, a loop over the keys, on the same keys and the same index. The table ends with
 the longest single call of 512 blocks: a dictionary that grows, or a garbage collection, stops the caller.
 
-    python benchmarks/deciding_half.py [--blocks 1000000] [--chains 100]
+    python benchmarks/deciding_half.py [--blocks 1000000] [--chains 100] [--policy lru]
+    python benchmarks/deciding_half.py --memory
+
+The second form prints what a block costs in memory, for every policy: what the resident size of a fresh process grows
+by, from before there is a pool to after twice as many evictions as blocks, in the mix, with keys of 16 bytes.
 """
 
 import argparse
+import os
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 
 from common import percentile, print_environment
-from cpu_prefix_cache import BlockPool, CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+from cpu_prefix_cache import (
+    POLICIES,
+    BlockPool,
+    CPUPrefixCache,
+    Group,
+    GroupKind,
+    HybridChunkPlanner,
+    RankReport,
+    Request,
+)
 
 CHAIN = 8_192
 RUN = 512
@@ -53,22 +73,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--chains", type=int, default=100, help="distinct chains to look up and load")
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead, in a process for each policy")
+    parser.add_argument("--memory-here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.memory_here:
+        measure_memory(options.blocks, options.policy)
+        return
     print_environment(["sortedcontainers"])
+    if options.memory:
+        for policy in sorted(POLICIES):
+            here = [sys.executable, __file__, "--memory-here", "--policy", policy, "--blocks", str(options.blocks)]
+            subprocess.run(here, check=True)
+        return
     rng = random.Random(0)
-    cache = build(options.blocks)
+    cache = build(options.blocks, options.policy)
     chains = fill(cache.pool, rng, options.chains)
-    print(f"\npool of {options.blocks:,} chunks, {cache.pool.statistics().cached:,} cached\n")
+    print(f"\npool of {options.blocks:,} chunks under {options.policy}, {cache.pool.statistics().cached:,} cached\n")
     measure_lookups(cache, rng, chains)
     measure_loads(cache, chains)
     del chains  # a garbage collection during the churn is part of it; going through our own keys is not
-    measure_churn(cache.pool, rng, blocks=2 * options.blocks)
+    while cache.pool.statistics().free >= RUN:
+        insert(cache.pool, rng, RUN)
+    new = (rng.randbytes(16 * RUN) for _ in range(2 * options.blocks // RUN))
+    measure_churn("never seen", cache.pool, map(split, new))
+    measure_churn("mix", cache.pool, mix(options.blocks))
 
 
-def build(blocks: int) -> CPUPrefixCache:
+def build(blocks: int, policy: str) -> CPUPrefixCache:
     group = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=2**21)
     planner = HybridChunkPlanner([group], max_model_len=1 << 20)
-    return CPUPrefixCache(planner, CountingDevice(), host_blocks=blocks, offload="eager")
+    return CPUPrefixCache(planner, CountingDevice(), host_blocks=blocks, policy=policy, offload="eager")
 
 
 def fill(pool: BlockPool, rng: random.Random, chains: int) -> list[list[bytes]]:
@@ -83,7 +118,7 @@ def fill(pool: BlockPool, rng: random.Random, chains: int) -> list[list[bytes]]:
 
 def insert(pool: BlockPool, rng: random.Random, length: int) -> list[bytes]:
     keys = [rng.randbytes(16) for _ in range(length)]
-    pool.commit(pool.allocate(length), keys, pool.root, pool.touch(None))
+    pool.commit(pool.allocate(length, keys), keys, pool.root, pool.touch(None))
     return keys
 
 
@@ -121,21 +156,67 @@ def measure_loads(cache: CPUPrefixCache, chains: list[list[bytes]]) -> None:
     cache.report(RankReport(0, frozenset(transfer.id for transfer in plan.transfers)))
 
 
-def measure_churn(pool: BlockPool, rng: random.Random, blocks: int) -> None:
-    allocations, commits = [], []
-    while pool.statistics().free >= RUN:
-        insert(pool, rng, RUN)
-    for _ in range(blocks // RUN):
-        keys = [rng.randbytes(16) for _ in range(RUN)]
+def mix(blocks: int) -> Iterator[list[bytes]]:
+    """Prompts, for 3 times as many chunks as there are blocks and more."""
+    rng, prompts = random.Random(1), blocks // RUN
+    for number in range(3 * prompts):
+        yield prompt(number)
+        if number % 2:
+            yield prompt(max(0, number - prompts // 4))
+        if number % 5 == 0:
+            yield prompt(max(0, number - int(prompts * rng.choice([0.9, 1.3, 1.6]))))
+
+
+def prompt(number: int) -> list[bytes]:
+    return split(random.Random(number).randbytes(16 * RUN))
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def measure_churn(name: str, pool: BlockPool, prompts: Iterator[list[bytes]]) -> None:
+    blocks, allocations, commits = 0, [], []
+    for keys in prompts:
+        have = pool.resident_run(keys, 0, RUN)
+        deepest = pool.find(keys[have - 1]) if have else pool.root
+        touch = pool.touch(deepest if have else None)
+        if have == RUN:
+            continue
+        pin = pool.pin(deepest) if have else pool.pin()
+        missing = keys[have:]
         begin = time.perf_counter()
-        chunks = pool.allocate(RUN)
+        chunks = pool.allocate(len(missing), missing)
         middle = time.perf_counter()
-        pool.commit(chunks, keys, pool.root, pool.touch(None))
+        pool.commit(chunks, missing, deepest, touch)
+        end = time.perf_counter()
+        pool.unpin(pin)
+        blocks += len(missing)
         allocations.append(middle - begin)
-        commits.append(time.perf_counter() - middle)
-    print(f"\n{RUN} blocks, evicting {RUN}          per block  longest call")
-    for name, seconds in (("allocate", allocations), ("commit", commits)):
-        print(f"  {name:<28}{1e6 * sum(seconds) / len(seconds) / RUN:10.3f} us {1e3 * max(seconds):8.1f} ms")
+        commits.append(end - middle)
+    print(f"\n{RUN} blocks, evicting as many: {name:<12} per block  longest call")
+    for what, seconds in (("allocate", allocations), ("commit", commits)):
+        print(f"  {what:<38}{1e6 * sum(seconds) / blocks:10.3f} us {1e3 * max(seconds):8.1f} ms")
+
+
+def measure_memory(blocks: int, policy: str) -> None:
+    before = resident_bytes()
+    pool = BlockPool(blocks, policy)
+    for keys in mix(blocks):
+        have = pool.resident_run(keys, 0, RUN)
+        deepest = pool.find(keys[have - 1]) if have else pool.root
+        touch = pool.touch(deepest if have else None)
+        pin = pool.pin(deepest) if have else pool.pin()
+        pool.commit(pool.allocate(RUN - have, keys[have:]), keys[have:], deepest, touch)
+        pool.unpin(pin)
+        if pool.statistics().evictions >= 2 * blocks:
+            break
+    grown, now = resident_bytes() - before, pool.statistics()
+    print(f"{policy}: {grown / now.cached:.0f} bytes a block, {now.cached:,} cached after {now.evictions:,} evictions")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fresh(keys: list[bytes]) -> list[bytes]:

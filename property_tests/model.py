@@ -4,7 +4,7 @@ A chunk's key is all the letters of its prompt up to it, so its parent's key is 
 links are needed to know who hangs below whom.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,6 +20,7 @@ class Chunk:
     touch: int = 0
     pins: int = 0
     has_writer: bool = True
+    goes_to: str = ""  # ARC: "T1" or "T2", once that is known
 
 
 class SlowPool:
@@ -60,6 +61,9 @@ class SlowPool:
             chunk.state = "retired"
         self.free_unneeded()
 
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing will come of a chunk that was being written."""
+
     def free_unneeded(self) -> None:
         """A retired chunk goes when nobody pins it, nothing hangs below it and its writer is done."""
         while True:
@@ -81,8 +85,12 @@ class SlowPool:
             chunk.touch = touch
         return order
 
-    def evict(self, count: int) -> list[str]:
+    def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
+        """Make room for `count` chunks more. `names`: all that are to come, if that is known."""
         return [chunk.name for chunk in islice(self._evictions(), count)]
+
+    def announce(self, chunks: Sequence[Chunk]) -> None:
+        """These are the chunks that were named to the last `evict`."""
 
     def _evictions(self) -> Iterator[Chunk]:
         while True:
@@ -107,6 +115,128 @@ class SlowPool:
 
     def _has_all(self, prefix: str) -> bool:
         return all(self.cached(prefix[: end + 1]) for end in range(len(prefix)))
+
+
+class SlowArc(SlowPool):
+    """ARC as in the paper, on lists of names, with the two departures said where they are made.
+
+    T1 and T2 are whatever chunks say they go to, those that are being written included.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.p = 0.0
+        self.ghosts: dict[str, list[str]] = {"B1": [], "B2": []}  # oldest first
+        self.coming: list[str] = []  # where the chunks go that have been named, but are not announced yet
+
+    def size(self, which: str) -> int:
+        return sum(chunk.goes_to == which for chunk in self.chunks) + self.coming.count(which)
+
+    def touch(self, name: str) -> int:
+        stamp = super().touch(name)
+        self._has_been_used_again(name)
+        return stamp
+
+    def commit(self, chunks: Sequence[Chunk], names: Sequence[str], touch: int) -> None:
+        for chunk, name in zip(chunks, names, strict=True):
+            if not chunk.goes_to:
+                chunk.goes_to = self._learn(name)[0]
+            for ghosts in self.ghosts.values():
+                if name in ghosts:
+                    ghosts.remove(name)
+            super().commit([chunk], [name], touch)
+            if chunk.goes_to == "T2":
+                self._has_been_used_again(name)
+
+    def announce(self, chunks: Sequence[Chunk]) -> None:
+        for chunk, where in zip(chunks, self.coming, strict=True):
+            chunk.goes_to = where
+        self.coming = []
+
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing will come of a chunk that was being written."""
+        chunk.goes_to = ""
+
+    def withdraw(self, name: str) -> None:
+        for chunk in self.chunks:
+            if chunk.state == "cached" and chunk.name.startswith(name):
+                chunk.goes_to = ""
+        super().withdraw(name)
+
+    def eviction_order(self) -> list[str]:
+        ghosts = {which: list(names) for which, names in self.ghosts.items()}
+        lists = [(chunk, chunk.goes_to) for chunk in self.chunks]
+        order = super().eviction_order()
+        self.ghosts = ghosts
+        for chunk, where in lists:
+            chunk.goes_to = where
+        return order
+
+    def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
+        """One name after the other, as the paper has it for one page. Those before the last `count` find room."""
+        gone = []
+        for at, name in enumerate(names):
+            no_ghost = self.size("T1") == self.capacity
+            where, ghost = self._learn(name)
+            if at >= len(names) - count:
+                gone.append(self._replace(ghost == "B2", leaves_ghost=not no_ghost or where == "T2").name)
+            self.coming.append(where)
+        while len(gone) < count:
+            gone.append(self._replace().name)
+        return gone
+
+    def _learn(self, name: str) -> tuple[str, str]:
+        """Where a new chunk goes, and the list of ghosts that had it."""
+        b1, b2 = self.ghosts["B1"], self.ghosts["B2"]
+        if name in b1:  # case II
+            self.p = min(self.capacity, self.p + max(len(b2) / len(b1), 1))
+            b1.remove(name)
+            return "T2", "B1"
+        if name in b2:  # case III
+            self.p = max(0, self.p - max(len(b1) / len(b2), 1))
+            b2.remove(name)
+            return "T2", "B2"
+        t1, t2 = self.size("T1"), self.size("T2")  # case IV
+        if t1 + len(b1) == self.capacity:
+            del b1[:1]
+        elif t1 + len(b1) + t2 + len(b2) == 2 * self.capacity:
+            del b2[0]
+        return "T1", ""
+
+    def _evictions(self) -> Iterator[Chunk]:
+        while any(not chunk.pins and not self._children(chunk) for chunk in self.chunks if chunk.state == "cached"):
+            yield self._replace()
+
+    def _replace(self, was_in_b2: bool = False, leaves_ghost: bool = True) -> Chunk:
+        t1 = self.size("T1")
+        victim = None
+        if not (t1 > self.p or (was_in_b2 and t1 == int(self.p))):
+            victim = self._oldest(
+                chunk for chunk in self._cached("T2") if not any(c.goes_to == "T2" for c in self._children(chunk))
+            )
+            if victim is not None and self._children(victim):
+                victim = None  # departure: it outlives its children in T1
+        if victim is None:
+            victim = self._oldest(chunk for chunk in self._cached("T1") if not self._children(chunk))
+        if victim is None:
+            victim = self._oldest(chunk for chunk in self._cached("T2") if not self._children(chunk))
+        if leaves_ghost:
+            self.ghosts["B" + victim.goes_to[1]].append(victim.name)
+        self._bequeath(victim)
+        self.chunks.remove(victim)
+        return victim
+
+    def _cached(self, where: str) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.state == "cached" and chunk.goes_to == where]
+
+    def _oldest(self, chunks: Iterable[Chunk]) -> Chunk | None:
+        return min((chunk for chunk in chunks if not chunk.pins), key=lambda chunk: chunk.touch, default=None)
+
+    def _has_been_used_again(self, name: str) -> None:
+        """A chunk goes to T2, and what it hangs below (departure: so T2 has no orphans)."""
+        for end in range(1, len(name) + 1):
+            self.cached(name[:end]).goes_to = "T2"
 
 
 def can_resume_at(boundary: int, grid: int, n0: int, num_tokens: int, prompt: str, on_host: set[str]) -> bool:

@@ -1,9 +1,10 @@
 """BlockPool against a list of chunks that is scanned for everything.
 
 The model may lose things: whatever the pool still finds must carry the bytes last written for it, whatever is pinned
-must not be lost, and what does leave, leaves in exactly the model's order.
+must not be lost, and what does leave, leaves in exactly the model's order. Once for each policy.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import pytest
@@ -11,20 +12,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State
-from property_tests.model import Chunk, SlowPool
+from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted, State
+from property_tests.model import Chunk, SlowArc, SlowPool
 from property_tests.strategies import chain, pick, positions, prompts
 
 
 class PoolMachine(RuleBasedStateMachine):
+    policy: str
+    make_model: Callable[[int], SlowPool]
+
     @initialize(
         chunks=st.integers(3, 9), per_chunk=st.sampled_from([1, 2, 3]), spare=st.integers(0, 2), late=st.booleans()
     )
     def build(self, chunks: int, per_chunk: int, spare: int, late: bool) -> None:
         self.per_chunk = per_chunk
         self.ready = 2 * per_chunk if late else chunks * per_chunk + spare
-        self.pool = BlockPool(chunks * per_chunk + spare, blocks_per_chunk=per_chunk, ready=self.ready)
-        self.model = SlowPool()
+        blocks = chunks * per_chunk + spare
+        self.pool = BlockPool(blocks, self.policy, blocks_per_chunk=per_chunk, ready=self.ready)
+        self.model = type(self).make_model(blocks)
         self.memory: dict[int, str] = {}  # block -> what its last writer left there
         self.requests: list[tuple[str, object, int]] = []
         self.pins: list[tuple[object, list[Chunk]]] = []
@@ -51,12 +56,28 @@ class PoolMachine(RuleBasedStateMachine):
         """The whole story at once, so that a run gets somewhere."""
         self.a_request_comes(prompt, 0)
         missing = len(prompt) - len(self.model.longest(prompt))
-        self.chunks_are_allocated(missing)
+        self.allocate(missing, self.names_of(prompt)[:missing])
         if len(self.in_state("writing")) >= missing:
             self.a_request_commits(0, missing)
 
     @rule(count=st.integers(0, 6))
     def chunks_are_allocated(self, count: int) -> None:
+        """By somebody who cannot say yet what for."""
+        self.allocate(count)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=positions, count=st.integers(1, 6))
+    def chunks_of_a_request_are_allocated(self, which: int, count: int) -> None:
+        """They may be committed as something else, by another request, or given up."""
+        names = self.names_of(pick(self.requests[-6:], which)[0])[:count]
+        self.allocate(len(names), names)
+
+    def names_of(self, prompt: str) -> list[str]:
+        """What is missing of a prompt."""
+        return [prompt[:end] for end in range(len(self.model.longest(prompt)) + 1, len(prompt) + 1)]
+
+    def allocate(self, count: int, names: Sequence[str] = ()) -> None:
+        keys = [name.encode() for name in names]
         order = self.model.eviction_order()
         short = count - self.free_chunks
         can_have = min(count, self.free_chunks + len(order))
@@ -64,26 +85,30 @@ class PoolMachine(RuleBasedStateMachine):
         if can_have < count:
             before = self.pool.statistics(), list(self.pool.soonest_evicted())
             with pytest.raises(PoolExhausted) as refusal:
-                self.pool.allocate(count)
+                self.pool.allocate(count, keys)
             assert refusal.value.available == can_have
             assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))  # rule 4
             return
-        gone = self.model.evict(max(0, short))
-        blocks = self.pool.allocate(count)
-        assert gone == order[: max(0, short)]
+        before = self.found()
+        gone = self.model.evict(max(0, short), names)
+        blocks = self.pool.allocate(count, keys)
+        assert before - self.found() == set(gone)
+        assert names or gone == order[: max(0, short)]
         assert blocks == sorted(set(blocks)) and len(blocks) == count
         whole = self.pool.blocks_of(blocks)
         assert len(set(whole)) == len(whole) == count * self.per_chunk and all(b < self.ready for b in whole)
         for block in blocks:
             self.model.chunks.append(Chunk(block))
             self.write(block, "unfinished")
+        if names:
+            self.model.announce(self.model.chunks[-count:])
 
     @precondition(lambda self: self.requests and self.in_state("writing"))
     @rule(which=positions, count=st.integers(1, 4))
     def a_request_commits(self, which: int, count: int) -> None:
         prompt, touch, stamp = self.requests[-1 - which % min(len(self.requests), 6)]
         have = len(self.model.longest(prompt))
-        names = [prompt[:end] for end in range(have + 1, len(prompt) + 1)]
+        names = self.names_of(prompt)
         chunks = self.in_state("writing")[: min(count, len(names))]
         names = names[: len(chunks)]
         parent = self.model.cached(prompt[:have]).block if have else self.pool.root
@@ -106,6 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
     def a_writer_hears_that_nobody_wants_it(self, which: int) -> None:
         chunk = pick(self.in_state("writing"), which)
         self.pool.retire([chunk.block])
+        self.model.forget(chunk)
         chunk.state = "retired"
 
     @precondition(lambda self: any(chunk.has_writer for chunk in self.model.chunks))
@@ -113,6 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
     def a_writer_gives_up(self, which: int) -> None:
         chunk = pick([chunk for chunk in self.model.chunks if chunk.has_writer], which)
         self.pool.abort([chunk.block])
+        self.model.forget(chunk)
         chunk.state, chunk.has_writer = "retired", False
         self.model.free_unneeded()
 
@@ -200,6 +227,35 @@ class PoolMachine(RuleBasedStateMachine):
         for each in self.pool.blocks_of([block]):
             self.memory[each] = name
 
+    def found(self) -> set[str]:
+        every = (self.pool.key(block) for block in range(self.pool.capacity))
+        return {key.decode() for key in every if key is not None}
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=600)
+
+class LruMachine(PoolMachine):
+    policy = "lru"
+    make_model = staticmethod(lambda blocks: SlowPool())
+
+
+class ArcMachine(PoolMachine):
+    policy = "arc"
+    make_model = SlowArc
+
+    @invariant()
+    def the_lists_are_as_long_as_the_papers(self) -> None:
+        arc = self.pool._policy
+        assert [ring.chunks + ring.coming for ring in arc._rings] == [self.model.size("T1"), self.model.size("T2")]
+        assert arc._ghosts.counts == [len(names) for names in self.model.ghosts.values()]
+        assert arc._target == pytest.approx(self.model.p)
+        for which, names in enumerate(self.model.ghosts.values()):
+            assert arc._ghosts.hashes(which) == [hash(name.encode()) for name in names]
+
+
+def test_every_policy_has_a_machine() -> None:
+    assert {machine.policy for machine in (LruMachine, ArcMachine)} == set(POLICIES)
+
+
+TestLru = LruMachine.TestCase
+TestLru.settings = settings(max_examples=600)
+TestArc = ArcMachine.TestCase
+TestArc.settings = settings(max_examples=600)

@@ -28,8 +28,8 @@ ATTENTION = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, bl
 class Shelf:
     """A pool spoken to in prompts, so that a test reads as a story."""
 
-    def __init__(self, chunks: int, blocks_per_chunk: int = 1) -> None:
-        self.pool = BlockPool(chunks * blocks_per_chunk, blocks_per_chunk=blocks_per_chunk)
+    def __init__(self, chunks: int, blocks_per_chunk: int = 1, policy: str = "lru") -> None:
+        self.pool = BlockPool(chunks * blocks_per_chunk, policy, blocks_per_chunk=blocks_per_chunk)
 
     def put(self, prompt: str) -> None:
         """A request uses what is here of its prompt, and stores the rest."""
@@ -38,7 +38,7 @@ class Shelf:
         deepest = self.pool.find(keys[have - 1]) if have else None
         touch = self.pool.touch(deepest)
         hold = None if deepest is None else self.pool.pin(deepest)
-        blocks = self.pool.allocate(len(keys) - have)
+        blocks = self.pool.allocate(len(keys) - have, keys[have:])
         self.pool.commit(blocks, keys[have:], self.pool.root if deepest is None else deepest, touch)
         if hold is not None:
             self.pool.unpin(hold)

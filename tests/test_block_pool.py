@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, BlockPool, ConfigurationError, MisuseError, PoolExhausted, State
+from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted, State
 from tests.story import Shelf, chain
 
 
@@ -112,6 +112,13 @@ def test_an_allocation_that_cannot_be_met_changes_nothing():
     assert refusal.value.available == 2
     assert shelf.pool.statistics() == before and shelf.names == {"a", "ab", "x"}
     assert len(shelf.pool.allocate(2)) == 2
+
+
+def test_keys_are_given_for_all_chunks_or_for_none():
+    pool = BlockPool(3)
+    with pytest.raises(MisuseError, match="2 keys were given for 3 chunks"):
+        pool.allocate(3, chain("ab"))
+    assert len(pool.allocate(2, chain("ab"))) == 2 and len(pool.allocate(1)) == 1
 
 
 def test_what_is_being_written_is_found_by_nobody_and_not_evicted():
@@ -245,48 +252,8 @@ def test_blocks_of_chunks_that_left_are_dealt_anew():
 
 
 def test_a_pool_is_checked_at_the_door():
-    with pytest.raises(ConfigurationError, match="policy must be one of lru"):
+    with pytest.raises(ConfigurationError, match="policy must be one of arc, lru; got 'mru'"):
         BlockPool(4, policy="mru")
     for blocks, per_chunk in ((0, 1), (2, 3), (4, 0)):
         with pytest.raises(ConfigurationError, match="needs at least"):
             BlockPool(blocks, blocks_per_chunk=per_chunk)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-class TestEveryPolicy:
-    """What the pool expects of any policy. A new one is added to POLICIES and nowhere else."""
-
-    def test_childless_chunks_leave_first(self, policy):
-        pool = BlockPool(4, policy)
-        pool.commit(pool.allocate(4), chain("abcd"), pool.root, pool.touch(None))
-        for left in (3, 2, 1, 0):
-            pool.abort(pool.allocate(pool.statistics().free + 1))
-            assert pool.resident_run(chain("abcd"), 0, 4) == left
-
-    def test_pinned_chunks_stay(self, policy):
-        pool = BlockPool(3, policy)
-        for key in (b"a", b"b", b"c"):
-            pool.commit(pool.allocate(1), [key], pool.root, pool.touch(None))
-        pin = pool.pin(pool.find(b"a"))
-        pool.abort(pool.allocate(2))
-        assert pool.find(b"a") is not None and pool.available(3) == 2
-        pool.unpin(pin)
-        assert pool.available(3) == 3
-
-    def test_the_question_changes_nothing(self, policy):
-        pool = BlockPool(4, policy)
-        pool.commit(pool.allocate(2), chain("ab"), pool.root, pool.touch(None))
-        pool.commit(pool.allocate(1), [b"x"], pool.root, pool.touch(None))
-        before = pool.statistics()
-        assert list(pool.soonest_evicted()) == list(pool.soonest_evicted())
-        assert pool.statistics() == before
-        pool.check_valid()
-
-    def test_everything_can_leave_after_a_withdrawal(self, policy):
-        pool = BlockPool(3, policy)
-        pool.commit(pool.allocate(3), chain("abc"), pool.root, pool.touch(None))
-        pin = pool.pin(pool.find(b"abc"))
-        pool.withdraw(pool.find(b"ab"))
-        assert pool.available(3) == 0  # "a" stands above bytes that are still needed
-        pool.unpin(pin)
-        assert pool.available(3) == 3 and len(pool.allocate(3)) == 3

@@ -250,22 +250,23 @@ class BlockPool:
     def allocate(self, count: int, keys: Sequence[bytes] = ()) -> list[int]:
         """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
 
-        `keys` are those they will have, if they are known by now: a policy may learn from them.
+        `keys`: what they will be committed under, in this order, if that is known now. A policy that remembers what
+        it evicted learns from it.
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer (rule 4).
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
+        if keys and len(keys) != count:
+            raise MisuseError(f"{len(keys)} keys were given for {count} chunks")
         per_chunk = self.blocks_per_chunk
-        if not per_chunk:
-            return self._number(count)
         if count * per_chunk > len(self._free):
             available = self.available(count)
             if available < count:
                 raise PoolExhausted(count, available)
         blocks = self._take(count * per_chunk, keys)
         self._count[WRITING] += len(blocks)
-        chunks = blocks[::per_chunk]
+        chunks = blocks[::per_chunk] if per_chunk else self._number(count)
         state = self._state
         for block in chunks:
             state[block] = WRITING
@@ -273,6 +274,8 @@ class BlockPool:
             self._rest.update(
                 (block, blocks[at * per_chunk + 1 : (at + 1) * per_chunk]) for at, block in enumerate(chunks)
             )
+        if keys:
+            self._policy.announced(chunks)
         return chunks
 
     def allocate_checkpoint(self, needs: Sequence[PieceNeed], key: bytes | None = None) -> NewCheckpoint:
@@ -295,6 +298,8 @@ class BlockPool:
         self._pieces.fill(node, needs, blocks)
         self._count[WRITING] += count
         self._widest = max(self._widest, self._pieces.num_blocks(node))
+        if key is not None:
+            self._policy.announced([node])
         fresh = {need.key for need in missing}
         pieces = zip(needs, self._pieces.of(node), strict=True)
         return NewCheckpoint(node, tuple(piece.blocks if need.key in fresh else None for need, piece in pieces))
@@ -333,6 +338,7 @@ class BlockPool:
             if self._state[block] != WRITING:
                 raise MisuseError(f"block {block} is {self.state(block).name} and cannot be retired")
             self._state[block] = RETIRED
+        self._policy.abandoned(blocks)
         self._unfinished.update(blocks)
         self._moved(WRITING, RETIRED, blocks)
 
@@ -409,6 +415,8 @@ class BlockPool:
         """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
         short = count - len(self._free)
         if short <= 0:
+            if keys:
+                self._policy.evict(0, keys)
             return self._free.take(count)
         blocks = self._free.take(count - short) + self._evict(short, keys)
         blocks.sort()
@@ -420,8 +428,8 @@ class BlockPool:
     def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
         """At least `short` blocks of nodes that are evicted for them."""
         freed = self._evict_useless(short) if self._idle else []
-        while len(freed) < short:
-            victims = self._policy.evict(-(-(short - len(freed)) // self._widest), keys)
+        while keys or len(freed) < short:
+            victims = self._policy.evict(-(-max(0, short - len(freed)) // self._widest), keys)
             self._evictions += len(victims)
             freed += self._dissolve(victims, CACHED)
             keys = ()

@@ -28,6 +28,7 @@ least 16 bytes, the first as random as the rest (rule 17).
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from cpu_prefix_cache.errors import InternalError, MisuseError
 
@@ -42,6 +43,7 @@ class Forest:
         size = num_blocks + 1
         self.on_bared: Callable[[int], object] | None = None  # is told of what has lost its last child
         self.key: list[bytes | None] = [None] * size
+        self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("i", [NONE]) * size
         self.children = array("i", [0]) * size
         self.depth = array("i", [0]) * size  # chunks from the root to here
@@ -56,6 +58,7 @@ class Forest:
     def add_number(self) -> int:
         """A number for a node without blocks of its own."""
         self.key.append(None)
+        self.mark.append(None)
         for links in (self.parent, self._first_child, self._next_sibling, self._previous_sibling):
             links.append(NONE)
         for counts in (self.children, self.depth, self.pins):

@@ -99,7 +99,14 @@ def test_the_report_has_every_group(example, tmp_path):
 @pytest.mark.usefixtures("small_model")
 @pytest.mark.parametrize(
     ("arch", "piece"),
-    [("full", "chunk"), ("swa", "chunk"), ("swa", "window"), ("hybrid", "chunk"), ("hybrid", "state"), ("mla", "chunk")],
+    [
+        ("full", "chunk"),
+        ("swa", "chunk"),
+        ("swa", "window"),
+        ("hybrid", "chunk"),
+        ("hybrid", "state"),
+        ("mla", "chunk"),
+    ],
 )
 def test_control_a_corrupted_piece_is_caught(example, tmp_path, arch, piece):
     status, report = run(example, tmp_path, *SMALL, "--arch", arch, "--corrupt", piece)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from cpu_prefix_cache.eviction.arc import Arc
 from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.eviction.lru import Lru
 
-POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru}
+POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru, "arc": Arc}
 
-__all__ = ["POLICIES", "EvictionPolicy", "Lru", "PolicyFactory"]
+__all__ = ["POLICIES", "Arc", "EvictionPolicy", "Lru", "PolicyFactory"]

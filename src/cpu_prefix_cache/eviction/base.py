@@ -9,6 +9,13 @@ from cpu_prefix_cache.forest import Forest
 class EvictionPolicy(Protocol):
     """Decides which chunks leave, in the order of their last use. Sees the forest; knows no tokens and no bytes.
 
+    What it keeps for each chunk is in `Forest.mark`, None where it keeps nothing. A chunk lives with it as follows:
+
+        evict(n, keys)     room is made for chunks with these keys: the one question that a policy answers
+        announced          they are being written to these blocks
+        inserted           they are findable now; or `abandoned`: they never will be
+        removed            they lose their key, by withdrawal; what `evict` answers with has lost it already
+
     A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
     which the pool gives back with every chunk the request adds.
 
@@ -31,8 +38,15 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Take the next `count` chunks out of the forest, childless ones first. The pool has made sure they exist.
 
-        `incoming` are the keys of the chunks that room is made for, if they are known.
+        `incoming`: the keys of the chunks that room is made for, parents first, if the caller knows them. The last
+        `count` of them need the room, one chunk each; more are evicted after them if `count` is larger.
         """
+
+    def announced(self, blocks: Sequence[int]) -> None:
+        """The chunks that were `incoming` in the last `evict` are being written to `blocks`, in that order."""
+
+    def abandoned(self, blocks: Sequence[int]) -> None:
+        """What is being written to `blocks` will not be inserted. Not all of them need to have been announced."""
 
     def soonest_evicted(self) -> Iterator[int]:
         """The chunks in the order `evict` would take them now. Changes nothing; ends with the unpinned ones."""

@@ -1,0 +1,249 @@
+"""ARC, after Megiddo and Modha, FAST '03: a balance between what was used once and what was used again.
+
+    T1   chunks that one request used       B1   ghosts: keys of chunks that were evicted from T1
+    T2   chunks that several used           B2   ghosts: keys of chunks that were evicted from T2
+    p    how many chunks T1 is to have, 0 to c, the blocks of the pool. A new chunk that is in B1 raises it, one that
+         is in B2 lowers it
+
+and a chunk moves between them only here:
+
+    evict        (none) -> on its way to T1, or to T2 if it is a ghost, which it is no more. It counts as there
+    inserted     on its way -> T1 or T2. Without having been announced: as above, now
+    abandoned    on its way -> (none)
+    admitted     T1 -> T2, with all that is above it
+    evict        T1 -> B1, T2 -> B2, one for each that finds no room
+    removed      T1, T2 -> (none): what is withdrawn has not been worth anything, and leaves no ghost
+
+A request has one stamp and two touches, one in T2 for the prefix it found, one in T1 for the chunks it adds. How T1 and
+T2 are kept is in two_lists.py.
+
+Where this departs from the paper, because a chunk leaves only when nothing hangs below it (rule 3):
+
+  * The oldest of a list is the oldest of its *ends*, chunks with no child in the same list. An end of T1 is childless,
+    as all below T1 is in T1. An end of T2 may have children in T1; while the oldest one has, T1 gives the victim. So a
+    chunk in T2 outlives its children in T1. A list that cannot give one, because of pins, leaves it to the other.
+  * A batch of n chunks is n singles: for each p is adapted first, and then one chunk evicted if there is no room.
+
+A row of strangers, new chunks that are no ghosts, changes neither p nor what happens to the ghosts for each of them,
+up to a point that can be told before. So they are dealt with together, as far as their victims are one run.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cpu_prefix_cache.errors import InternalError
+from cpu_prefix_cache.eviction.ghosts import Ghosts
+from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
+from cpu_prefix_cache.eviction.touches import Ring
+from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
+from cpu_prefix_cache.forest import NONE, Forest
+
+
+class Arc(TwoLists):
+    """Evicts from T1 while it has more than p chunks, else from T2. See EvictionPolicy."""
+
+    def __init__(self, forest: Forest) -> None:
+        super().__init__(forest)
+        self._capacity = forest.root  # c
+        self._keys: list[Any] = forest.key  # of the chunks that are here
+        self._target = 0.0  # p
+        self._ghosts = Ghosts(forest.root)
+        self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
+
+    def announced(self, blocks: Sequence[int]) -> None:
+        for block, ring in zip(blocks, self._destinations, strict=True):
+            self._mark[block] = ring
+
+    def abandoned(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            ring = self._mark[block]
+            if ring is not None:
+                ring.coming -= 1
+                self._mark[block] = None
+
+    def inserted(self, blocks: Sequence[int], touch: ArcTouch) -> None:
+        mark = self._mark
+        rings = [mark[block] for block in blocks]
+        if None not in rings:
+            self._insert(blocks, rings, touch)
+            return
+        for block, ring in zip(blocks, rings, strict=True):
+            if ring is None:  # it was not announced
+                ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
+                ring.coming += 1
+            self._insert([block], [ring], touch)
+
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        self._begin_taking()
+        if incoming:
+            self._destinations = []
+        victims: list[int] = []
+        room = len(incoming) - count  # so many find room
+        at = ghost = 0
+        while at < len(incoming):
+            if at == ghost:
+                ghost = self._ghosts.first_ghost(incoming, at)
+            if at == ghost:
+                victims += self._let_in_ghosts(incoming, at, room)
+                ghost = len(self._destinations)
+            elif at < room:
+                self._let_in_strangers(min(ghost, room) - at)
+            else:
+                victims += self._evict_for_strangers(ghost - at)
+            at = len(self._destinations)
+        while len(victims) < count:
+            victims += self._evict_for_nobody(count - len(victims))
+        self._end_run()
+        return victims
+
+    def soonest_evicted(self) -> Iterator[int]:
+        return Outlook(self._forest, self._rings, self._forks, self._target).order()
+
+    def check_valid(self) -> None:
+        super().check_valid()
+        self._ghosts.check_valid()
+        once, again = self._sizes()
+        counts, capacity = self._ghosts.counts, self._capacity
+        assert 0 <= self._target <= capacity, "p is out of bounds"
+        assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
+        assert once + again + sum(counts) <= max(once + again, 2 * capacity), "the ghosts are too many"
+        for key in self._forest.key:
+            assert key is None or self._ghosts.find(key) == NONE, "a chunk that is here is a ghost"
+
+    def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
+        """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
+        mark, once, again, added = self._mark, self._once, self._again, touch.added
+        returned = rings.count(again)
+        again.coming -= returned
+        once.coming -= len(blocks) - returned
+        once.chunks += len(blocks)
+        for block in blocks:
+            mark[block] = added
+        if returned:
+            after = len(blocks) - rings[::-1].index(again)
+            self._use_again(blocks[after - 1], touch.found)
+        if mark[blocks[-1]] is added:
+            if added.older is not None and not self._forest.children[added.block]:
+                self._branch_off(added)
+            added.block = blocks[-1]
+            if added.older is None:
+                once.enter_young(added)
+        self._end_ghosts([self._keys[block] for block in blocks])
+
+    def _end_ghosts(self, keys: Sequence[bytes]) -> None:
+        """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
+        at = self._ghosts.first_ghost(keys, 0)
+        while at < len(keys):
+            self._ghosts.take(keys[at])
+            at = self._ghosts.first_ghost(keys, at + 1)
+
+    def _let_in_ghosts(self, keys: Sequence[bytes], at: int, room: int) -> list[int]:
+        """Ghosts come back, to T2: `keys[at]` and those after it. The victims of those from `keys[room]` on."""
+        once, again, ghosts = self._once, self._again, self._ghosts
+        victims: list[int] = []
+        gone: tuple[list[bytes], list[bytes]] = ([], [])  # victims of T1 and of T2 that are no ghosts yet
+        start = at
+        while at < len(keys):
+            which = ghosts.take(keys[at])
+            if which == NONE:
+                break
+            self._adapt(which, len(gone[ONCE]), len(gone[AGAIN]))
+            if at >= room:
+                size, target = once.chunks + once.coming, self._target
+                prefers_once = size > target or (which == AGAIN and size == int(target))
+                (victim,) = self._more_of_run(once if prefers_once else again, 1) or self._victims(1, prefers_once)
+                victims.append(victim)
+                gone[AGAIN if self._last.ring is again else ONCE].append(self._keys[victim])
+            again.coming += 1
+            at += 1
+        for which in (ONCE, AGAIN):
+            ghosts.add(which, gone[which])
+        self._destinations += [again] * (at - start)
+        return victims
+
+    def _let_in_strangers(self, count: int) -> None:
+        """Strangers come, to T1, and find room: `count`, or the first few of them."""
+        ending, same = self._ghost_to_end()
+        self._expect(min(count, same), ending)
+
+    def _evict_for_strangers(self, count: int) -> list[int]:
+        """Strangers come, to T1, and find no room: `count`, or the first few of them. The victims."""
+        ending, same = self._ghost_to_end()
+        size, target = self._sizes()[ONCE], self._target
+        count = min(count, same)
+        if size <= target:
+            count = min(count, int(target) - size + 1)  # until T1 is too large
+        victims = self._victims(count, size > target)
+        gone = [self._keys[block] for block in victims]
+        which = self._list_of_victims()
+        if size >= self._capacity:
+            gone = []  # all is T1, and there is no room for a ghost: the paper deletes the page for good
+        if which == ending:
+            self._ghosts.renew(which, gone)
+            self._expect(len(victims), NONE)
+        else:
+            self._expect(len(victims), ending)
+            self._ghosts.add(which, gone)
+        return victims
+
+    def _expect(self, count: int, ending: int) -> None:
+        """Strangers are on their way to T1. For each one the oldest ghost of the list `ending` ends."""
+        if ending != NONE:
+            self._ghosts.drop_oldest(ending, count)
+        self._once.coming += count
+        self._destinations += [self._once] * count
+
+    def _evict_for_nobody(self, count: int) -> list[int]:
+        """Up to `count` victims, while nothing comes."""
+        excess = self._sizes()[ONCE] - self._target
+        victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
+        self._ghosts.add(self._list_of_victims(), [self._keys[block] for block in victims])
+        return victims
+
+    def _victims(self, count: int, prefers_once: bool) -> list[int]:
+        victims = self._take(count, prefers_once)
+        if not victims:
+            raise InternalError("chunks were to be evicted, but none can go")
+        return victims
+
+    def _list_of_victims(self) -> int:
+        """Where the last victims came from."""
+        return AGAIN if self._last.ring is self._again else ONCE
+
+    def _learn(self, key: bytes) -> int:
+        """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
+        which = self._ghosts.take(key)
+        if which == NONE:
+            ending, _ = self._ghost_to_end()
+            if ending != NONE:
+                self._ghosts.drop_oldest(ending, 1)
+        else:
+            self._adapt(which)
+        return which
+
+    def _adapt(self, which: int, more_once: int = 0, more_again: int = 0) -> None:
+        """A ghost of a list has come back and ended: change p. `more_`: victims that are no ghosts yet."""
+        b1, b2 = self._ghosts.counts
+        b1, b2 = b1 + more_once, b2 + more_again
+        if which == ONCE:
+            self._target = min(float(self._capacity), self._target + max(b2 / (b1 + 1), 1.0))  # with itself
+        else:
+            self._target = max(0.0, self._target - max(b1 / (b2 + 1), 1.0))
+
+    def _ghost_to_end(self) -> tuple[int, int]:
+        """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so."""
+        once, again = self._sizes()
+        counts, capacity = self._ghosts.counts, self._capacity
+        spare = capacity - once - counts[ONCE]
+        if spare <= 0:
+            return (ONCE, counts[ONCE]) if counts[ONCE] else (NONE, capacity)
+        room = 2 * capacity - once - again - sum(counts)
+        if room <= 0:
+            return AGAIN, min(spare, counts[AGAIN])
+        return NONE, min(spare, room)
+
+    def _sizes(self) -> tuple[int, int]:
+        """|T1| and |T2|, with what is on its way there."""
+        once, again = self._once, self._again
+        return once.chunks + once.coming, again.chunks + again.coming

@@ -1,0 +1,98 @@
+"""In which order ARC would evict, if nothing came meanwhile. Walks it without changing anything.
+
+Each list is a heap of its ends (see arc.py), filled from its ring as the walk gets there, and from below: a chunk
+becomes an end when this walk has passed its children. The walk is lazy: n chunks cost n steps, whatever the pool holds.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+from cpu_prefix_cache.eviction.touches import Ring, Touch, linked
+from cpu_prefix_cache.forest import NONE, Forest
+
+ONCE, AGAIN = 0, 1
+
+
+class Outlook:
+    """One walk. `forks`: how many children in T2 a chunk has, where it is more than one; `target`: p."""
+
+    def __init__(self, forest: Forest, rings: Sequence[Ring], forks: Mapping[int, int], target: float) -> None:
+        self._forest = forest
+        self._forks = forks
+        self._target = target
+        self._size = rings[ONCE].chunks + rings[ONCE].coming
+        self._again = rings[AGAIN]
+        self._ends = [ring.end for ring in rings]
+        self._ahead = [linked(end.younger) for end in self._ends]
+        self._heaps: tuple[list[tuple[int, int]], ...] = ([], [])  # (stamp, block)
+        self._gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
+        self._gone_again: dict[int, int] = {}  # how many of those are in T2
+        self._raised: dict[int, int] = {}  # the stamps that chunks in T2 inherit from children in T1
+
+    def order(self) -> Iterator[int]:
+        while True:
+            block = NONE if self._size > self._target else self._leave_again(or_any=False)
+            if block == NONE:
+                block = self._leave_once()
+            if block == NONE:
+                block = self._leave_again(or_any=True)
+            if block == NONE:
+                return
+            yield block
+
+    def _leave_once(self) -> int:
+        heap = self._heaps[ONCE]
+        while self._has_front(ONCE):
+            stamp, block = heapq.heappop(heap)
+            if not self._has_children(block) and not self._forest.pins[block]:
+                self._size -= 1
+                self._pass(block, stamp, ONCE)
+                return block
+        return NONE
+
+    def _leave_again(self, or_any: bool) -> int:
+        heap = self._heaps[AGAIN]
+        while self._has_front(AGAIN):
+            stamp, block = heap[0]
+            if self._raised.get(block, 0) > stamp:
+                heapq.heapreplace(heap, (self._raised[block], block))
+                continue
+            if not self._forest.pins[block]:
+                if not self._has_children(block):
+                    heapq.heappop(heap)
+                    self._pass(block, stamp, AGAIN)
+                    return block
+                if not or_any:
+                    return NONE
+            heapq.heappop(heap)
+        return NONE
+
+    def _has_front(self, which: int) -> bool:
+        """Whether there are ends left in a list; if so the oldest is the first of its heap."""
+        heap, end = self._heaps[which], self._ends[which]
+        touch = self._ahead[which]
+        if touch is not end and (not heap or touch.stamp < heap[0][0]):
+            heapq.heappush(heap, (touch.stamp, touch.block))
+            self._ahead[which] = linked(touch.younger)
+        return bool(heap)
+
+    def _pass(self, block: int, stamp: int, which: int) -> None:
+        """`block` would leave now: its parent loses a child, inherits the stamp, and may become an end."""
+        parent = self._forest.parent[block]
+        if parent == self._forest.root:
+            return
+        self._gone[parent] = self._gone.get(parent, 0) + 1
+        own: Touch = self._forest.mark[parent]
+        if which == AGAIN:
+            gone = self._gone_again[parent] = self._gone_again.get(parent, 0) + 1
+            if gone == self._forks.get(parent, 1):
+                heapq.heappush(self._heaps[AGAIN], (max(stamp, own.stamp), parent))
+        elif own.ring is self._again:
+            self._raised[parent] = max(stamp, self._raised.get(parent, 0))
+        elif not self._has_children(parent):
+            stands = own.older is not None and own.block == parent and own.stamp > stamp
+            if not stands:  # or this walk would get there twice
+                heapq.heappush(self._heaps[ONCE], (max(stamp, own.stamp), parent))
+
+    def _has_children(self, block: int) -> bool:
+        return self._forest.children[block] != self._gone.get(block, 0)

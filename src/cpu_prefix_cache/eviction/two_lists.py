@@ -1,0 +1,215 @@
+"""T1 and T2 of ARC (see arc.py): two rings of touches over one forest.
+
+A chunk is in the list whose touch it carries. T2 is closed under prefixes: who used a chunk again used what is above
+it. So all below a chunk of T1 is in T1, but a chunk of T2 may have children in either list.
+
+An *end* of a list is a chunk with no child in it. In T1 that is a childless chunk, and its touch stands in the ring as
+in any ring of touches.py. In T2 a touch stands in the ring exactly while it names an end, which takes counting: a chunk
+of T2 that is no end has one child in T2, or as many as `_forks` says.
+
+Victims are collected as a *run*, each the parent of the one before it, while they come from one list one after the
+other, and leave the forest together.
+"""
+
+from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
+from cpu_prefix_cache.eviction.touches import Ring, Touch, TouchPolicy, leave, linked
+from cpu_prefix_cache.forest import NONE, Forest
+
+
+class ArcTouch:
+    """One request: `found` for what it used again, `added` for what it used first. One stamp."""
+
+    __slots__ = ("added", "found")
+
+    def __init__(self, found: Touch, added: Touch) -> None:
+        self.found = found
+        self.added = added
+
+
+class TwoLists(TouchPolicy):
+    """Moves chunks from T1 to T2 and takes victims from either. Which one is for `Arc` to say."""
+
+    def __init__(self, forest: Forest) -> None:
+        super().__init__(forest, rings=2)
+        self._once, self._again = self._rings
+        self._forks: dict[int, int] = {}  # how many children in T2 a chunk has, where it is more than one
+        self._run: list[int] = []  # victims that have yet to leave the forest, deepest first
+        self._last = Touch(0, self._once)  # the touch of those
+        self._passed = [self._once.end, self._again.end]  # while victims are taken: up to here nobody can go
+
+    def admitted(self, deepest: int) -> ArcTouch:
+        self._stamp += 1
+        touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
+        if deepest != NONE:
+            self._use_again(deepest, touch.found)
+        return touch
+
+    def check_valid(self) -> None:
+        super().check_valid()
+        forest = self._forest
+        assert not self._run, "victims have not left the forest"
+        children: dict[int, int] = {}
+        for block, key in enumerate(forest.key):
+            if key is not None and self._is_again(block):
+                parent = forest.parent[block]
+                children[parent] = children.get(parent, 0) + 1
+                assert parent == forest.root or self._is_again(parent), f"block {block} is in T2, its parent in T1"
+        children.pop(forest.root, None)
+        assert self._forks == {block: count for block, count in children.items() if count > 1}, "forks are miscounted"
+        for block, key in enumerate(forest.key):
+            if key is not None and self._is_again(block):
+                assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
+
+    def _begin_taking(self) -> None:
+        self._passed = [self._once.end, self._again.end]
+
+    def _take(self, count: int, prefers_once: bool) -> list[int]:
+        """The next victims, 1 to `count` of one list, or none if none can go. `_end_run` lets the last ones leave."""
+        victims: list[int] = []
+        if not prefers_once:
+            victims = self._take_again(count, or_any=False)
+        return victims or self._take_once(count) or self._take_again(count, or_any=True)
+
+    def _take_once(self, count: int) -> list[int]:
+        """Victims that T1 can give, oldest first."""
+        victims = self._more_of_run(self._once, count)
+        if victims:
+            return victims
+        self._end_run()
+        forest, end = self._forest, self._once.end
+        touch = linked(self._passed[ONCE].younger)
+        while touch is not end:
+            following = linked(touch.younger)
+            if forest.children[touch.block]:
+                leave(touch)
+            elif forest.pins[touch.block]:
+                self._passed[ONCE] = touch
+            else:
+                return self._begin_run(touch, count)
+            touch = following
+        return []
+
+    def _take_again(self, count: int, or_any: bool) -> list[int]:
+        """Victims from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""
+        victims = self._more_of_run(self._again, count)
+        if victims:
+            return victims
+        if self._run and (self._last.ring is self._again or self._is_again(self._forest.parent[self._run[-1]])):
+            self._end_run()  # so that the parent is known to be an end, or childless
+        forest, end = self._forest, self._again.end
+        touch = linked(self._passed[AGAIN].younger)
+        while touch is not end:
+            if not forest.pins[touch.block]:
+                if not forest.children[touch.block]:
+                    self._end_run()
+                    return self._begin_run(touch, count)
+                if not or_any:
+                    return []
+            self._passed[AGAIN] = touch
+            touch = linked(touch.younger)
+        return []
+
+    def _begin_run(self, touch: Touch, count: int) -> list[int]:
+        block = touch.block
+        self._mark[block] = None
+        touch.ring.chunks -= 1
+        self._run.append(block)
+        self._last = touch
+        return [block, *self._more_of_run(touch.ring, count - 1)]
+
+    def _more_of_run(self, ring: Ring, count: int) -> list[int]:
+        """Up to `count` chunks above the last victim that go next, if it was of `ring`: unpinned, not used since."""
+        run, last = self._run, self._last
+        if not run or last.ring is not ring:
+            return []
+        mark, parents, children, pins = self._mark, self._forest.parent, self._forest.children, self._forest.pins
+        more: list[int] = []
+        block = parents[run[-1]]
+        while len(more) < count and children[block] == 1 and not pins[block]:
+            own = mark[block]
+            if own is not last:
+                if own is None or own.ring is not ring or own.stamp > last.stamp:
+                    break  # the root, a chunk of the other list, or one that was used since
+                if own.block == block:
+                    leave(own)
+            mark[block] = None
+            more.append(block)
+            block = parents[block]
+        ring.chunks -= len(more)
+        run += more
+        return more
+
+    def _end_run(self) -> None:
+        """Let the victims leave the forest; what they hung below inherits their touch."""
+        run, last = self._run, self._last
+        if not run:
+            return
+        self._run = []
+        parent = self._forest.parent[run[-1]]
+        self._forest.remove_run(run)
+        if last.ring is self._once and self._mark[parent] is last and not self._forest.children[parent]:
+            last.block = parent
+        else:
+            leave(last)
+            self._inherit(parent, last)
+
+    def _inherit(self, parent: int, touch: Touch) -> None:
+        if not self._is_again(parent):
+            super()._inherit(parent, touch)
+        elif touch.ring is self._again:
+            is_end = self._forget_child(parent)
+            if touch.stamp >= self._carried(parent).stamp:
+                self._give(parent, touch)
+            if is_end:
+                own = self._carried(parent)
+                own.block = parent
+                self._again.enter_old(own)
+        elif touch.stamp > self._carried(parent).stamp:
+            was_end = self._is_end(parent)
+            self._give(parent, Touch(touch.stamp, self._again))  # as young, but in its own list
+            if was_end:
+                self._passed[AGAIN] = self._again.end
+                self._again.enter_old(self._carried(parent))
+
+    def _use_again(self, block: int, touch: Touch) -> None:
+        """Let `block` carry a touch of T2, and move it and all that is above it there."""
+        mark, parents, once = self._mark, self._forest.parent, self._once
+        above = block
+        while above != self._forest.root and mark[above].ring is once:
+            stamp = mark[above].stamp  # younger, where a later request used it before this one's chunks came
+            self._carry(above, touch if stamp <= touch.stamp else Touch(stamp, self._again))
+            above = parents[above]
+        is_end = above != block or self._is_end(block)
+        if above == block:
+            self._carry(block, touch)
+        elif above != self._forest.root:
+            self._note_child(above)
+        if touch.older is not None and touch.block != block:
+            self._branch_off(touch)  # what it names is an end still: the request found at a second place
+        leave(touch)
+        touch.block = block
+        if is_end:
+            self._again.enter_young(touch)
+
+    def _is_again(self, block: int) -> bool:
+        touch = self._mark[block]
+        return touch is not None and touch.ring is self._again
+
+    def _is_end(self, block: int) -> bool:
+        """Whether a chunk of T2 has no child in T2: then, and only then, its touch stands and names it."""
+        touch = self._carried(block)
+        return touch.block == block and touch.older is not None
+
+    def _note_child(self, parent: int) -> None:
+        """`parent`, in T2, has one more child in T2."""
+        if self._is_end(parent):
+            leave(self._carried(parent))
+        else:
+            self._forks[parent] = self._forks.get(parent, 1) + 1
+
+    def _forget_child(self, parent: int) -> bool:
+        """`parent`, in T2, has one child in T2 less. Whether that was the last."""
+        left = self._forks.pop(parent, 1) - 1
+        if left > 1:
+            self._forks[parent] = left
+        return left == 0

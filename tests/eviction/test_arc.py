@@ -1,0 +1,136 @@
+"""ARC in stories. Its slow twin, on plain lists, is property_tests/model.py."""
+
+import random
+from string import ascii_lowercase as LETTERS
+
+from tests.story import Shelf
+
+#  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
+#
+#  request  T1      T2      B1      B2      p     because
+GOLDEN = """
+  a        a       -       -       -       0     it finds room
+  b        ab      -       -       -       0
+  c        abc     -       -       -       0
+  a        bc      a       -       -       0     a hit
+  b        c       ab      -       -       0
+  d        d       ab      c       -       0     |T1| = 1 > p, so T1 gives c
+  e        e       ab      cd      -       0     |T1| + |B1| was 2 < 3: no ghost ends
+  c        e       bc      d       a       1     in B1: p = 0 + max(0/2, 1). Now |T1| = p, so T2 gives a
+  d        e       cd      -       ab      2     in B1: p = 1 + max(1/1, 1)
+  a        -       cda     e       b       1     in B2: p = 2 - max(0/2, 1), and |T1| = p with B2: T1 gives e
+  f        f       da      e       bc      1     |T1| = 0
+  g        fg      a       e       cd      1     all four had 6: b, the oldest of B2, ends
+  h        gh      a       f       cd      1     |T1| + |B1| was 3: e, the oldest of B1, ends; T1 gives f
+  e        he      a       g       cd      1     forgotten, so a stranger again
+  d        e       ad      gh      c       0     in B2: p = 1 - max(1/2, 1)
+  a        e       da      gh      c       0     a hit
+"""
+
+
+def test_the_golden_trace():
+    shelf = Shelf(3, policy="arc")
+    hits = 0
+    for line in GOLDEN.strip().splitlines():
+        request, *expected = line.split()[:6]
+        hits += request in shelf.names
+        shelf.put(request)
+        *found, p = lists(shelf)
+        assert ["".join(each) or "-" for each in found] + [f"{p:g}"] == expected, f"after {request}: {line}"
+    assert hits == 3
+
+
+def test_a_scan_as_long_as_the_cache_leaves_no_ghosts():
+    """With all of the cache in T1 there is no room in B1: the paper deletes the page for good."""
+    shelf = Shelf(2, policy="arc")
+    for prompt in "abcd":
+        shelf.put(prompt)
+    assert lists(shelf) == (["c", "d"], [], [], [], 0)
+
+
+def test_a_scan_does_not_wash_out_what_is_used_again():
+    """And LRU, on the same prompts, loses it: the control."""
+    for policy, kept in (("arc", {"a", "ab", "abc"}), ("lru", set())):
+        shelf = Shelf(6, policy=policy)
+        shelf.put("abc")
+        shelf.put("abc")
+        for prompt in "ghijklmnopqrstuvwxyz":
+            shelf.put(prompt)
+        assert shelf.names & {"a", "ab", "abc"} == kept
+
+
+def test_a_chunk_in_t2_outlives_its_children_in_t1():
+    """The paper would take "a", the oldest of T2. Its child goes first, and not "d", which is younger than "a"."""
+    shelf = Shelf(3, policy="arc")
+    for prompt in ("a", "a", "b", "c", "d", "b", "ax", "d"):
+        shelf.put(prompt)
+    assert lists(shelf) == (["ax"], ["a", "d"], ["c"], ["b"], 1)  # |T1| = p, so T2 is to give one
+    assert shelf.order == ["ax", "a", "d"]
+    shelf.put("z")
+    assert shelf.names == {"a", "d", "z"}
+
+
+def test_what_is_above_a_ghost_that_returns_goes_to_t2_too():
+    """Or T2 had an orphan: T1 could not give "a", because of its child, and T2 would keep "ab" for its sake alone."""
+    shelf = Shelf(3, policy="arc")
+    for prompt in ("x", "x", "ab", "y"):
+        shelf.put(prompt)
+    assert lists(shelf) == (["a", "y"], ["x"], ["ab"], [], 0)
+    shelf.withdraw("a")  # leaves no ghost
+    shelf.put("ab")
+    assert lists(shelf) == ([], ["x", "ab"], ["y"], [], 1)
+    assert shelf.names == {"x", "a", "ab"}
+
+
+def test_a_store_that_fails_counts_no_more():
+    """L5: what never came must not stay in T1."""
+    shelf = Shelf(3, policy="arc")
+    for prompt in ("a", "a", "b"):
+        shelf.put(prompt)
+    arc = shelf.pool._policy
+    blocks = shelf.pool.allocate(2, [b"x", b"y"])
+    assert lists(shelf) == ([], ["a"], ["b"], [], 0) and arc._sizes() == (2, 1)
+    shelf.pool.retire(blocks)
+    assert arc._sizes() == (0, 1)
+    shelf.pool.abort(blocks)
+    shelf.pool.check_valid()
+
+
+def test_a_batch_adapts_for_each_of_its_chunks():
+    """Two ghosts in one allocation raise p twice, each for the lists as the one before it left them."""
+    shelf = Shelf(6, policy="arc")
+    for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
+        shelf.put(prompt)
+    assert lists(shelf) == (["a", "w", "y", "z"], ["x", "v"], ["abc", "ab"], [], 0)
+    shelf.put("abc")  # "ab": p = 1, |T1| = 3, T1 gives w. "abc": p = 2 = |T1|, T2 gives x
+    assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["x"], 2)
+
+
+def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
+    shelf = Shelf(6, policy="arc")
+    for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
+        shelf.put(prompt)
+    shelf.pool._policy._ghosts.add(1, [b"p", b"q", b"r"])
+    shelf.put("abc")  # "ab": p = 3/2, T1 gives w to B1. "abc": p = 3/2 + 3/2, and not 3/1
+    assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["p", "q", "r", "x"], 3)
+
+
+def test_ghosts_are_bounded_however_often_the_prompts_change():
+    shelf, prompts = Shelf(5, policy="arc"), random.Random(0).choices("abcdefghijkl", range(1, 13), k=300)
+    most = [0, 0]
+    for prompt in prompts:
+        shelf.put(prompt)  # and check_valid, which knows the bounds
+        _, _, *ghosts, _ = lists(shelf)
+        assert len(ghosts[0]) + len(ghosts[1]) <= 5
+        most = [max(before, len(now)) for before, now in zip(most, ghosts, strict=True)]
+    assert min(most) >= 3  # there was something to bound
+
+
+def lists(shelf):
+    """The ends of T1 and T2 (chunks with no child in the same list), B1 and B2, and p; the oldest comes first."""
+    arc = shelf.pool._policy
+    ends = [[shelf.pool.key(touch.block).decode() for touch in ring] for ring in arc._rings]
+    names = [first + second for first in LETTERS for second in ["", *LETTERS]] + ["abc"]
+    by_hash = {hash(name.encode()): name for name in names}
+    ghosts = [[by_hash[value] for value in arc._ghosts.hashes(which)] for which in (0, 1)]
+    return (*ends, *ghosts, arc._target)

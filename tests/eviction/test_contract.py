@@ -1,0 +1,109 @@
+"""What the pool expects of any policy. A new one is added to POLICIES and nowhere else.
+
+That victims come in the right order, whatever happens, is held by property_tests/test_pool_machine.py.
+"""
+
+import pytest
+
+from cpu_prefix_cache import POLICIES, BlockPool, PoolExhausted
+from tests.story import Shelf, chain
+
+pytestmark = pytest.mark.parametrize("policy", POLICIES)
+
+
+def test_childless_chunks_leave_first(policy):
+    pool = BlockPool(4, policy)
+    pool.commit(pool.allocate(4), chain("abcd"), pool.root, pool.touch(None))
+    for left in (3, 2, 1, 0):
+        pool.abort(pool.allocate(pool.statistics().free + 1))
+        assert pool.resident_run(chain("abcd"), 0, 4) == left
+
+
+def test_pinned_chunks_stay(policy):
+    pool = BlockPool(3, policy)
+    for key in (b"a", b"b", b"c"):
+        pool.commit(pool.allocate(1), [key], pool.root, pool.touch(None))
+    pin = pool.pin(pool.find(b"a"))
+    pool.abort(pool.allocate(2))
+    assert pool.find(b"a") is not None and pool.available(3) == 2
+    pool.unpin(pin)
+    assert pool.available(3) == 3
+
+
+def test_the_question_changes_nothing(policy):
+    shelf = Shelf(4, policy=policy)
+    shelf.put("ab")
+    shelf.put("x")
+    shelf.put("ac")
+    before = shelf.pool.statistics()
+    assert shelf.order == shelf.order
+    assert shelf.pool.statistics() == before
+    shelf.pool.check_valid()
+
+
+def test_the_answer_is_what_happens(policy):
+    shelf = Shelf(8, policy=policy)
+    for prompt in ("abc", "abd", "x", "xy", "abd"):
+        shelf.put(prompt)
+    foretold, gone = shelf.order, []
+    while shelf.names:
+        before = shelf.names
+        shelf.pool.abort(shelf.pool.allocate(shelf.pool.statistics().free + 1))
+        shelf.pool.check_valid()
+        gone += before - shelf.names
+    assert gone == foretold
+
+
+def test_everything_can_leave_after_a_withdrawal(policy):
+    pool = BlockPool(3, policy)
+    pool.commit(pool.allocate(3), chain("abc"), pool.root, pool.touch(None))
+    pin = pool.pin(pool.find(b"abc"))
+    pool.withdraw(pool.find(b"ab"))
+    assert pool.available(3) == 0  # "a" stands above bytes that are still needed
+    pool.unpin(pin)
+    assert pool.available(3) == 3 and len(pool.allocate(3)) == 3
+
+
+def test_a_store_may_fail_or_become_another_one(policy):
+    pool = BlockPool(3, policy)
+    a, b, c = pool.allocate(3, chain("abc"))
+    pool.abort([b, c])
+    pool.check_valid()
+    pool.commit([a], [b"x"], pool.root, pool.touch(None))
+    pool.check_valid()
+    assert pool.find(b"x") == a and pool.statistics().free == 2
+
+
+def test_the_same_chunk_may_be_written_twice_and_come_once(policy):
+    """The slower writer comes after what the faster one wrote was evicted."""
+    pool = BlockPool(2, policy)
+    slow, fast = (pool.allocate(1, [b"a"])[0] for _ in range(2))
+    pool.commit([fast], [b"a"], pool.root, pool.touch(None))
+    pool.abort(pool.allocate(1, [b"b"]))
+    assert pool.find(b"a") is None
+    pool.commit([slow], [b"a"], pool.root, pool.touch(None))
+    pool.check_valid()
+    assert pool.find(b"a") == slow
+
+
+def test_what_cannot_be_had_is_refused_before_anything_is_learnt(policy):
+    shelf = Shelf(2, policy=policy)
+    shelf.put("ab")
+    shelf.pin("a")
+    before = shelf.pool.statistics(), shelf.order
+    with pytest.raises(PoolExhausted):
+        shelf.pool.allocate(2, chain("xy"))
+    assert before == (shelf.pool.statistics(), shelf.order)
+    shelf.pool.check_valid()
+
+
+def test_a_reset_in_the_middle_of_everything(policy):
+    shelf = Shelf(4, policy=policy)
+    shelf.put("ab")
+    shelf.put("ab")
+    writing = shelf.pool.allocate(2, chain("xy"))
+    shelf.pool.reset()
+    shelf.pool.check_valid()
+    shelf.pool.commit(writing, chain("xy"), shelf.pool.root, shelf.pool.touch(None))
+    shelf.put("abc")
+    assert {"a", "ab", "abc"} < shelf.names
