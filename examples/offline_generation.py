@@ -52,7 +52,7 @@ QUESTIONS = [
 QUESTIONS_PER_ROUND = 2
 CHOICES = {  # option -> (all it will take, what is built)
     "arch": (("full", "swa", "hybrid", "mla"), tuple(ARCHITECTURES)),
-    "device": (("cpu", "cuda"), ("cpu",)),
+    "device": (("cpu", "cuda"), ("cpu", "cuda")),
     "policy": (("lru", "arc", "adaptive"), tuple(POLICIES)),
     "offload": (("lazy", "eager", "off"), (*OFFLOAD_MODES, "off")),
 }
@@ -118,9 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     check_built(options)
     model, tokenizer, arch = load_model(options)
+    model.to(options.device)
     prompts, source = load_prompts(options, tokenizer, model.config.get_text_config().max_position_embeddings)
     generator, reference, damage = build_generators(options, model, tokenizer)
-    print(f"model: {arch}, {next(model.parameters()).dtype}; input: {source}")
+    print(f"model: {arch}, {model.dtype} on {model.device}; input: {source}")
     rounds: list[Round] = []
     checks: list[Check] = []
     total = sum(map(len, prompts))
@@ -372,6 +373,8 @@ def check_built(options: argparse.Namespace) -> None:
         value = getattr(options, option)
         if value not in built and not (option == "arch" and options.model):
             raise UserError(f"--{option} {value} is not built yet; there is {', '.join(built)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise UserError(f"--json {options.json} is not a file that can be written")
     for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):

@@ -96,7 +96,7 @@ class Checkpoints:
         for group, local in enumerate(self._locals):
             found = pieces.get(group, [])
             if local is not None:
-                blocks = torch.stack(found) if found else torch.empty(0, 0, dtype=torch.uint8)
+                blocks = torch.stack(found) if found else self._kv.region[:0]
                 first = boundary - len(found) * self._kv.groups[group].block_tokens
                 state.restore_window(local, first, boundary, blocks)
             elif self._kv.groups[group].kind is GroupKind.STATE:

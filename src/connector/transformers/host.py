@@ -7,7 +7,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Direction, Hit, HybridChunkPlanner, Request
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 
@@ -40,7 +40,9 @@ class HostTier:
                 f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} "
                 f'bytes, got {host_bytes}; without host memory say offload="off"'
             )
-        arena = HostArena(num_blocks, planner.host_block_bytes)  # first: it refuses what the machine does not have
+        on_cuda = tensors[0][0].is_cuda
+        # first: it refuses what the machine does not have
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned=on_cuda)
         self.cache = CPUPrefixCache(
             planner,
             device,
@@ -50,7 +52,7 @@ class HostTier:
             max_step_tokens=max_step_tokens,
             checkpoint_interval=checkpoint_interval,
         )
-        copier: Copier = ReferenceCopier(planner, tensors, arena.blocks)
+        copier = choose_copier(planner, tensors, self._arena.blocks).copier
         self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors))
 
     def boundary(self, request: Request, n0: int) -> int:
