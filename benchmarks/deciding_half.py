@@ -14,6 +14,9 @@ the longest single call of 512 blocks: a dictionary that grows, or a garbage col
     python benchmarks/deciding_half.py [--blocks 1000000] [--chains 100] [--policy lru]
     python benchmarks/deciding_half.py --memory
 
+Hybrid lookups, in a pool of their own: full attention, a window of 1,024 tokens and a state, with one checkpoint in
+each chain, at its last boundary, 4,000 chunks before it, or none at all.
+
 The second form prints what a block costs in memory, for every policy: what the resident size of a fresh process grows
 by, from before there is a pool to after twice as many evictions as blocks, in the mix, with keys of 16 bytes.
 """
@@ -39,6 +42,7 @@ from cpu_prefix_cache import (
     RankReport,
     Request,
 )
+from cpu_prefix_cache.hashing import checkpoint_key
 
 CHAIN = 8_192
 RUN = 512
@@ -91,6 +95,7 @@ def main() -> None:
     chains = fill(cache.pool, rng, options.chains)
     print(f"\npool of {options.blocks:,} chunks under {options.policy}, {cache.pool.statistics().cached:,} cached\n")
     measure_lookups(cache, rng, chains)
+    measure_hybrid_lookups(rng, options.chains, options.policy)
     measure_loads(cache, chains)
     del chains  # a garbage collection during the churn is part of it; going through our own keys is not
     while cache.pool.statistics().free >= RUN:
@@ -138,6 +143,32 @@ def measure_lookups(cache: CPUPrefixCache, rng: random.Random, chains: list[list
         row(f"  {name}", [timed(lambda request=request: cache.lookup(request, 0, 0.0)) for request in requests])
     copies = [fresh(keys) for keys in chains]
     row("  all present, key by key", [timed(lambda keys=keys: linear(cache.pool, keys)) for keys in copies])
+
+
+def measure_hybrid_lookups(rng: random.Random, chains: int, policy: str) -> None:
+    full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=2**20)
+    window = Group(name="window", kind=GroupKind.WINDOW, window_tokens=1024, block_tokens=16, block_bytes=2**20)
+    state = Group(name="state", kind=GroupKind.STATE, block_tokens=16, block_bytes=2**25)
+    planner = HybridChunkPlanner([full, window, state], max_model_len=1 << 20)
+    cache = CPUPrefixCache(
+        planner, CountingDevice(), host_blocks=chains * (CHAIN + 200), policy=policy, offload="eager"
+    )
+    print(f"\nhybrid lookup of {CHAIN:,} keys, cold")
+    for name, depth in (("checkpoint at the end", CHAIN), ("4,000 chunks before", CHAIN - 4_000), ("none", 0)):
+        cache.reset()
+        requests = []
+        for at in range(chains):
+            keys = insert(cache.pool, rng, CHAIN)
+            if depth:
+                add_checkpoint(cache, keys, depth)
+            requests.append(Request(str(at), fresh(keys), CHAIN * 16 + 1))
+        row(f"  {name}", [timed(lambda request=request: cache.lookup(request, 0, 0.0)) for request in requests])
+
+
+def add_checkpoint(cache: CPUPrefixCache, keys: list[bytes], depth: int) -> None:
+    needs = cache.coordinator.needs(cache.coordinator.checkpoint_at(keys, depth))
+    node, key = cache.pool.allocate_checkpoint(needs).node, checkpoint_key(keys[depth - 1])
+    cache.pool.commit([node], [key], cache.pool.find(keys[depth - 1]), cache.pool.touch(None))
 
 
 def linear(pool: BlockPool, keys: list[bytes]) -> int:
