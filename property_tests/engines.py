@@ -27,8 +27,8 @@ class Holding:
 class PoolSlots:
     null_block = None
 
-    def __init__(self, slots: int) -> None:
-        self.pool = BlockPool(slots)
+    def __init__(self, slots: int, policy: str = "lru") -> None:
+        self.pool = BlockPool(slots, policy)
         self.device = PooledDevice(self.pool)
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import (
+    POLICIES,
     CPUPrefixCache,
     Direction,
     Group,
@@ -88,9 +89,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         host_chunks=st.integers(4, 12),
         device_chunks=st.integers(8, 12),
         late=st.sampled_from([False, False, True]),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def build(
-        self, mode: str, ranks: int, plan: str, pooled: bool, host_chunks: int, device_chunks: int, late: bool
+        self,
+        mode: str,
+        ranks: int,
+        plan: str,
+        pooled: bool,
+        host_chunks: int,
+        device_chunks: int,
+        late: bool,
+        policy: str,
     ) -> None:
         groups = [
             Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
@@ -98,12 +108,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         ]
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
         width = self.planner.device_blocks_per_chunk
-        self.slots = PoolSlots(device_chunks) if pooled and width == 1 else QueueSlots(device_chunks, width)
+        self.slots = PoolSlots(device_chunks, policy) if pooled and width == 1 else QueueSlots(device_chunks, width)
         self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk
         self.cache = CPUPrefixCache(
             self.planner,
             self.slots.device,
             host_blocks=self.host_blocks,
+            policy=policy,
             ready_blocks=0 if late else None,
             offload=mode,
             ranks=ranks,

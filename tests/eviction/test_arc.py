@@ -3,7 +3,7 @@
 import random
 from string import ascii_lowercase as LETTERS
 
-from tests.story import Shelf
+from tests.story import Engine, Shelf
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
 #
@@ -96,6 +96,17 @@ def test_a_store_that_fails_counts_no_more():
     shelf.pool.check_valid()
 
 
+def test_stores_on_their_way_count_and_those_that_fail_do_not():
+    engine = Engine(policy="arc")
+    engine.starts("r", "abc")
+    engine.computes("r")
+    arc = engine.cache.pool._policy
+    (store,) = engine.steps().transfers
+    assert arc._sizes() == (3, 0)
+    engine.reports(failed={store.id})
+    assert arc._sizes() == (0, 0) and engine.host == set()
+
+
 def test_a_batch_adapts_for_each_of_its_chunks():
     """Two ghosts in one allocation raise p twice, each for the lists as the one before it left them."""
     shelf = Shelf(6, policy="arc")
@@ -115,6 +126,51 @@ def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
     assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["p", "q", "r", "x"], 3)
 
 
+def test_what_finds_room_counts_before_what_does_not():
+    shelf = Shelf(5, policy="arc")
+    for prompt in ("x", "x", "v", "v", "y", "z"):
+        shelf.put(prompt)
+    shelf.pool._policy._target = 3.0
+    shelf.pool.allocate(2, [b"m", b"n"])  # m finds room, and |T1| = 3. That is p, so T2 gives one for n
+    assert shelf.names == {"v", "y", "z"}
+
+
+def test_a_chunk_in_t2_inherits_from_a_child_in_t1_and_stays_in_t2():
+    """A request whose beginning the device has does not touch it, and adds what follows."""
+    shelf = Shelf(3, policy="arc")
+    for prompt in ("a", "a", "x", "x"):
+        shelf.put(prompt)
+    add(shelf, "ab", shelf.pool.touch(None))
+    assert lists(shelf)[:2] == (["ab"], ["a", "x"])
+    assert shelf.order == ["ab", "x", "a"]
+    shelf.pool.abort(shelf.pool.allocate(1))
+    shelf.pool.check_valid()
+    assert lists(shelf)[:2] == ([], ["x", "a"])
+
+
+def test_a_ghost_that_returns_late_makes_nothing_older():
+    shelf = Shelf(4, policy="arc")
+    for prompt in ("x", "x", "ab", "y", "z"):
+        shelf.put(prompt)
+    shelf.withdraw("a")
+    early = shelf.pool.touch(None)  # of a request for "ab", whose store takes its time
+    shelf.use("x")
+    shelf.put("a")
+    add(shelf, "ab", early)
+    assert lists(shelf) == (["z"], ["ab", "x"], ["y"], [], 1)
+    assert shelf.order == ["ab", "x", "a", "z"]
+
+
+def test_a_run_of_victims_ends_where_a_chunk_is_younger():
+    shelf = Shelf(4, policy="arc")
+    shelf.put("ab")
+    shelf.put("x")
+    add(shelf, "ac", shelf.pool.touch(None))
+    shelf.withdraw("ac")  # "a" is now younger than "x", and "ab" is not
+    shelf.pool.abort(shelf.pool.allocate(3))
+    assert shelf.names == {"a"}
+
+
 def test_ghosts_are_bounded_however_often_the_prompts_change():
     shelf, prompts = Shelf(5, policy="arc"), random.Random(0).choices("abcdefghijkl", range(1, 13), k=300)
     most = [0, 0]
@@ -124,6 +180,13 @@ def test_ghosts_are_bounded_however_often_the_prompts_change():
         assert len(ghosts[0]) + len(ghosts[1]) <= 5
         most = [max(before, len(now)) for before, now in zip(most, ghosts, strict=True)]
     assert min(most) >= 3  # there was something to bound
+
+
+def add(shelf, prompt, touch):
+    """Store the last chunk of a prompt, with a touch from before."""
+    key = prompt.encode()
+    shelf.pool.commit(shelf.pool.allocate(1, [key]), [key], shelf.at(prompt[:-1]), touch)
+    shelf.pool.check_valid()
 
 
 def lists(shelf):

@@ -30,6 +30,16 @@ def test_pinned_chunks_stay(policy):
     assert pool.available(3) == 3
 
 
+def test_what_is_above_a_pinned_chunk_stays_and_what_is_below_goes(policy):
+    shelf = Shelf(4, policy=policy)
+    shelf.put("abc")
+    shelf.put("x")
+    shelf.pin("ab")
+    shelf.pool.abort(shelf.pool.allocate(2))
+    shelf.pool.check_valid()
+    assert shelf.names == {"a", "ab"}
+
+
 def test_the_question_changes_nothing(policy):
     shelf = Shelf(4, policy=policy)
     shelf.put("ab")
