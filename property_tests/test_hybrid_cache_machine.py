@@ -75,22 +75,26 @@ class HybridCacheMachine(PrefixCacheMachine):
         mode=st.sampled_from(["eager", "lazy"]),
         ranks=st.sampled_from([1, 2, 3]),
         layout=st.sampled_from(sorted(LAYOUTS)),
-        host_blocks=st.integers(8, 60),
-        device_blocks=st.integers(14, 40),
+        host_room=st.integers(5, 25),
+        device_room=st.integers(12, 25),
         late=st.sampled_from([False, False, True]),
         interval=st.sampled_from([None, None, 1, 2]),
     )
     def build(
-        self, mode: str, ranks: int, layout: str, host_blocks: int, device_blocks: int, late: bool, interval: int | None
+        self, mode: str, ranks: int, layout: str, host_room: int, device_room: int, late: bool, interval: int | None
     ) -> None:
+        """`host_room` and `device_room` are in tenths of what a prompt of 6 chunks takes with a few checkpoints."""
         self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000)
         assert self.planner.grid_tokens == GRID
-        self.slots = HybridSlots(self.planner, device_blocks)
-        self.host_blocks = host_blocks
+        checkpoint = [self.planner.pieces[at.group].device_blocks for at in self.planner.checkpoint(5)]
+        prompt_blocks = 6 * self.planner.device_blocks_per_chunk + 3 * sum(checkpoint)
+        self.slots = HybridSlots(self.planner, device_room * prompt_blocks // 10)
+        prompt_blocks = 6 * self.planner.host_blocks_per_chunk + 2 * self.planner.checkpoint_blocks(5)
+        self.host_blocks = host_room * prompt_blocks // 10
         self.cache = CPUPrefixCache(
             self.planner,
             self.slots.device,
-            host_blocks=host_blocks,
+            host_blocks=self.host_blocks,
             ready_blocks=0 if late else None,
             offload=mode,
             ranks=ranks,
