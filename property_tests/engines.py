@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted
+from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, State
 from cpu_prefix_cache.coordinator import new_pool
 from cpu_prefix_cache.pieces import PieceNeed
 
@@ -110,10 +110,14 @@ class HybridSlots(PoolSlots):
     def __init__(self, planner: HybridChunkPlanner, blocks: int) -> None:
         self.pool = new_pool(planner, blocks, on_device=True)
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
+        self._last: dict[int, tuple[int, ...]] = {}
         self.device = PooledDevice(self.pool) if planner.device_blocks_per_chunk <= 1 else WideDevice(self.pool)
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
-        return self.pool.blocks_of([slot])
+        """Also of a slot that was freed this moment, whose bytes somebody looks at once more."""
+        if slot not in self._last or self.pool.state(slot) is not State.FREE:
+            self._last[slot] = self.pool.blocks_of([slot])
+        return self._last[slot]
 
     def take(self, keys: Sequence[bytes], matched: int, total: int) -> Holding | None:
         holding = super().take(keys, matched, total)
