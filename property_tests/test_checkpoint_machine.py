@@ -191,11 +191,14 @@ class CheckpointMachine(RuleBasedStateMachine):
         return nodes, fresh
 
     def fits(self, chunks: int, needs: list[PieceNeed]) -> bool:
-        """Everything at hand, without what the checkpoint shares."""
+        """What is to be written, and what would be shared and could have been evicted."""
         return self.free + self.model.can_free() >= chunks * self.per_chunk + self.wanted(needs)
 
     def wanted(self, needs: list[PieceNeed]) -> int:
-        return sum(need.num_blocks for need in needs)
+        shared = [(need, self.model.shared(need.key)) for need in needs]
+        return sum(
+            need.num_blocks for need, piece in shared if piece is None or self.model.piece_state(piece) == "cached"
+        )
 
     def is_refused(self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]) -> None:
         if checkpoint is None:
