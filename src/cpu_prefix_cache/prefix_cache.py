@@ -507,6 +507,8 @@ class CPUPrefixCache:
         last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
         if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False
+        if self.coordinator.resume_node(request.keys, last) is not None:
+            return False  # the host alone could have: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
     def _branch(self, keys: Sequence[bytes], start: int, stop: int) -> int:
