@@ -483,3 +483,26 @@ def test_the_destinations_of_a_checkpoint_are_checked():
         with pytest.raises(MisuseError, match="destination"):
             engine.cache.load("r", 3 * GRID, [[5, 6], windows], 0.0)
     assert engine.cache.statistics().pool.pinned == 0
+
+
+def test_lazy_remembers_a_checkpoint_that_was_loaded():
+    """The host may evict its copy before the device does: then it is stored again, as its chunks are."""
+    engine = lazy(device=6)
+    engine.serves("abc")
+    assert "abc!" in engine.host
+    engine.device_forgets()
+    engine.serves("xy")  # what was remembered of the device is swept
+    engine.serves("vw")
+    engine.device_forgets()
+    engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
+    chunks, state = engine.gpu.allocate(3), engine.gpu.allocate_checkpoint([PieceNeed("own", 1)])
+    engine.cache.load("r", 3 * GRID, [chunks, state.blocks[0]], 0.0)
+    engine.copies()
+    engine.gpu.abort([*chunks, state.node])
+    for name in chain("abc"):
+        engine.device_has(name.decode(), checkpoint=name == b"abc")
+    engine.cache.computed("r", 3 * GRID)
+    engine.cache.pool.withdraw(engine.cache.pool.find(b"a"))
+    engine.cache.finished("r", 3 * GRID)
+    engine.copies()
+    assert engine.host >= {"a", "ab", "abc", "abc!"}

@@ -50,12 +50,14 @@ OFFLOAD_MODES = ("lazy", "eager")
 class Running:
     """An admitted request. `confirmed` counts its chunks that hold computed tokens.
 
-    `kept` are the depths, in chunks, at which checkpoints are wanted; `checkpoints` those the device had there.
+    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted;
+    `checkpoints` are those the device had there.
     """
 
     request: Request
     n0: int
     touch: Any
+    resumed: int = 0
     kept: frozenset[int] = frozenset()
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
@@ -260,7 +262,8 @@ class CPUPrefixCache:
         if self.planner.has_checkpoints:
             kept = self._wanted_checkpoints(request, end)
             self._counts["union_misses"] += self._is_union_miss(request, end)
-        running = Running(request, n0, self.pool.touch(deepest), kept, due=self._steps + 1)
+        resumed = self.planner.full_chunks(end)
+        running = Running(request, n0, self.pool.touch(deepest), resumed, kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
@@ -550,7 +553,7 @@ class CPUPrefixCache:
         if chunks > before:
             running.confirmed = chunks
             self._offload.confirmed(running, before)
-            for depth in sorted(depth for depth in running.kept if before < depth <= chunks):
+            for depth in sorted(depth for depth in running.kept | {running.resumed} if before < depth <= chunks):
                 self._keep(running, depth)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:
