@@ -506,3 +506,21 @@ def test_lazy_remembers_a_checkpoint_that_was_loaded():
     engine.cache.finished("r", 3 * GRID)
     engine.copies()
     assert engine.host >= {"a", "ab", "abc", "abc!"}
+
+
+def test_lazy_looks_past_chunks_without_bytes():
+    """They are handed out with nothing: the next to leave is the checkpoint behind them."""
+    engine = Engine(STATE, mode="lazy", device=8, max_step_tokens=GRID)
+    engine.starts("ab")
+    engine.computes("ab")
+    engine.ends("ab")
+    for name in ("opqrst", "uvwxyz"):
+        engine.starts(name)
+        engine.computes(name, keep=[])
+        engine.ends(name)
+        for end in range(1, 7):
+            engine.gpu.ended(engine.gpu.find(name[:end].encode()))
+    filler = engine.gpu.allocate_checkpoint([PieceNeed("in use", 7)])
+    engine.copies()
+    assert "ab!" in engine.host
+    engine.gpu.abort([filler.node])
