@@ -524,3 +524,17 @@ def test_lazy_looks_past_chunks_without_bytes():
     engine.copies()
     assert "ab!" in engine.host
     engine.gpu.abort([filler.node])
+
+
+def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint():
+    """Rule 9: not stored any more."""
+    engine = Engine(FULL, STATE)
+    engine.starts("abcd")
+    engine.computes("abcd", keep=[2])
+    engine.requests["abcd"].keys.extend([b"abcde"])
+    engine.device_has("ab", checkpoint=True)
+    engine.copies()
+    engine.device_has("abcde")
+    engine.ends("abcd", 5)
+    engine.copies()
+    assert "abcde" not in engine.host
