@@ -538,3 +538,17 @@ def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint()
     engine.ends("abcd", 5)
     engine.copies()
     assert "abcde" not in engine.host
+
+
+def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
+    """Preempted, and aborted before it was admitted again."""
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    engine.copies()
+    engine.cache.preempted("xyz")
+    engine.copies()
+    engine.ends("xyz")
+    engine.serves("mn")
+    assert {"abc!", "mn!"} <= engine.host

@@ -309,6 +309,7 @@ class CPUPrefixCache:
             if running.load is None:
                 self._keep(running, running.confirmed)
             self._offload.preempted(running)
+            self._forsake(running)  # it may never come back, and without a checkpoint it could not resume here
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
