@@ -436,11 +436,14 @@ def lazy(**options):
 
 
 def test_lazy_stores_a_chain_with_its_checkpoint_and_no_chunk_for_itself():
-    engine = lazy(device=8)
+    engine = lazy(device=6)
     engine.starts("abc")
     engine.computes("abc", keep=[])
-    engine.copies()
+    for waiting in range(3):
+        engine.gpu.allocate(waiting)  # nothing is free any more: the chunks are the next to go
+        engine.copies()
     assert engine.host == set()
+    engine = lazy(device=8)
     engine.starts("abcx")
     engine.computes("abcx", keep=[4])
     engine.copies()
@@ -499,11 +502,11 @@ def test_lazy_remembers_a_checkpoint_that_was_loaded():
     engine.cache.load("r", 3 * GRID, [chunks, state.blocks[0]], 0.0)
     engine.copies()
     engine.gpu.abort([*chunks, state.node])
-    for name in chain("abc"):
+    for name in chain("abcd"):
         engine.device_has(name.decode(), checkpoint=name == b"abc")
-    engine.cache.computed("r", 3 * GRID)
+    engine.cache.computed("r", 4 * GRID)
     engine.cache.pool.withdraw(engine.cache.pool.find(b"a"))
-    engine.cache.finished("r", 3 * GRID)
+    engine.cache.finished("r", 4 * GRID)
     engine.copies()
     assert engine.host >= {"a", "ab", "abc", "abc!"}
 
@@ -552,3 +555,75 @@ def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
     engine.ends("xyz")
     engine.serves("mn")
     assert {"abc!", "mn!"} <= engine.host
+
+
+def test_chunks_that_land_after_their_request_has_ended_are_of_no_use_at_once():
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    late = engine.steps()
+    engine.ends("xyz")
+    engine.reports(*late)
+    engine.serves("mn")
+    assert {"abc!", "mn!", "x"} <= engine.host and "xyz" not in engine.host
+
+
+def below_a_load():
+    """ "abcd" is stored below "abc", which another request loads meanwhile, and that load fails."""
+    engine = Engine(FULL, STATE)
+    engine.serves("abc")
+    engine.starts("abcd")
+    engine.computes("abcd")
+    stores = engine.steps()
+    engine.cache.admit(Request("r", chain("abcx"), 4 * GRID), 0, 3 * GRID)
+    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
+    (load,) = engine.steps()
+    engine.reports(load, ok=False)
+    return engine, stores
+
+
+def test_a_store_below_what_was_withdrawn_registers_nothing():
+    """And stands in nobody's way: the same chunks are stored again at once."""
+    engine, stores = below_a_load()
+    engine.device_has("abcd")
+    engine.cache.computed("abcd", 4 * GRID)
+    engine.ends("abcd")
+    again = engine.steps()
+    assert again
+    engine.reports(*again)
+    engine.copies()
+    assert engine.host >= {"a", "ab", "abc", "abcd", "abcd!"}
+    engine.reports(*stores)
+    now = engine.cache.statistics().pool
+    assert now.writing == now.retired == now.pinned == 0
+
+
+def test_a_store_whose_parent_has_landed_holds_it():
+    """Its parent is a chunk without a checkpoint, of a request that has ended: it would be the first to go."""
+    engine = Engine(FULL, STATE, host=4)
+    engine.starts("abc")
+    engine.computes("abc", 2, keep=[])
+    (first,) = engine.steps()
+    engine.computes("abc")
+    rest = engine.steps()
+    engine.ends("abc")
+    engine.reports(first)
+    engine.serves("x")
+    assert {"a", "ab"} <= engine.host
+    engine.reports(*rest)
+    engine.copies()
+    assert {"abc!"} <= engine.host
+
+
+def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
+    """Rule 14."""
+    engine = Engine(FULL, WINDOW)
+    engine.starts("abc")
+    engine.computes("abc")
+    transfers = engine.steps()
+    node = engine.gpu.find(checkpoint_key(b"abc"))
+    engine.cache.invalidated(engine.gpu.pieces(node)[0])
+    engine.reports(*transfers)
+    assert engine.checkpoints == set()
