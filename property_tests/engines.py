@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache import BlockPool, PooledDevice, PoolExhausted
+from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, State
+from cpu_prefix_cache.coordinator import new_pool
+from cpu_prefix_cache.pieces import PieceNeed
 
 
 @dataclass
@@ -87,6 +89,49 @@ class PoolSlots:
 
     def check_valid(self) -> None:
         self.pool.check_valid()
+
+
+class WideDevice(PooledDevice):
+    """A PooledDevice whose chunks may take several blocks: one hold on the first of them is enough."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.num_chunks = pool.capacity
+        self.null_block = None
+
+    def hold(self, blocks: Sequence[int]) -> Any:
+        rest = {each for first in self._pool._rest for each in self._pool._rest[first]}
+        return self._pool.pin(*(block for block in blocks if block not in rest))
+
+
+class HybridSlots(PoolSlots):
+    """A device pool of chunks and checkpoints. A request reads windows and states from memory of its own."""
+
+    def __init__(self, planner: HybridChunkPlanner, blocks: int) -> None:
+        self.pool = new_pool(planner, blocks, on_device=True)
+        self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
+        self._last: dict[int, tuple[int, ...]] = {}
+        self.device = PooledDevice(self.pool) if planner.device_blocks_per_chunk <= 1 else WideDevice(self.pool)
+
+    def blocks_of(self, slot: int) -> tuple[int, ...]:
+        """Also of a slot that was freed this moment, whose bytes somebody looks at once more."""
+        if slot not in self._last or self.pool.state(slot) is not State.FREE:
+            self._last[slot] = self.pool.blocks_of([slot])
+        return self._last[slot]
+
+    def take(self, keys: Sequence[bytes], matched: int, total: int) -> Holding | None:
+        holding = super().take(keys, matched, total)
+        if holding is not None:
+            holding.touch = self.pool.touch(self.coordinator.resume_node(keys, matched) if matched else None)
+        return holding
+
+    def stage(self, name: str, widths: Sequence[int]) -> tuple[int, list[tuple[int, ...]]] | None:
+        """Blocks to load pieces into: under a name of their own they are shared with no checkpoint."""
+        try:
+            node = self.pool.allocate_checkpoint([PieceNeed((name, at), width) for at, width in enumerate(widths)]).node
+        except PoolExhausted:
+            return None
+        return node, self.pool.pieces(node)
 
 
 @dataclass

@@ -167,7 +167,7 @@ class BlockPool:
 
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether so many chunks and a checkpoint with these pieces could be allocated now, one after the other."""
-        wanted = chunks * self.blocks_per_chunk + sum(need.num_blocks for need in needs)
+        wanted = chunks * self.blocks_per_chunk + self._pieces.room(needs)
         return self._available_blocks(wanted) >= wanted
 
     def free_blocks(self) -> Iterator[int]:

@@ -108,5 +108,6 @@ class PooledDevice:
     def _order(self) -> Iterator[tuple[int, bytes | None]]:
         for block in self._pool.free_blocks():
             yield block, None
-        for block in self._pool.soonest_evicted():
-            yield block, self._pool.key(block)
+        for node in self._pool.soonest_evicted():
+            if self._pool.blocks_per_chunk or self._pool.is_checkpoint(node):  # else it leaves and frees nothing
+                yield node, self._pool.key(node)

@@ -120,7 +120,7 @@ class Eager:
 
     def ended(self, progress: Progress) -> None:
         self._due.pop(progress.id, None)
-        self.work += store_confirmed(self._pool, self._stores, progress)
+        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     preempted = ended
 
@@ -142,13 +142,18 @@ class Eager:
         self._due.clear()
 
 
-def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -> int:
+def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *, ended: bool = False) -> int:
     """Store the confirmed chunks and checkpoints of a request that the host lacks. How many nodes were looked at.
 
     Begins at the first one missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
+    Of a request that has `ended`, chunks beyond the last place to resume from are not stored (rule 9).
     """
     keys, stop = progress.keys, progress.confirmed
     start = present = pool.resident_run(keys, 0, stop)
+    if ended:
+        kept = max((checkpoint.depth for checkpoint in progress.checkpoints), default=0)
+        while stop > max(start, kept) and pool.needs_checkpoint(stop):
+            stop -= 1
     while start < stop and stores.is_covered(keys[start]):
         start += 1
     if start < stop:
@@ -158,7 +163,7 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress) -
         chunk = checkpoint.tail[-1]
         if stores.is_covered(chunk) and not stores.is_covered(checkpoint_key(chunk)):
             stores.plan(Chain(chunk, (), checkpoint), progress.touch, owner=progress.id)
-    return stop - present + len(progress.checkpoints)
+    return progress.confirmed - present + len(progress.checkpoints)
 
 
 class Lazy:
@@ -203,7 +208,7 @@ class Lazy:
         pass
 
     def preempted(self, progress: Progress) -> None:
-        self.work += store_confirmed(self._pool, self._stores, progress)
+        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     def used(self, chunks: int) -> None:
         self._used += chunks

@@ -49,12 +49,14 @@ OFFLOAD_MODES = ("lazy", "eager")
 class Running:
     """An admitted request. `confirmed` counts its chunks that hold computed tokens.
 
-    `kept` are the depths, in chunks, at which checkpoints are wanted; `checkpoints` those the device had there.
+    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted;
+    `checkpoints` are those the device had there.
     """
 
     request: Request
     n0: int
     touch: Any
+    resumed: int = 0
     kept: frozenset[int] = frozenset()
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
@@ -262,7 +264,8 @@ class CPUPrefixCache:
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
             self._counts["union_misses"] += self._is_union_miss(request, end)
-        running = Running(request, n0, self.pool.touch(deepest), kept, due=self._steps + 1)
+        resumed = self.planner.full_chunks(end)
+        running = Running(request, n0, self.pool.touch(deepest), resumed, kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
@@ -308,6 +311,7 @@ class CPUPrefixCache:
             if running.load is None:
                 self._keep(running, running.confirmed)
             self._offload.preempted(running)
+            self._forsake(running)  # it may never come back, and without a checkpoint it could not resume here
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
@@ -501,6 +505,8 @@ class CPUPrefixCache:
         last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
         if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False
+        if self.coordinator.resume_node(request.keys, last) is not None:
+            return False  # the host alone could have: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
     def _keep(self, running: Running, depth: int) -> None:
@@ -537,7 +543,7 @@ class CPUPrefixCache:
         if chunks > before:
             running.confirmed = chunks
             self._offload.confirmed(running, before)
-            for depth in sorted(depth for depth in running.kept if before < depth <= chunks):
+            for depth in sorted(depth for depth in running.kept | {running.resumed} if before < depth <= chunks):
                 self._keep(running, depth)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:

@@ -1,0 +1,471 @@
+"""BlockPool with checkpoints against nodes in a list (property_tests/checkpoint_model.py).
+
+Checkpoints of random pieces, some shared with those near them, over chunks of none to three blocks; stores that follow
+each other and fail; pins on nodes and on blocks of pieces; everything withdrawn and stored again under the same keys.
+Memory is a dict from block to what was written there, so a checkpoint that can be found and is not complete is seen.
+
+Which of several nodes leaves is the policy's choice. What is held here: chunks that are of no use go before anything
+else, checkpoints by the age of their touch, nobody who is pinned or has something below, and as much as was promised.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State, resume
+from cpu_prefix_cache.pieces import PieceNeed
+from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
+from property_tests.strategies import pick, positions, prompts
+
+LAYOUTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)), min_size=1, max_size=2)
+
+
+@dataclass(eq=False)
+class Store:
+    """Nodes that are being written, each below the one before it, and the pieces it has to fill."""
+
+    nodes: list[Node]
+    parent: str
+    pin: Any
+    parent_node: Node | None
+    touch: Any
+    stamp: int
+    fresh: list[Piece]
+    follows: list["Store"]
+    phase: str = "writing"  # then "committed" or "failed"
+
+
+class CheckpointMachine(RuleBasedStateMachine):
+    @initialize(
+        per_chunk=st.integers(0, 3),
+        blocks=st.integers(8, 30),
+        late=st.booleans(),
+        period=st.integers(1, 3),
+        layout=LAYOUTS,
+        segment=st.sampled_from([2, 3, 64]),
+    )
+    def build(
+        self, per_chunk: int, blocks: int, late: bool, period: int, layout: list[tuple[int, int, int]], segment: int
+    ) -> None:
+        """`layout`: for each group, how many chunks a checkpoint reaches back, pieces to a chunk, blocks to a piece."""
+        self.segment_before, resume.SEGMENT = resume.SEGMENT, segment
+        self.layout = layout
+        self.per_chunk = per_chunk
+        self.ready = blocks // 2 if late else blocks
+        self.model = SlowHybridPool(lambda depth: period == 1 or depth % period > 0)
+        self.pool = BlockPool(
+            blocks, blocks_per_chunk=per_chunk, ready=self.ready, needs_checkpoint=self.model.needs_checkpoint
+        )
+        self.memory: dict[int, Any] = {}
+        self.stores: list[Store] = []
+        self.pins: list[tuple[Any, list[Node | Piece]]] = []
+        self.epoch = 0
+        self.widest = per_chunk
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        resume.SEGMENT = self.segment_before
+        while self.pins:
+            self.a_pin_ends(0)
+        while self.stores:
+            self.give_up(self.stores[0])
+        self.pool.reset()
+        self.pool.check_valid()
+        now = self.pool.statistics()
+        assert now.free == now.ready and now.pinned == 0, "something was not given back"
+
+    # what a checkpoint needs
+
+    def needs(self, name: str) -> list[PieceNeed]:
+        """Of the last chunks of `name`, every piece of every group. A piece is known by the prompt up to its chunk."""
+        return [
+            PieceNeed((name[: end + 1], group, part), width)
+            for group, (reach, parts, width) in enumerate(self.layout)
+            for end in range(max(0, len(name) - reach), len(name))
+            for part in range(parts)
+        ]
+
+    @property
+    def free(self) -> int:
+        return self.ready - sum(len(self.model.blocks(state)) for state in ("writing", "cached", "retired"))
+
+    # stores
+
+    @rule(prompt=prompts, chunks=st.integers(0, 6), checkpoint=st.booleans())
+    def a_request_stores(self, prompt: str, chunks: int, checkpoint: bool) -> None:
+        """What is missing of its prompt, up to so many chunks, and a checkpoint at the end."""
+        self.begin(prompt, chunks, checkpoint)
+
+    @rule(prompt=prompts, ended=st.booleans())
+    def a_request_stores_all_at_once(self, prompt: str, ended: bool) -> None:
+        store = self.begin(prompt, len(prompt), True)
+        if store is not None and all(each.phase == "committed" for each in store.follows):
+            self.commit(store)
+        if ended:
+            self.a_request_ends(prompt)
+
+    @rule(prompt=prompts)
+    def a_request_leads_to_no_checkpoint(self, prompt: str) -> None:
+        """What it brought is the youngest there is, and of no use once it has ended."""
+        store = self.begin(prompt, len(prompt), False)
+        if store is not None:
+            self.commit(store)
+            self.a_request_ends(prompt)
+
+    @rule(prompt=prompts)
+    def a_request_keeps_every_boundary(self, prompt: str) -> None:
+        """Checkpoints close to each other, so that they share pieces."""
+        for end in range(1, len(prompt) + 1):
+            self.a_request_stores_all_at_once(prompt[:end], False)
+
+    @rule(
+        prompt=st.text("ab", min_size=3, max_size=6), first=st.integers(1, 4), land=st.sampled_from([True, True, False])
+    )
+    def checkpoints_overlap(self, prompt: str, first: int, land: bool) -> None:
+        """Each builds on pieces that the one before it is still writing."""
+        if land:
+            for store in list(self.stores):
+                self.doom(store)
+                self.give_up(store)
+        chunks = self.begin(prompt, len(prompt), False)
+        if chunks is not None:
+            self.commit(chunks)
+        for end in range(first, len(prompt) + 1):
+            self.begin(prompt[:end], 0, True)
+
+    def begin(self, prompt: str, chunks: int, checkpoint: bool) -> Store | None:
+        have = self.model.longest(prompt)
+        deepest = self.model.cached(self.model.resumable(have) + "!")
+        touch = self.pool.touch(None if deepest is None else deepest.number)
+        stamp = self.model.touch(deepest)
+        names = [prompt[:end] for end in range(len(have) + 1, len(prompt) + 1)][:chunks]
+        last = names[-1] if names else have
+        checkpoint = checkpoint and bool(last) and self.model.needs_checkpoint(len(last))
+        writing = {node.name for store in self.stores for node in store.nodes if node.state == "writing"}
+        if writing & {*names, last + "!"} or (checkpoint and self.model.cached(last + "!")):
+            return None  # nothing is stored twice at once (rule 13)
+        parent = self.model.cached(have)
+        pin = None if parent is None else self.hold(parent)
+        needs = self.needs(last) if checkpoint else []
+        made = self.allocate(names, last + "!" if checkpoint else None, needs)
+        if made is None:
+            if pin is not None:
+                self.let_go(pin, [parent])
+            return None
+        nodes, fresh = made
+        used = {id(piece) for node in nodes for piece in node.pieces} - {id(piece) for piece in fresh}
+        follows = [store for store in self.stores if any(id(piece) in used for piece in store.fresh)]
+        store = Store(nodes, have, pin, parent, touch, stamp, fresh, follows)
+        self.stores.append(store)
+        return store
+
+    def allocate(
+        self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]
+    ) -> tuple[list[Node], list[Piece]] | None:
+        """As a store does it: the checkpoint first, then its chunks, or neither."""
+        fits = self.pool.has_room(len(names), needs)
+        assert fits == self.fits(len(names), needs), "room is miscounted (rule 4)"
+        before = self.pool.statistics()
+        if not fits:
+            self.is_refused(names, checkpoint, needs)
+            assert self.pool.statistics() == before, "a refusal changed something (rule 4)"
+            return None
+        nodes: list[Node] = []
+        fresh: list[Piece] = []
+        if checkpoint is not None:
+            nodes, fresh = self.allocate_checkpoint(checkpoint, needs)
+        short = len(names) * self.per_chunk - self.free
+        assert self.pool.available(len(names)) == len(names)
+        self.evict_for(short, chunks := self.pool.allocate(len(names)))
+        for name, number in zip(names, chunks, strict=True):
+            blocks = self.pool.blocks_of([number])
+            self.take(blocks)
+            nodes.insert(len(nodes) - (checkpoint is not None), Node(number, name, blocks))
+            self.memory.update(dict.fromkeys(blocks, "unfinished"))
+        self.model.nodes += [node for node in nodes if node not in self.model.nodes]
+        return nodes, fresh
+
+    def fits(self, chunks: int, needs: list[PieceNeed]) -> bool:
+        """What is to be written, and what would be shared and could have been evicted."""
+        return self.free + self.model.can_free() >= chunks * self.per_chunk + self.wanted(needs)
+
+    def wanted(self, needs: list[PieceNeed]) -> int:
+        shared = [(need, self.model.shared(need.key)) for need in needs]
+        return sum(
+            need.num_blocks for need, piece in shared if piece is None or self.model.piece_state(piece) == "cached"
+        )
+
+    def is_refused(self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]) -> None:
+        if checkpoint is None:
+            at_hand = (self.free + self.model.can_free()) // self.per_chunk
+            with pytest.raises(PoolExhausted) as refusal:
+                self.pool.allocate(len(names))
+            assert refusal.value.available == at_hand < len(names)
+        elif not any(self.model.shared(need.key) for need in needs) and not names:
+            with pytest.raises(PoolExhausted):
+                self.pool.allocate_checkpoint(needs)
+
+    def allocate_checkpoint(self, name: str, needs: list[PieceNeed]) -> tuple[list[Node], list[Piece]]:
+        pieces = [self.model.shared(need.key) for need in needs]
+        node = Node(-1, name, pieces=[piece for piece in pieces if piece is not None])
+        self.model.nodes.append(node)  # what it shares is protected from now on
+        short = sum(need.num_blocks for need, piece in zip(needs, pieces, strict=True) if piece is None) - self.free
+        made = self.pool.allocate_checkpoint(needs)
+        self.evict_for(short, [made.node])
+        node.number = made.node
+        fresh = []
+        for at, (need, piece) in enumerate(zip(needs, pieces, strict=True)):
+            new = made.blocks[at]
+            assert (new is None) == (piece is not None), f"piece {need.key} is copied twice, or not at all"
+            if new is not None:
+                assert len(new) == need.num_blocks
+                self.take(new)
+                self.memory.update(dict.fromkeys(new, "unfinished"))
+                pieces[at] = Piece(need.key, new, node)
+                fresh.append(pieces[at])
+        node.pieces = [piece for piece in pieces if piece is not None]
+        assert self.pool.pieces(made.node) == [piece.blocks for piece in node.pieces]
+        self.widest = max(self.widest, sum(len(piece.blocks) for piece in node.pieces))
+        return [node], fresh
+
+    def take(self, blocks: tuple[int, ...]) -> None:
+        """Blocks are handed out that are nobody's."""
+        taken = set().union(*(self.model.blocks(state) for state in ("writing", "cached", "retired")))
+        assert taken.isdisjoint(blocks) and len(set(blocks)) == len(blocks) and all(b < self.ready for b in blocks)
+
+    def evict_for(self, short: int, new: list[int]) -> None:
+        """Whoever left for `short` blocks: were they the right ones, and no more than needed?"""
+        before = self.model.in_state("cached")
+        gone = [node for node in before if self.pool.find(self.key(node.name)) is None]
+        able, useless = self.model.evictable(), self.model.useless()
+        assert all(node in able for node in gone), "a pinned node left, or one above it (rules 2, 3)"
+        assert all(each in gone or each.state != "cached" for node in gone for each in self.model.below(node)), (
+            "a parent left before its child (rule 3)"
+        )
+        if any(node not in useless for node in gone):
+            assert all(node in gone for node in useless), "a chunk of no use stayed while something else left (rule 9)"
+        left = [node.touch for node in gone if node.is_checkpoint]
+        stayed = [node.touch for node in able if node.is_checkpoint and node not in gone]
+        assert not left or not stayed or max(left) <= min(stayed), "a younger checkpoint left before an older one"
+        held = {block for node in self.model.nodes if node not in gone for each in node.pieces for block in each.blocks}
+        held |= {block for piece in self.model.orphans for block in piece.blocks}
+        freed = {block for node in gone for each in node.pieces for block in each.blocks} - held
+        num_freed = len(freed) + sum(len(node.blocks) for node in gone)
+        assert num_freed >= max(0, short), "more was handed out than there was"
+        assert short > 0 or not gone, "something left while there was room"
+        assert num_freed < max(1, short) + max(1, self.widest), "more left than was needed"
+        self.model.leave(gone)
+
+    @precondition(lambda self: any(store.phase == "writing" for store in self.stores))
+    @rule(which=positions)
+    def a_store_ends_well(self, which: int) -> None:
+        store = pick([store for store in self.stores if store.phase == "writing"], which)
+        if all(each.phase == "committed" for each in store.follows):
+            self.commit(store)
+
+    def commit(self, store: Store) -> None:
+        """A shared piece that somebody else was to write is right by now: whoever builds on it waits for that."""
+        for node in store.nodes:
+            for block in node.blocks:
+                self.memory[block] = (self.epoch, node.name)
+        for piece in store.fresh:
+            self.memory.update(dict.fromkeys(piece.blocks, (self.epoch, piece.key)))
+        parent = self.pool.root if store.parent_node is None else store.parent_node.number
+        self.pool.commit(
+            [node.number for node in store.nodes], [self.key(node.name) for node in store.nodes], parent, store.touch
+        )
+        for node in store.nodes:
+            self.model.commit(node, store.stamp)
+        store.phase = "committed"
+        self.stores.remove(store)
+        if store.pin is not None:
+            self.let_go(store.pin, [store.parent_node])
+
+    @precondition(lambda self: any(store.phase == "writing" for store in self.stores))
+    @rule(which=positions)
+    def a_store_is_doomed(self, which: int) -> None:
+        """Its writer goes on; who built on it is doomed too."""
+        self.doom(pick([store for store in self.stores if store.phase == "writing"], which))
+
+    def doom(self, store: Store) -> None:
+        if store.phase != "writing":
+            return
+        store.phase = "failed"
+        self.pool.retire([node.number for node in store.nodes])
+        for node in store.nodes:
+            node.state = "retired"
+        for each in self.stores:
+            if store in each.follows:
+                self.doom(each)
+
+    @precondition(lambda self: self.stores)
+    @rule(which=positions)
+    def a_writer_gives_up(self, which: int) -> None:
+        self.give_up(pick(self.stores, which))
+
+    def give_up(self, store: Store) -> None:
+        if store.phase == "writing":
+            for each in list(self.stores):
+                if store in each.follows:
+                    self.doom(each)
+        store.phase = "failed"
+        self.stores.remove(store)
+        self.pool.abort([node.number for node in store.nodes])
+        for node in store.nodes:
+            node.state, node.has_writer = "retired", False
+        self.model.free_unneeded()
+        if store.pin is not None:
+            self.let_go(store.pin, [store.parent_node])
+
+    @rule(prompt=prompts)
+    def a_request_ends(self, prompt: str) -> None:
+        node = self.model.cached(self.model.longest(prompt))
+        if node is not None:
+            self.pool.ended(node.number)
+            node.over = True
+
+    @rule(prompt=prompts)
+    def a_prefix_is_used(self, prompt: str) -> None:
+        name = self.model.resumable(self.model.longest(prompt))
+        node = self.model.cached(name + "!") or self.model.cached(name)
+        self.pool.touch(None if node is None else node.number)
+        self.model.touch(node)
+
+    # pins
+
+    def hold(self, *nodes: Node) -> Any:
+        for node in nodes:
+            node.pins += 1
+        return self.pool.pin(*(node.number for node in nodes))
+
+    def let_go(self, pin: Any, held: list[Any]) -> None:
+        self.pool.unpin(pin)
+        for each in held:
+            each.pins -= 1
+            if isinstance(each, Node):
+                each.over = True
+        self.model.free_unneeded()
+        with pytest.raises(MisuseError):
+            self.pool.unpin(pin)  # exactly once (rule 2)
+
+    @precondition(lambda self: self.model.nodes)
+    @rule(which=positions, also=positions)
+    def nodes_are_pinned(self, which: int, also: int) -> None:
+        nodes = [pick(self.model.nodes, which), pick(self.model.nodes, also)]
+        self.pins.append((self.hold(*nodes), list(nodes)))
+
+    @precondition(lambda self: self.model.pieces())
+    @rule(which=positions, also=positions)
+    def bytes_of_pieces_are_pinned(self, which: int, also: int) -> None:
+        """As the device holds what a store reads: by its blocks, and not by the checkpoint they belong to."""
+        pieces = [pick(self.model.pieces(), which), pick(self.model.pieces(), also)]
+        pin = self.pool.pin(*(block for piece in pieces for block in piece.blocks))
+        for piece in pieces:
+            self.model.pin_piece(piece)
+        self.pins.append((pin, list(pieces)))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=positions)
+    def a_pin_ends(self, which: int) -> None:
+        self.let_go(*self.pins.pop(which % len(self.pins)))
+
+    # what takes keys away, and what adds room
+
+    @precondition(lambda self: self.model.in_state("cached"))
+    @rule(which=positions)
+    def a_node_is_withdrawn(self, which: int) -> None:
+        node = pick(sorted(self.model.in_state("cached"), key=lambda node: -len(node.name)), which)
+        self.pool.withdraw(node.number)
+        self.model.withdraw(node.name)
+        self.doom_orphans()
+
+    @precondition(lambda self: len(self.model.in_state("cached")) > 4)
+    @rule(sure=st.integers(0, 3))
+    def everything_is_withdrawn(self, sure: int) -> None:
+        if sure == 3:
+            for store in list(self.stores):
+                self.doom(store)
+            self.pool.reset()
+            self.model.withdraw("")
+            self.epoch += 1
+            assert self.pool.statistics().cached == self.pool.statistics().writing == 0
+
+    def doom_orphans(self) -> None:
+        for store in list(self.stores):
+            if store.parent_node is not None and store.parent_node.state != "cached":
+                self.doom(store)
+
+    @rule(more=st.integers(0, 4))
+    def the_pool_grows(self, more: int) -> None:
+        self.ready = min(self.ready + more, self.pool.capacity)
+        self.pool.grow(self.ready)
+
+    # what must hold
+
+    @staticmethod
+    def key(name: str) -> bytes:
+        return name.encode()
+
+    @invariant()
+    def the_pool_keeps_its_own_rules(self) -> None:
+        self.pool.check_valid()
+
+    @invariant()
+    def blocks_are_counted_by_state(self) -> None:
+        now = self.pool.statistics()
+        for state, blocks in (("writing", now.writing), ("cached", now.cached), ("retired", now.retired)):
+            assert blocks == len(self.model.blocks(state)), f"{state} blocks"
+        assert now.free == self.free and now.ready == self.ready  # rule 1
+
+    @invariant()
+    def room_is_what_eviction_can_free(self) -> None:
+        blocks = self.free + self.model.can_free()
+        if self.per_chunk:
+            assert self.pool.available(1_000) == blocks // self.per_chunk
+        assert self.pool.has_room(0, [PieceNeed("any", blocks)])
+        assert not self.pool.has_room(0, [PieceNeed("any", blocks + 1)])
+
+    @invariant()
+    def what_is_found_is_complete(self) -> None:
+        for node in self.model.in_state("cached"):
+            assert self.pool.find(self.key(node.name)) == node.number
+            assert self.pool.state(node.number) is State.CACHED
+            assert self.pool.is_checkpoint(node.number) == node.is_checkpoint
+            assert all(self.memory[block] == (self.epoch, node.name) for block in node.blocks)
+            for piece in node.pieces:
+                assert {self.memory[block] for block in piece.blocks} == {(self.epoch, piece.key)}, "torn (rule 9)"
+        for node in self.model.in_state("writing", "retired"):
+            assert self.pool.key(node.number) is None
+
+    @invariant()
+    def what_is_pinned_keeps_its_bytes(self) -> None:
+        for _, held in self.pins:
+            for each in held:
+                if isinstance(each, Piece) and each.writer.ever_cached:
+                    assert all(self.memory[block][1] == each.key for block in each.blocks)
+                elif isinstance(each, Node) and each.ever_cached:
+                    assert all(self.memory[block][1] == each.name for block in each.blocks)
+                    assert all(self.memory[block][1] == p.key for p in each.pieces for block in p.blocks)
+
+    @invariant()
+    def the_nearest_checkpoint_is_found(self) -> None:
+        for node in self.model.in_state("cached"):
+            if not node.is_checkpoint:
+                found = self.pool.nearest_resumable(node.number)
+                name = self.model.resumable(node.name)
+                assert found == (self.model.cached(name).number if name else self.pool.root)
+                assert self.pool.depth(node.number) == len(node.name)
+
+    @invariant()
+    def all_that_may_leave_is_in_the_order(self) -> None:
+        order = list(self.pool.soonest_evicted())
+        assert set(order) == {node.number for node in self.model.evictable()} and len(set(order)) == len(order)
+
+
+TestCheckpoints = CheckpointMachine.TestCase
+TestCheckpoints.settings = settings(max_examples=400)

@@ -1,0 +1,629 @@
+"""Checkpoints, story by story (rule 9). Any order of events is held by property_tests/test_hybrid_cache_machine.py.
+
+A prompt is letters, one to a chunk of four tokens; "abc!" is the checkpoint at the end of "abc".
+"""
+
+import pytest
+
+from cpu_prefix_cache import (
+    BlockPool,
+    ConfigurationError,
+    CPUPrefixCache,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    KVCacheCoordinator,
+    Miss,
+    MisuseError,
+    PooledDevice,
+    RankReport,
+    Request,
+)
+from cpu_prefix_cache.coordinator import new_pool
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
+from property_tests.strategies import chain
+
+GRID = 4
+FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=100)
+WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID + 1)
+SHORT = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=100, window_tokens=GRID + 1)
+
+
+class Engine:
+    """An engine with one BlockPool for its chunks and checkpoints. Requests come one at a time; nobody copies bytes.
+
+    `keeps` says where it can put a checkpoint on its device; by default wherever the cache asks for one.
+    """
+
+    def __init__(self, *groups, mode="eager", host=64, device=64, ranks=1, **options):
+        self.planner = HybridChunkPlanner(groups, max_model_len=1_000)
+        self.gpu = new_pool(self.planner, device, on_device=True)
+        self.blocks = KVCacheCoordinator(self.planner, self.gpu, on_device=True)
+        self.cache = CPUPrefixCache(
+            self.planner, PooledDevice(self.gpu), host_blocks=host, offload=mode, ranks=ranks, **options
+        )
+        self.ranks = range(ranks)
+        self.requests = {}
+
+    def starts(self, prompt, extra=1):
+        """Admit a request, with nothing from anywhere. Where the cache wants checkpoints, in chunks."""
+        request = self.requests[prompt] = Request(prompt, chain(prompt), len(prompt) * GRID + extra)
+        self.cache.admit(request, 0)
+        return [b // GRID for b in self.cache.boundaries(prompt)]
+
+    def computes(self, prompt, chunks=None, keep=None):
+        """The device has these chunks now, and checkpoints after `keep` of them."""
+        chunks = len(prompt) if chunks is None else chunks
+        keep = [b // GRID for b in self.cache.boundaries(prompt)] if keep is None else keep
+        for end in range(1, chunks + 1):
+            self.device_has(prompt[:end], checkpoint=end in keep)
+        self.cache.computed(prompt, chunks * GRID)
+
+    def device_has(self, name, checkpoint=False):
+        parent = self.gpu.find(name[:-1].encode()) if len(name) > 1 else self.gpu.root
+        touch = self.gpu.touch(None)
+        if self.gpu.find(name.encode()) is None:
+            self.gpu.commit(self.gpu.allocate(1), [name.encode()], parent, touch)
+        if checkpoint and self.gpu.find(checkpoint_key(name.encode())) is None:
+            needs = self.blocks.needs(self.blocks.checkpoint_at(chain(name), len(name)))
+            node = self.gpu.allocate_checkpoint(needs).node
+            self.gpu.commit([node], [checkpoint_key(name.encode())], self.gpu.find(name.encode()), touch)
+
+    def ends(self, prompt, chunks=None):
+        self.cache.finished(prompt, (len(prompt) if chunks is None else chunks) * GRID)
+
+    def steps(self):
+        plan = self.cache.step()
+        self.cache.check_valid()
+        return plan.transfers
+
+    def reports(self, *transfers, ok=True, rank=0):
+        ids = frozenset(transfer.id for transfer in transfers)
+        resolved = self.cache.report(RankReport(rank, ids if ok else frozenset(), frozenset() if ok else ids))
+        self.cache.check_valid()
+        return resolved
+
+    def copies(self):
+        """Steps until nothing moves any more; everything ends well."""
+        while transfers := self.steps():
+            for rank in self.ranks:
+                self.reports(*transfers, rank=rank)
+
+    def serves(self, prompt, **options):
+        self.starts(prompt)
+        self.copies()
+        self.computes(prompt, **options)
+        self.copies()
+        self.ends(prompt)
+        self.copies()
+
+    def asks(self, prompt, n0=0, extra=1):
+        return self.cache.lookup(Request("asks", chain(prompt), len(prompt) * GRID + extra), n0 * GRID, 0.0)
+
+    def device_forgets(self):
+        self.gpu.reset()
+
+    @property
+    def host(self):
+        """Chunks and checkpoints on the host, by name."""
+        keys = (self.cache.pool.key(node) for node in range(len(self.cache.pool._state)))
+        return {key.decode().replace("\x02", "!") for key in keys if key is not None}
+
+    @property
+    def checkpoints(self):
+        return {name for name in self.host if name.endswith("!")}
+
+
+# where checkpoints are kept
+
+
+def test_the_last_boundary_of_a_prompt_is_kept_and_hit():
+    """A prompt on a boundary gives up its last chunk: the checkpoint is where a repeat of it can land."""
+    engine = Engine(FULL, STATE)
+    assert engine.starts("abc", extra=1) == [3]
+    assert engine.starts("xyz", extra=0) == [2]
+    engine.computes("abc")
+    engine.copies()
+    assert engine.checkpoints == {"abc!"}
+    assert engine.asks("abcd") == Hit(3 * GRID)
+    assert engine.asks("abc", extra=0) == Miss()  # at 2 chunks there is no state, and 3 would leave nothing to compute
+
+
+def test_the_last_boundary_of_a_finished_request_is_kept():
+    engine = Engine(FULL, STATE)
+    engine.starts("ab")
+    engine.computes("ab")
+    engine.requests["ab"].keys.extend(chain("abcd")[2:])  # it decodes
+    engine.device_has("abc")
+    engine.device_has("abcd", checkpoint=True)
+    engine.cache.finished("ab", 4 * GRID)
+    engine.copies()
+    assert engine.checkpoints == {"ab!", "abcd!"}
+
+
+def test_nothing_is_kept_where_the_device_kept_nothing():
+    engine = Engine(FULL, STATE)
+    engine.starts("abc")
+    engine.computes("abc", keep=[])
+    engine.ends("abc")
+    engine.copies()
+    assert engine.checkpoints == set() and engine.asks("abcd") == Miss()
+
+
+def test_a_second_continuation_is_worth_a_checkpoint_where_it_begins():
+    engine = Engine(FULL, STATE)
+    engine.serves("abcd")
+    assert engine.starts("abxy") == [2, 4]
+    engine.computes("abxy")
+    engine.copies()
+    assert engine.checkpoints == {"abcd!", "ab!", "abxy!"}
+    assert engine.asks("abzz") == Hit(2 * GRID)
+
+
+def test_a_branch_is_seen_on_the_device_as_well():
+    engine = Engine(FULL, STATE, mode="lazy")
+    engine.starts("abcd")
+    engine.computes("abcd")
+    assert engine.host == set()
+    assert engine.starts("abcx") == [3, 4]
+
+
+def test_checkpoints_at_intervals_are_kept_if_asked_for():
+    assert Engine(FULL, STATE, checkpoint_interval=2 * GRID).starts("abcdefg") == [2, 4, 6, 7]
+    assert Engine(FULL, STATE).starts("abcdefg") == [7]
+    with pytest.raises(ConfigurationError, match="multiple of the grid's 4 tokens, got 6"):
+        Engine(FULL, STATE, checkpoint_interval=6)
+
+
+def test_a_model_of_prefix_groups_only_needs_none():
+    engine = Engine(FULL)
+    assert engine.starts("abc") == []
+    engine.computes("abc")
+    engine.copies()
+    assert engine.host == {"a", "ab", "abc"} and engine.asks("abcd") == Hit(3 * GRID)
+
+
+def test_a_boundary_where_a_local_chunk_begins_needs_none():
+    local = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
+    engine = Engine(FULL, local)
+    assert engine.starts("abcd") == []
+    assert engine.starts("vwxyz") == [5]
+    engine.computes("abcd")
+    engine.copies()
+    assert engine.asks("abcd") == Hit(4 * GRID) and engine.asks("abc") == Hit(2 * GRID)
+
+
+# shared pieces
+
+
+def test_two_conversations_share_the_window_blocks_they_both_see():
+    """Each sees two chunks back: "abcd" the windows of c and d, "abcde" those of d and e."""
+    engine = Engine(FULL, WINDOW)
+    engine.serves("abcd")
+    assert engine.cache.statistics().pool.cached == 4 + 2
+    engine.serves("abcde")
+    assert engine.cache.statistics().pool.cached == 5 + 3  # e, and the window block of e
+    assert engine.cache.statistics().bytes_stored == 800
+    engine.serves("abcx")
+    assert engine.cache.statistics().pool.cached == 6 + 5  # at abc: b, c; at abcx: c, x; c was there
+    assert engine.checkpoints == {"abcd!", "abcde!", "abc!", "abcx!"}
+
+
+def test_a_shared_block_stays_until_the_last_checkpoint_that_sees_it_goes():
+    engine = Engine(FULL, WINDOW)
+    engine.serves("abcd")
+    engine.serves("abcde")
+    pool = engine.cache.pool
+    shared = set(pool.pieces(pool.find(checkpoint_key(b"abcd")))) & set(
+        pool.pieces(pool.find(checkpoint_key(b"abcde")))
+    )
+    assert len(shared) == 1
+    pool.withdraw(pool.find(checkpoint_key(b"abcd")))
+    assert pool.statistics().free == 64 - 5 - 2 and engine.asks("abcde") == Hit(5 * GRID)
+    pool.withdraw(pool.find(checkpoint_key(b"abcde")))
+    assert pool.statistics().free == 64 - 5
+
+
+def two_in_flight(**options):
+    """Checkpoints at "abc" and "abcd", both on their way: the second builds on a piece the first still writes."""
+    engine = Engine(FULL, WINDOW, checkpoint_interval=GRID, **options)
+    engine.starts("abcd")
+    engine.computes("abcd", 3, keep=[])
+    engine.copies()
+    engine.device_has("abc", checkpoint=True)
+    engine.cache.preempted("abcd")  # what it has on the device is stored at once
+    first = engine.steps()
+    engine.starts("abcd")
+    engine.computes("abcd", keep=[4])
+    return engine, first, engine.steps()
+
+
+def test_a_checkpoint_waits_for_the_pieces_another_writes():
+    engine, first, rest = two_in_flight()
+    engine.reports(*rest)
+    assert engine.checkpoints == set(), "it was found before its piece was there"
+    engine.reports(*first)
+    engine.copies()
+    assert engine.checkpoints == {"abc!", "abcd!"}
+
+
+def test_a_checkpoint_that_builds_on_a_torn_piece_fails_with_it():
+    engine, first, rest = two_in_flight()
+    engine.reports(*first, ok=False)
+    engine.reports(*rest)
+    assert engine.checkpoints == set()
+    engine.copies()
+    engine.ends("abcd")
+    engine.copies()
+    assert "abcd!" in engine.checkpoints  # stored again, with a piece of its own
+    assert engine.cache.statistics().pool.writing == engine.cache.statistics().pool.retired == 0
+
+
+def test_complete_or_absent_when_a_rank_fails():
+    engine = Engine(FULL, WINDOW, STATE, ranks=2)
+    engine.starts("abc")
+    engine.computes("abc")
+    transfers = engine.steps()
+    engine.reports(*transfers, rank=0)
+    assert engine.host == set(), "one rank is not enough (rule 15)"
+    engine.reports(*transfers, rank=1, ok=False)
+    assert engine.host == set() and engine.asks("abcd") == Miss()
+    assert engine.cache.statistics().pool.free == 64
+
+
+def test_the_pool_shares_nothing_whose_writer_gave_up():
+    """Even while somebody still holds on to it."""
+    pool = BlockPool(16, needs_checkpoint=lambda depth: True)
+    a, b = PieceNeed("a", 1), PieceNeed("b", 1)
+    writer = pool.allocate_checkpoint([a])
+    follower = pool.allocate_checkpoint([a, b])
+    assert follower.blocks[0] is None and pool.pieces(follower.node)[0] == writer.blocks[0]
+    pool.retire([writer.node])
+    third = pool.allocate_checkpoint([a])
+    assert third.blocks[0] is not None and third.blocks[0] != writer.blocks[0], "a torn piece is shared"
+    pool.abort([follower.node, writer.node, third.node])
+    assert pool.statistics().free == 16
+
+
+# reset
+
+
+def test_a_reset_in_flight_shares_nothing_old():
+    """The same tokens are stored again while the old copy still moves (rule 14)."""
+    engine = Engine(FULL, WINDOW)
+    engine.starts("abc")
+    engine.computes("abc")
+    old = engine.steps()
+    engine.cache.reset()
+    engine.device_forgets()
+    assert engine.host == set()
+    engine.ends("abc")
+    engine.starts("abc")
+    engine.computes("abc")
+    new = engine.steps()
+    host_blocks = [{b for t in each for copy in t.copies for b in copy.host_blocks} for each in (old, new)]
+    assert len(host_blocks[1]) == 5 and host_blocks[0].isdisjoint(host_blocks[1]), "an old block is written by both"
+    engine.reports(*new)
+    assert engine.checkpoints == {"abc!"}
+    engine.reports(*old)
+    assert engine.checkpoints == {"abc!"} and engine.cache.statistics().pool.free == 64 - 5
+
+
+# room
+
+
+def test_chunks_that_led_to_no_checkpoint_go_first():
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    engine.copies()
+    assert engine.host >= {"abc!", "x", "xy", "xyz"}
+    engine.ends("xyz")
+    engine.copies()
+    engine.serves("mn")  # takes 3; 1 is free
+    assert engine.host == {"a", "ab", "abc", "abc!", "x", "m", "mn", "mn!"}
+
+
+def test_chunks_of_a_running_request_are_not_useless_yet():
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    engine.copies()
+    engine.serves("mn")
+    assert {"x", "xy", "xyz", "mn!"} <= engine.host and "abc!" not in engine.host
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_stored_and_takes_nothing():
+    engine = Engine(FULL, WINDOW, mode="lazy", host=4, device=6, max_step_tokens=100)
+    engine.starts("abcd")
+    engine.computes("abcd")
+    engine.ends("abcd")
+    engine.copies()
+    assert engine.host == set() and engine.cache.statistics().pool.free == 4
+    assert engine.cache.statistics().store_refusals > 0
+
+
+def test_a_checkpoint_goes_alone_and_its_chunk_after_it():
+    engine = Engine(FULL, STATE)
+    engine.serves("ab")
+    pool = engine.cache.pool
+    order = [pool.key(node).decode().replace("\x02", "!") for node in pool.soonest_evicted()]
+    assert order == ["ab!", "ab", "a"]
+
+
+def test_chunks_without_bytes():
+    """In a model of states only, a conversation takes one host block, however long it is."""
+    engine = Engine(STATE)
+    assert engine.planner.host_blocks_per_chunk == 0
+    engine.serves("abcdef")
+    assert engine.host == {"a", "ab", "abc", "abcd", "abcde", "abcdef", "abcdef!"}
+    assert engine.cache.statistics().pool.cached == 1 and engine.asks("abcdefg") == Hit(6 * GRID)
+    engine.cache.pool.reset()
+    assert engine.asks("abcdefg") == Miss() and engine.cache.statistics().pool.free == 64
+
+
+# loads
+
+
+def test_a_load_copies_of_a_window_only_what_the_engine_has_not():
+    """Rule 10. At 4 chunks the window sees c and d; from n0 = 3 chunks on only d is copied."""
+    engine = Engine(FULL, WINDOW)
+    engine.serves("abcd")
+    engine.device_forgets()
+    for n0, windows in ((3, 1), (2, 2), (0, 2)):
+        request = Request(f"from {n0}", chain("abcde"), 5 * GRID + 1)
+        assert engine.cache.lookup(request, n0 * GRID, 100.0 * (4 - n0)) == Hit(4 * GRID)
+        engine.cache.admit(request, n0 * GRID, 4 * GRID)
+        chunks = engine.gpu.allocate(4 - n0)
+        pieces = engine.gpu.allocate_checkpoint([PieceNeed((n0, at), 1) for at in range(windows)])
+        destinations = [block for (block,) in pieces.blocks]
+        engine.cache.load(request.id, 4 * GRID, [chunks, destinations], 100.0 * (4 - n0))
+        (plan,) = engine.steps()
+        full, window = plan.copies
+        assert (len(full.host_blocks), len(window.host_blocks)) == (4 - n0, windows)
+        assert window.device_blocks == tuple(destinations)
+        node = engine.cache.pool.find(checkpoint_key(b"abcd"))
+        assert window.host_blocks == tuple(b for (b,) in engine.cache.pool.pieces(node)[-windows:])
+        engine.reports(plan)
+
+
+def test_a_load_that_fails_takes_its_checkpoint_away():
+    engine = Engine(FULL, STATE)
+    engine.serves("abc")
+    engine.device_forgets()
+    engine.cache.admit(Request("r", chain("abcd"), 4 * GRID + 1), 0, 3 * GRID)
+    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
+    engine.reports(*engine.steps(), ok=False)
+    assert engine.host == set() and engine.cache.statistics().pool.free == 64
+
+
+# what the two halves could have had together
+
+
+def test_a_checkpoint_on_the_device_over_chunks_on_the_host_only_is_counted():
+    engine = Engine(FULL, STATE)
+    engine.starts("abc")
+    engine.computes("abc", keep=[])
+    engine.copies()
+    engine.device_has("abc", checkpoint=True)
+    assert engine.asks("abcd") == Miss()
+    engine.starts("abcd", extra=0)
+    assert engine.cache.statistics().union_misses == 1
+    engine.serves("xyz")
+    engine.starts("xyzz", extra=0)
+    assert engine.cache.statistics().union_misses == 1  # all of it is here: the engine did not take it
+
+
+def test_nothing_is_counted_where_the_chunks_are_not_here():
+    engine = Engine(FULL, STATE, mode="lazy")
+    engine.starts("abc")
+    engine.computes("abc")
+    engine.starts("abcd", extra=0)
+    assert engine.cache.statistics().union_misses == 0
+
+
+# lazy
+
+
+def lazy(**options):
+    return Engine(FULL, STATE, **{"mode": "lazy", "device": 16, "max_step_tokens": 8 * GRID, **options})
+
+
+def test_lazy_stores_a_chain_with_its_checkpoint_and_no_chunk_for_itself():
+    engine = lazy(device=6)
+    engine.starts("abc")
+    engine.computes("abc", keep=[])
+    for waiting in range(3):
+        engine.gpu.allocate(waiting)  # nothing is free any more: the chunks are the next to go
+        engine.copies()
+    assert engine.host == set()
+    engine = lazy(device=8)
+    engine.starts("abcx")
+    engine.computes("abcx", keep=[4])
+    engine.copies()
+    assert engine.host == {"a", "ab", "abc", "abcx", "abcx!"}
+
+
+def test_pieces_that_are_there_need_no_room():
+    """Two blocks are free, and the checkpoint lacks one: what it shares is being written, and held."""
+    pool = BlockPool(6, needs_checkpoint=lambda depth: True)
+    a, b, c = (PieceNeed(name, 1) for name in "abc")
+    pool.allocate(2)
+    pool.allocate_checkpoint([a, b])
+    assert pool.has_room(0, [a, b, c]) and pool.has_room(1, [a, b, c]) and not pool.has_room(2, [a, b, c])
+    assert pool.allocate_checkpoint([a, b, c]).blocks[:2] == (None, None)
+
+
+def test_a_load_in_flight_keeps_its_checkpoint():
+    """Not only the chunks: the pin is on the checkpoint, under which they stand."""
+    engine = Engine(FULL, STATE, host=4)
+    engine.serves("abc")
+    engine.device_forgets()
+    engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
+    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
+    (load,) = engine.steps()
+    engine.serves("x")
+    assert engine.host == {"a", "ab", "abc", "abc!"}
+    engine.reports(load)
+    engine.serves("x")
+    assert {"x", "x!"} <= engine.host
+
+
+def test_the_destinations_of_a_checkpoint_are_checked():
+    """Rule 7: as many as lie in what is loaded, and none twice."""
+    engine = Engine(FULL, WINDOW)
+    engine.serves("abc")
+    engine.device_forgets()
+    engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), GRID, 3 * GRID)
+    for windows in ([7], [7, 7], [7, 8, 9]):
+        with pytest.raises(MisuseError, match="destination"):
+            engine.cache.load("r", 3 * GRID, [[5, 6], windows], 0.0)
+    assert engine.cache.statistics().pool.pinned == 0
+
+
+def test_lazy_remembers_a_checkpoint_that_was_loaded():
+    """The host may evict its copy before the device does: then it is stored again, as its chunks are."""
+    engine = lazy(device=6)
+    engine.serves("abc")
+    assert "abc!" in engine.host
+    engine.device_forgets()
+    engine.serves("xy")  # what was remembered of the device is swept
+    engine.serves("vw")
+    engine.device_forgets()
+    engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
+    chunks, state = engine.gpu.allocate(3), engine.gpu.allocate_checkpoint([PieceNeed("own", 1)])
+    engine.cache.load("r", 3 * GRID, [chunks, state.blocks[0]], 0.0)
+    engine.copies()
+    engine.gpu.abort([*chunks, state.node])
+    for name in chain("abcd"):
+        engine.device_has(name.decode(), checkpoint=name == b"abc")
+    engine.cache.computed("r", 4 * GRID)
+    engine.cache.pool.withdraw(engine.cache.pool.find(b"a"))
+    engine.cache.finished("r", 4 * GRID)
+    engine.copies()
+    assert engine.host >= {"a", "ab", "abc", "abc!"}
+
+
+def test_lazy_looks_past_chunks_without_bytes():
+    """They are handed out with nothing: the next to leave is the checkpoint behind them."""
+    engine = Engine(STATE, mode="lazy", device=8, max_step_tokens=GRID)
+    engine.starts("ab")
+    engine.computes("ab")
+    engine.ends("ab")
+    for name in ("opqrst", "uvwxyz"):
+        engine.starts(name)
+        engine.computes(name, keep=[])
+        engine.ends(name)
+        for end in range(1, 7):
+            engine.gpu.ended(engine.gpu.find(name[:end].encode()))
+    filler = engine.gpu.allocate_checkpoint([PieceNeed("in use", 7)])
+    engine.copies()
+    assert "ab!" in engine.host
+    engine.gpu.abort([filler.node])
+
+
+def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint():
+    """Rule 9: not stored any more."""
+    engine = Engine(FULL, STATE)
+    engine.starts("abcd")
+    engine.computes("abcd", keep=[2])
+    engine.requests["abcd"].keys.extend([b"abcde"])
+    engine.device_has("ab", checkpoint=True)
+    engine.copies()
+    engine.device_has("abcde")
+    engine.ends("abcd", 5)
+    engine.copies()
+    assert "abcde" not in engine.host
+
+
+def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
+    """Preempted, and aborted before it was admitted again."""
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    engine.copies()
+    engine.cache.preempted("xyz")
+    engine.copies()
+    engine.ends("xyz")
+    engine.serves("mn")
+    assert {"abc!", "mn!"} <= engine.host
+
+
+def test_chunks_that_land_after_their_request_has_ended_are_of_no_use_at_once():
+    engine = Engine(FULL, STATE, host=8)
+    engine.serves("abc")
+    engine.starts("xyz")
+    engine.computes("xyz", keep=[])
+    late = engine.steps()
+    engine.ends("xyz")
+    engine.reports(*late)
+    engine.serves("mn")
+    assert {"abc!", "mn!", "x"} <= engine.host and "xyz" not in engine.host
+
+
+def below_a_load():
+    """ "abcd" is stored below "abc", which another request loads meanwhile, and that load fails."""
+    engine = Engine(FULL, STATE)
+    engine.serves("abc")
+    engine.starts("abcd")
+    engine.computes("abcd")
+    stores = engine.steps()
+    engine.cache.admit(Request("r", chain("abcx"), 4 * GRID), 0, 3 * GRID)
+    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
+    (load,) = engine.steps()
+    engine.reports(load, ok=False)
+    return engine, stores
+
+
+def test_a_store_below_what_was_withdrawn_registers_nothing():
+    """And stands in nobody's way: the same chunks are stored again at once."""
+    engine, stores = below_a_load()
+    engine.device_has("abcd")
+    engine.cache.computed("abcd", 4 * GRID)
+    engine.ends("abcd")
+    again = engine.steps()
+    assert again
+    engine.reports(*again)
+    engine.copies()
+    assert engine.host >= {"a", "ab", "abc", "abcd", "abcd!"}
+    engine.reports(*stores)
+    now = engine.cache.statistics().pool
+    assert now.writing == now.retired == now.pinned == 0
+
+
+def test_a_store_whose_parent_has_landed_holds_it():
+    """Its parent is a chunk without a checkpoint, of a request that has ended: it would be the first to go."""
+    engine = Engine(FULL, STATE, host=4)
+    engine.starts("abc")
+    engine.computes("abc", 2, keep=[])
+    (first,) = engine.steps()
+    engine.computes("abc")
+    rest = engine.steps()
+    engine.ends("abc")
+    engine.reports(first)
+    engine.serves("x")
+    assert {"a", "ab"} <= engine.host
+    engine.reports(*rest)
+    engine.copies()
+    assert {"abc!"} <= engine.host
+
+
+def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
+    """Rule 14."""
+    engine = Engine(FULL, WINDOW)
+    engine.starts("abc")
+    engine.computes("abc")
+    transfers = engine.steps()
+    node = engine.gpu.find(checkpoint_key(b"abc"))
+    engine.cache.invalidated(engine.gpu.pieces(node)[0])
+    engine.reports(*transfers)
+    assert engine.checkpoints == set()
