@@ -192,7 +192,7 @@ class PrefixCachedGenerator:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(tokens)
         self._check_fits(len(tokens), max_new_tokens)
-        if cuts is not None and (list(cuts) != sorted(set(cuts)) or cuts[-1:] != [len(tokens)]):
+        if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(tokens)]):
             raise PromptRefused(f"cuts must ascend and end at the prompt's {len(tokens)} tokens, got {list(cuts)}")
         begin = time.perf_counter()
         sequence, device_hit = self._admit(tokens)
