@@ -312,9 +312,13 @@ class PrefixCachedGenerator:
             if node is None:
                 return
         destinations = self._coordinator.destinations(sequence.chunks[start:stop], start, stop, node)
-        if not host.load(sequence.request, boundary, destinations):
-            if node is not None:
+        loaded = False
+        try:
+            loaded = host.load(sequence.request, boundary, destinations)
+        finally:  # an interrupt leaves no room that nobody will ever fill
+            if node is not None and not loaded:
                 self.pool.abort([node])
+        if not loaded:
             return
         sequence.table.length = boundary
         self._commit(sequence)
