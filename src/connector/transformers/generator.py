@@ -36,6 +36,7 @@ from cpu_prefix_cache import (
     KVCacheCoordinator,
     Pin,
     PooledDevice,
+    PoolExhausted,
     PrefixCacheError,
     Request,
 )
@@ -305,7 +306,10 @@ class PrefixCachedGenerator:
     def _load_between(self, host: HostTier, sequence: _Sequence, n0: int, boundary: int) -> None:
         """Load [n0, boundary). Where that fails, what was to be loaded is computed, into the same blocks."""
         start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
-        self._grow(sequence, boundary)
+        try:
+            self._grow(sequence, boundary)
+        except PoolExhausted:  # the checkpoint at n0 is held until it has been copied out, and there is no room beside
+            return
         node = None
         if self._checkpoints.are_needed(boundary):
             node = self._checkpoints.make_room(sequence.keys, boundary)
