@@ -36,6 +36,7 @@ from cpu_prefix_cache import (
     KVCacheCoordinator,
     Pin,
     PooledDevice,
+    PoolExhausted,
     PrefixCacheError,
     Request,
 )
@@ -192,7 +193,7 @@ class PrefixCachedGenerator:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(tokens)
         self._check_fits(len(tokens), max_new_tokens)
-        if cuts is not None and (list(cuts) != sorted(set(cuts)) or cuts[-1:] != [len(tokens)]):
+        if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(tokens)]):
             raise PromptRefused(f"cuts must ascend and end at the prompt's {len(tokens)} tokens, got {list(cuts)}")
         begin = time.perf_counter()
         sequence, device_hit = self._admit(tokens)
@@ -305,16 +306,23 @@ class PrefixCachedGenerator:
     def _load_between(self, host: HostTier, sequence: _Sequence, n0: int, boundary: int) -> None:
         """Load [n0, boundary). Where that fails, what was to be loaded is computed, into the same blocks."""
         start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
-        self._grow(sequence, boundary)
+        try:
+            self._grow(sequence, boundary)
+        except PoolExhausted:  # the checkpoint at n0 is held until it has been copied out, and there is no room beside
+            return
         node = None
         if self._checkpoints.are_needed(boundary):
             node = self._checkpoints.make_room(sequence.keys, boundary)
             if node is None:
                 return
         destinations = self._coordinator.destinations(sequence.chunks[start:stop], start, stop, node)
-        if not host.load(sequence.request, boundary, destinations):
-            if node is not None:
+        loaded = False
+        try:
+            loaded = host.load(sequence.request, boundary, destinations)
+        finally:  # an interrupt leaves no room that nobody will ever fill
+            if node is not None and not loaded:
                 self.pool.abort([node])
+        if not loaded:
             return
         sequence.table.length = boundary
         self._commit(sequence)

@@ -1,0 +1,222 @@
+"""Every family of models, served with the cache as without it; and every comparison shown to see a wrong piece.
+
+A story asks a generator with a small device pool, so that what it asks for again comes back from the host, and asks
+the same engine without a cache, with the same prefill cuts. The tokens must be the same, and the logits of the first
+one within 1e-4 of their deviation. Blocks are of 16 tokens; windows and chunks of attention reach over 32, and a
+prefill chunk over 64, so that it is longer than either.
+
+    documents     asked again once they have left the device, on and beside every kind of boundary
+    turns         a conversation goes on behind its own answer
+    branches      two prompts part inside a chunk, and a third finds where they did
+    reset         the device forgets everything, the host does not
+    device only   the same without a host
+
+The controls below each kind of hit damage one piece of one group: at least 7 of 8 prompts must show it.
+"""
+
+import pytest
+
+from connector.transformers.families import FAMILIES
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, GroupKind
+from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.hashing import ChainHasher, checkpoint_key
+from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
+
+LENGTHS = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 81, 112, 113)
+SEEN = 7  # of 8 damaged prompts
+
+families = pytest.mark.parametrize("family", FAMILIES)
+modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
+policies = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+# --- stories -----------------------------------------------------------------------------------------------------
+
+
+@families
+@modes
+@policies
+def test_documents_come_back_up_to_their_last_boundary(family, mode, policy):  # S7.27, O8.11
+    pair = Pair(family, mode, policy)
+    for length in LENGTHS:
+        assert hit(pair.ask_right(document(length, length))) == 0
+    pair.evict_all()
+    for length in LENGTHS:
+        again = pair.ask_right(document(length, length))
+        assert hit(again) == last_boundary(length)
+        assert again.host_hit_tokens > 0 or length <= BLOCK
+    assert pair.is_at_rest()
+
+
+@families
+@modes
+@policies
+def test_a_conversation_goes_on_behind_its_own_answer(family, mode, policy):
+    pair = Pair(family, mode, policy)
+    for length, new_tokens in ((37, 20), (37, 12), (48, 17), (33, 1)):  # the KV of the last token is not there yet
+        opening = document(100 + new_tokens, length)
+        first = pair.ask_right(opening, new_tokens)
+        pair.evict_all()
+        second = pair.ask_right([*opening, *first.tokens, *document(7, 9)], 8)
+        assert hit(second) == (length + new_tokens - 1) // BLOCK * BLOCK
+        assert second.host_hit_tokens == hit(second)
+        third = pair.ask_right([*opening, *first.tokens, *document(7, 9), *second.tokens, *document(8, 16)])
+        assert hit(third) == (length + new_tokens + 9 + 7) // BLOCK * BLOCK
+        assert third.device_hit_tokens == hit(third)
+    assert pair.is_at_rest()
+
+
+@families
+@modes
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_third_prompt_finds_where_two_parted(family, mode, forgets):
+    pair = Pair(family, mode)
+    common = document(1, 41)  # off the boundary at 32, and at 48 nothing is common
+    for last in (70, 81, 90):
+        pair.ask_right([*common, *document(last, last - len(common))])
+        if forgets:
+            pair.evict_all()
+    pair.evict_all()
+    third = pair.ask_right([*common, *document(4, 20)])
+    if pair.takes_several_tokens:
+        assert third.host_hit_tokens == 32
+    else:  # the first forward goes beyond it
+        assert hit(third) == 0
+    assert pair.is_at_rest()
+
+
+@families
+@modes
+def test_a_device_that_forgets_finds_everything_on_the_host(family, mode):
+    pair = Pair(family, mode)
+    for length in (48, 100):
+        pair.ask_right(document(length, length))
+    pair.evict_all()
+    for length in (48, 100):
+        pair.cached.pool.reset()
+        assert pair.ask_right(document(length, length)).host_hit_tokens == last_boundary(length)
+    assert pair.is_at_rest()
+
+
+@families
+def test_what_is_on_the_device_is_resumed_without_a_host(family):
+    pair = Pair(family, "off")
+    for length in (16, 33, 64, 81, 113):
+        opening = document(length, length)
+        pair.ask_right(opening)
+        again = pair.ask_right(opening, 18)
+        assert again.device_hit_tokens == last_boundary(length)
+        turn = pair.ask_right([*opening, *again.tokens, *document(7, 5)])
+        assert turn.device_hit_tokens == (length + 17) // BLOCK * BLOCK
+    assert pair.is_at_rest()
+
+
+@families
+@modes
+def test_a_prompt_that_begins_another(family, mode):
+    pair = Pair(family, mode)
+    whole = document(3, 100)
+    for length in (100, 50, 100, 64, 17, 65, 100):
+        pair.ask_right(whole[:length])
+        again = pair.ask_right(whole[:length], 1)
+        assert hit(again) == last_boundary(length) or not pair.takes_several_tokens
+        pair.evict_all()
+    assert pair.is_at_rest()
+
+
+# --- controls ----------------------------------------------------------------------------------------------------
+
+# Every document of a control comes back up to token 80, an odd boundary: where chunks of 32 are attended to, they
+# need a checkpoint there.
+BOUNDARY = 80
+EIGHT = [(300 + seed, BOUNDARY + 1 + seed) for seed in range(8)]
+
+
+class StaleCopier:
+    """Loads of one group bring the piece that was stored last but one: of a state, that of another boundary."""
+
+    def __init__(self, copier, group) -> None:
+        self.copier = copier
+        self.group = group
+        self.stored = []
+        self.corrupted = 0
+
+    def copy(self, direction, copies):
+        if direction is Direction.STORE:
+            self.stored += [copy.host_blocks for copy in copies if copy.group == self.group]
+        else:
+            copies = [self._stale(copy) for copy in copies]
+        self.copier.copy(direction, copies)
+
+    def _stale(self, copy):
+        if copy.group != self.group:
+            return copy
+        self.corrupted += 1
+        at = self.stored.index(copy.host_blocks)
+        return GroupCopy(copy.group, self.stored[at - 1], copy.device_blocks)
+
+
+def damages(planner):
+    """One for each way in which a piece of this model can be wrong: its name, and what makes a copier do it."""
+    for at, piece in enumerate(planner.pieces):
+        group, width = piece.group, piece.device_blocks
+
+        def zeroes(blocks, at=at):
+            return lambda copier, tensors: CorruptingCopier(copier, tensors, at, loads=None, blocks=blocks)
+
+        yield f"{group.name}: the last piece", zeroes(slice(-width, None))
+        if group.kind is GroupKind.PREFIX:
+            yield f"{group.name}: the first piece", zeroes(slice(width))
+        if group.kind is GroupKind.WINDOW:
+            yield f"{group.name}: its oldest piece, a window that is too short", zeroes(slice(width))
+        if group.kind is GroupKind.STATE:
+            yield f"{group.name}: another boundary's", lambda copier, tensors, at=at: StaleCopier(copier, at)
+
+
+DAMAGES = [(family, name) for family in FAMILIES for name, _ in damages(plain(family).planner)]
+
+
+@pytest.mark.parametrize(("family", "name"), DAMAGES)
+def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family, name):
+    damage = []
+
+    def wrap(copier, tensors):
+        damage.append(dict(damages(plain(family).planner))[name](copier, tensors))
+        return damage[0]
+
+    pair = Pair(family, "eager", wrap_copier=wrap)
+    for seed, length in EIGHT:
+        pair.ask_right(document(seed, length)[: BOUNDARY - 1], 1)  # the boundary before
+        pair.ask_right(document(seed, length), 1)
+    pair.evict_all()
+    shown = 0
+    for number, (seed, length) in enumerate(EIGHT):
+        answer, off, _ = pair.ask(document(seed, length), 1)
+        assert answer.host_hit_tokens == BOUNDARY
+        assert damage[0].corrupted == number + 1
+        shown += off > pair.tolerance
+    assert shown >= SEEN
+
+
+@families
+def test_control_a_wrong_piece_on_the_device_shows_in_the_logits(family):
+    pair = Pair(family, "off")
+    generator = pair.cached
+    for at, piece in enumerate(generator.planner.pieces):
+        shown = 0
+        for seed, length in EIGHT:
+            ids = document(seed, length)
+            pair.ask_right(ids, 1)
+            assert pair.ask_right(ids, 1).device_hit_tokens == BOUNDARY
+            key = ChainHasher(BLOCK).keys(ids)[BOUNDARY // BLOCK - 1]
+            if piece.in_chunk:
+                blocks = [generator.pool.find(key)]
+            else:
+                places = generator.planner.checkpoint(BOUNDARY // BLOCK)
+                pieces = generator.pool.pieces(generator.pool.find(checkpoint_key(key)))
+                blocks = list([each for place, each in zip(places, pieces, strict=True) if place.group == at][-1])
+            generator.kv.region[blocks] = 0
+            _, off, _ = pair.ask(ids, 1)
+            shown += off > pair.tolerance
+            generator.pool.reset()
+        assert shown >= SEEN, piece.group.name
