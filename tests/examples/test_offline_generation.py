@@ -147,7 +147,7 @@ def test_a_control_that_differs_before_the_damage_proves_nothing(example):
     ("options", "sentence"),
     [
         (["--arch", "swa"], "not built yet"),
-        (["--policy", "arc"], "not built yet"),
+        (["--policy", "adaptive"], "not built yet"),
         (["--device", "cuda"], "not built yet"),
         (["--corrupt", "state"], "no such piece"),
         (["--model", "/no/such/model"], "cannot load the model"),
