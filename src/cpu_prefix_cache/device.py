@@ -12,7 +12,6 @@ from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
-from cpu_prefix_cache.states import State
 
 
 class Device(Protocol):
@@ -94,7 +93,7 @@ class PooledDevice:
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if key is None:
-            return self._pool.state(block) is State.FREE
+            return self._pool.is_free(block)
         return self._pool.key(block) == key and not self._pool.is_pinned(block)
 
     def hold(self, blocks: Sequence[int]) -> Pin:

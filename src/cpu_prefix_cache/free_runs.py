@@ -27,6 +27,13 @@ class FreeRuns:
     def __len__(self) -> int:
         return self._count
 
+    def __contains__(self, block: int) -> bool:
+        at = self._length_at.bisect_right(block) - 1
+        if at < 0:
+            return False
+        first, length = self._length_at.peekitem(at)
+        return bool(block < first + length)
+
     def put(self, blocks: Iterable[int]) -> None:
         """Add `blocks`, in ascending order."""
         first = end = -1
