@@ -468,4 +468,4 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 TestCheckpoints = CheckpointMachine.TestCase
-TestCheckpoints.settings = settings(max_examples=400)
+TestCheckpoints.settings = settings(max_examples=250)

@@ -389,4 +389,4 @@ class HybridCacheMachine(PrefixCacheMachine):
 
 
 TestHybridCache = HybridCacheMachine.TestCase
-TestHybridCache.settings = settings(max_examples=400)
+TestHybridCache.settings = settings(max_examples=250)

@@ -627,3 +627,11 @@ def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
     engine.cache.invalidated(engine.gpu.pieces(node)[0])
     engine.reports(*transfers)
     assert engine.checkpoints == set()
+
+
+def test_a_block_that_went_to_a_piece_does_not_wait_any_more():
+    """Or the lazy walk would wait for it, for ever."""
+    engine = Engine(FULL, STATE, device=4)
+    device = PooledDevice(engine.gpu)
+    ((block,),) = engine.gpu.allocate_checkpoint([PieceNeed("state", 1)]).blocks
+    assert [device.is_waiting(each, None) for each in range(4)] == [each != block for each in range(4)]

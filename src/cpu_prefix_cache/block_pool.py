@@ -191,6 +191,10 @@ class BlockPool:
         first = set(useless)
         yield from (block for block in self._policy.soonest_evicted() if block not in first)
 
+    def is_free(self, block: int) -> bool:
+        """Whether this block waits for an owner. `state` speaks of nodes, and a block of a piece is none."""
+        return block in self._free
+
     def statistics(self) -> PoolStatistics:
         _, writing, cached, retired = self._count
         return PoolStatistics(
