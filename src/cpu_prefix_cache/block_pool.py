@@ -174,10 +174,6 @@ class BlockPool:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
         return iter(self._free)
 
-    def is_free(self, block: int) -> bool:
-        """Whether nobody has this block. (`state` is that of nodes: the further blocks of a node have none.)"""
-        return block in self._free
-
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.
 
@@ -431,8 +427,10 @@ class BlockPool:
 
     def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
         """At least `short` blocks of nodes that are evicted for them."""
-        freed = self._evict_useless(short) if self._idle else []
+        freed: list[int] = []
         while keys or len(freed) < short:
+            if self._idle:
+                freed += self._evict_useless(short - len(freed))
             victims = self._policy.evict(-(-max(0, short - len(freed)) // self._widest), keys)
             self._evictions += len(victims)
             freed += self._dissolve(victims, CACHED)
@@ -556,6 +554,7 @@ class BlockPool:
         if before == CACHED:
             self._cannot_resume(node)
         self._state[node] = FREE
+        self._idle.pop(node, None)  # the next node of this number is another one
         if node in self._pieces:
             moved = self._pieces.move(node, before, FREE)
             self._account(moved)

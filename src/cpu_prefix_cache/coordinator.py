@@ -120,6 +120,11 @@ class KVCacheCoordinator:
 
     # What a checkpoint takes
 
+    def holds(self, checkpoint: CheckpointAt) -> bool:
+        """Whether the pool is large enough for a checkpoint and all of its prefix."""
+        chunks = checkpoint.depth * self.pool.blocks_per_chunk
+        return chunks + self.num_blocks(checkpoint.depth) <= self.pool.capacity
+
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:
         """The checkpoint after `depth` chunks, one or more, of the request with these keys."""
         return CheckpointAt(depth, tuple(keys[depth - self.planner.reach(depth) : depth]))

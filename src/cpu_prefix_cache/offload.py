@@ -281,7 +281,7 @@ class Lazy:
         if decision.transfer is not None:
             self._walking.add(decision.transfer.id)
             self._held += decision.planned
-        return decision.stopped_by is Stop.NOT_ON_DEVICE or decision.planned == len(chain)
+        return decision.stopped_by in (Stop.NOT_ON_DEVICE, Stop.TOO_LARGE) or decision.planned == len(chain)
 
     def _missing_chain(self, key: bytes) -> Chain | None:
         """From the first chunk the host lacks down to `key`; None if that is covered, beyond saving or not worth it."""

@@ -137,6 +137,11 @@ class CPUPrefixCache:
                 f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
                 f"got {checkpoint_interval}"
             )
+        least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+        if host_blocks < least:
+            raise ConfigurationError(
+                f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
+            )
         self.planner = planner
         self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks)
         self.coordinator = KVCacheCoordinator(planner, self.pool)

@@ -26,6 +26,7 @@ class Stop(enum.Enum):
 
     NOT_ON_DEVICE = "not on the device"  # it cannot be stored at all until it is computed again
     POOL_FULL = "pool full"  # it can be stored later
+    TOO_LARGE = "larger than the pool"  # with its checkpoint it never fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class StorePlanner:
             return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
         if not self._pool.has_room(len(chunks), self._coordinator.needs(checkpoint)):
             self.refusals += len(chain)
-            return _Sources([], stopped_by=Stop.POOL_FULL)
+            return _Sources([], stopped_by=Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE)
         return _Sources(chunks, pieces)
 
     def _take_checkpoint(self, chain: Chain, sources: _Sources, taken: _Taken) -> list[Sequence[int]]:

@@ -17,7 +17,9 @@ from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
 from cpu_prefix_cache.block_pool import NewCheckpoint
+from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
 
 
 class Checkpoints:
@@ -39,10 +41,25 @@ class Checkpoints:
         depth = boundary // self._planner.grid_tokens
         return boundary % self._planner.grid_tokens == 0 and depth > 0 and self._planner.needs_checkpoint(depth)
 
-    def make_room(self, keys: Sequence[bytes], boundary: int) -> int | None:
-        """A node for the checkpoint at `boundary`, whose pieces are to be filled; None where there is no room."""
-        new = self._allocate(keys, boundary)
-        return None if new is None else new.node
+    def make_room(self, keys: Sequence[bytes], n0: int, boundary: int) -> int | None:
+        """A node for the checkpoint at `boundary`, to be loaded into; None where there is no room.
+
+        What lies before `n0` it shares with the checkpoint there. The rest are pieces of its own: a load that fails
+        must not have written into what others use.
+        """
+        start, depth = n0 // self._planner.grid_tokens, boundary // self._planner.grid_tokens
+        places = self._planner.checkpoint(depth)
+        mine = object()
+        needs = [
+            PieceNeed((mine, need.key), need.num_blocks) if at.chunk >= start else need
+            for at, need in zip(places, self._needs(keys, depth), strict=True)
+        ]
+        new = self._allocate(needs)
+        if new is None:
+            return None
+        if any(blocks is not None and at.chunk < start for at, blocks in zip(places, new.blocks, strict=True)):
+            raise InternalError(f"the checkpoint at {n0} does not have what the one at {boundary} shares with it")
+        return new.node
 
     def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
         """Write the checkpoint at `boundary`, where a forward has just ended. Its node, to be given to `commit`.
@@ -52,7 +69,7 @@ class Checkpoints:
         depth = boundary // self._planner.grid_tokens
         if self._pool.find(checkpoint_key(keys[depth - 1])) is not None:
             return None
-        new = self._allocate(keys, boundary)
+        new = self._allocate(self._needs(keys, depth))
         if new is None:
             return None
         for at, blocks in zip(self._planner.checkpoint(depth), new.blocks, strict=True):
@@ -85,10 +102,12 @@ class Checkpoints:
                 pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
         self._restore(state, boundary, pieces)
 
-    def _allocate(self, keys: Sequence[bytes], boundary: int) -> NewCheckpoint | None:
-        depth = boundary // self._planner.grid_tokens
+    def _needs(self, keys: Sequence[bytes], depth: int) -> list[PieceNeed]:
+        return self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
+
+    def _allocate(self, needs: Sequence[PieceNeed]) -> NewCheckpoint | None:
         try:
-            return self._pool.allocate_checkpoint(self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth)))
+            return self._pool.allocate_checkpoint(needs)
         except PoolExhausted:
             return None
 

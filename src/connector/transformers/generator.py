@@ -312,7 +312,7 @@ class PrefixCachedGenerator:
             return
         node = None
         if self._checkpoints.are_needed(boundary):
-            node = self._checkpoints.make_room(sequence.keys, boundary)
+            node = self._checkpoints.make_room(sequence.keys, n0, boundary)
             if node is None:
                 return
         destinations = self._coordinator.destinations(sequence.chunks[start:stop], start, stop, node)
