@@ -635,3 +635,41 @@ def test_a_block_that_went_to_a_piece_does_not_wait_any_more():
     device = PooledDevice(engine.gpu)
     ((block,),) = engine.gpu.allocate_checkpoint([PieceNeed("state", 1)]).blocks
     assert [device.is_waiting(each, None) for each in range(4)] == [each != block for each in range(4)]
+
+
+def test_a_chunk_is_not_of_no_use_because_another_was_that_had_its_number():
+    pool = BlockPool(3, needs_checkpoint=lambda depth: True)
+
+    def put(name):
+        [chunk] = pool.allocate(1)
+        pool.commit([chunk], [name], pool.root, pool.touch(None))
+        return chunk
+
+    old = put(b"x")
+    pool.commit([pool.allocate_checkpoint([PieceNeed("x", 1)]).node], [b"x!"], old, pool.touch(None))
+    done = put(b"y")
+    pool.ended(done)
+    pool.withdraw(done)
+    assert put(b"z") == done  # of a request that runs
+    pool.allocate(1)
+    assert pool.find(b"z") is not None and pool.find(b"x!") is None
+
+
+def test_the_host_must_hold_a_chunk_and_its_checkpoint():
+    with pytest.raises(ConfigurationError, match="at least the 3 blocks of a chunk and its checkpoint, got 2"):
+        Engine(FULL, STATE, SHORT, host=2)
+    Engine(FULL, STATE, SHORT, host=3).serves("a")
+
+
+def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
+    """With all of its prefix it is larger than the pool: waiting for room would be waiting for ever."""
+    engine = lazy(host=4, device=14)
+    engine.gpu.allocate_checkpoint([PieceNeed("in use", 7)])
+    engine.starts("abcd")
+    engine.computes("abcd")
+    engine.ends("abcd")
+    engine.starts("x")
+    engine.computes("x")
+    engine.ends("x")
+    engine.copies()
+    assert engine.host == {"x", "x!"}

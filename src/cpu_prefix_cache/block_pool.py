@@ -150,6 +150,14 @@ class BlockPool:
         """The blocks of each piece of a checkpoint, in the order they were asked for."""
         return [piece.blocks for piece in self._pieces.of(checkpoint)]
 
+    def needs(self, checkpoint: int) -> list[PieceNeed]:
+        """What another checkpoint asks for to share the pieces of this one."""
+        return [PieceNeed(piece.key, len(piece.blocks)) for piece in self._pieces.of(checkpoint)]
+
+    def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
+        """Those of `needs` that no checkpoint has: `allocate_checkpoint` would give blocks for them."""
+        return self._pieces.missing(needs)
+
     def state(self, block: int) -> State:
         return State(self._state[block])
 

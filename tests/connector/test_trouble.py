@@ -11,6 +11,7 @@ from connector.transformers import PrefixCachedGenerator, PromptRefused
 from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, Direction
 from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.hashing import checkpoint_key
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
@@ -61,6 +62,37 @@ def test_after_an_interrupted_load_the_prompt_is_answered(family, mode, late):
     pair.ask_right(opening)
     pair.evict_all()
     assert pair.ask_right(opening).host_hit_tokens == 80  # it was computed, and stored, again
+    assert pair.is_at_rest()
+
+
+class TearingCopier:
+    """Damages what every load fills, and then says that it has failed."""
+
+    def __init__(self, copier, tensors) -> None:
+        groups = range(len(tensors))
+        self.copier = copier
+        self.damages = [CorruptingCopier(copier, tensors, at, loads=None, blocks=slice(None)) for at in groups]
+
+    def copy(self, direction, copies):
+        if direction is Direction.STORE:
+            return self.copier.copy(direction, copies)
+        for damage in self.damages:
+            damage.copy(direction, copies)
+        raise OSError("the link is gone")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_a_failed_load_leaves_the_checkpoints_of_others_as_they_are(family):
+    """The device has the checkpoint at 96 tokens, and of the one at 80 only what both share. The host has that one."""
+    pair = Pair(family, "eager", wrap_copier=TearingCopier)
+    whole = document(1, 100)
+    pair.ask_right(whole[:81], 1)
+    pair.ask_right(whole, 1)
+    pool, keys = pair.cached.pool, pair.cached._hasher.keys(whole)
+    pool.withdraw(pool.find(checkpoint_key(keys[4])))
+    answer = pair.ask_right(whole[:81], 1)
+    assert (answer.device_hit_tokens, answer.host_hit_tokens, answer.computed_tokens) == (0, 0, 81)
+    assert pair.ask_right(whole, 1).device_hit_tokens == 96
     assert pair.is_at_rest()
 
 
@@ -184,7 +216,10 @@ def test_half_precision(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_control_half_precision_shows_a_group_that_is_wrong(family):
-    """All that is loaded of it: one chunk of five may drown in the noise. For one piece there is float32."""
+    """All that is loaded of it: one chunk of five may drown in the noise. For one piece there is float32.
+
+    One token or two follow the hit: a short convolution forgets its state in three, and only attention remembers it.
+    """
     for at, piece in enumerate(Pair(family, "off").cached.planner.pieces):
 
         def damaging(copier, tensors, at=at):
@@ -192,9 +227,9 @@ def test_control_half_precision_shows_a_group_that_is_wrong(family):
 
         pair = Pair(family, "eager", wrap_copier=damaging, dtype=torch.bfloat16)
         for seed in range(8):
-            pair.ask(document(seed, 81 + seed), 1)
+            pair.ask(document(seed, 81 + seed % 2), 1)
         pair.evict_all()
-        answers = [pair.ask(document(seed, 81 + seed), 1) for seed in range(8)]
+        answers = [pair.ask(document(seed, 81 + seed % 2), 1) for seed in range(8)]
         assert all(answer.host_hit_tokens == 80 for answer, _, _ in answers)
         assert sum(off > pair.tolerance for _, off, _ in answers) >= 7, piece.group.name
 

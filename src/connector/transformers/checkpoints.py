@@ -20,6 +20,7 @@ from cpu_prefix_cache.block_pool import NewCheckpoint
 from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.planner import PieceAt
 
 
 class Checkpoints:
@@ -44,22 +45,21 @@ class Checkpoints:
     def make_room(self, keys: Sequence[bytes], n0: int, boundary: int) -> int | None:
         """A node for the checkpoint at `boundary`, to be loaded into; None where there is no room.
 
-        What lies before `n0` it shares with the checkpoint there. The rest are pieces of its own: a load that fails
-        must not have written into what others use.
+        What lies before `n0` it shares with the checkpoint there. The rest it writes, also where another checkpoint
+        has the same: a load that fails must not have written into what others use.
         """
         start, depth = n0 // self._planner.grid_tokens, boundary // self._planner.grid_tokens
-        places = self._planner.checkpoint(depth)
-        mine = object()
-        needs = [
-            PieceNeed((mine, need.key), need.num_blocks) if at.chunk >= start else need
-            for at, need in zip(places, self._needs(keys, depth), strict=True)
-        ]
-        new = self._allocate(needs)
-        if new is None:
-            return None
-        if any(blocks is not None and at.chunk < start for at, blocks in zip(places, new.blocks, strict=True)):
-            raise InternalError(f"the checkpoint at {n0} does not have what the one at {boundary} shares with it")
-        return new.node
+        shared = self._pieces(keys, start) if self.are_needed(n0) else {}
+        needs = self._needs(keys, depth)
+        missing, mine = self._pool.missing(needs), object()
+        wanted = []
+        for at, need in zip(self._planner.checkpoint(depth), needs, strict=True):
+            if at.chunk < start:
+                wanted.append(shared[at])
+            else:
+                wanted.append(need if need in missing else PieceNeed((mine, need.key), need.num_blocks))
+        new = self._allocate(wanted)
+        return None if new is None else new.node
 
     def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
         """Write the checkpoint at `boundary`, where a forward has just ended. Its node, to be given to `commit`.
@@ -101,6 +101,13 @@ class Checkpoints:
             for at, blocks in zip(places, self._pool.pieces(node), strict=True):
                 pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
         self._restore(state, boundary, pieces)
+
+    def _pieces(self, keys: Sequence[bytes], depth: int) -> dict[PieceAt, PieceNeed]:
+        """The pieces that the checkpoint after `depth` chunks has, and by what another can share them."""
+        node = self._coordinator.resume_node(keys, depth)
+        if node is None:
+            raise InternalError(f"the device has no checkpoint after {depth} chunks, where a request is to resume")
+        return dict(zip(self._planner.checkpoint(depth), self._pool.needs(node), strict=True))
 
     def _needs(self, keys: Sequence[bytes], depth: int) -> list[PieceNeed]:
         return self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
