@@ -1,9 +1,12 @@
 """Laws of eviction that a machine of single steps does not state: batches, and the lists of ghosts."""
 
+from unittest import mock
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache.eviction import ghosts as ghosts_module
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.forest import NONE
 from property_tests.strategies import chain, prompts
@@ -42,39 +45,51 @@ def order(pool: BlockPool) -> list[bytes | None]:
     return [pool.key(block) for block in pool.soonest_evicted()]
 
 
-names = st.sampled_from([bytes([letter]) * 16 for letter in range(12)])
+CHUNKS = range(14)  # a tree: the parent of 3 and 4 is 1, that of 1 and 2 is 0
 steps = st.lists(
-    st.tuples(st.sampled_from(["add", "take", "drop", "renew"]), st.integers(0, 1), st.lists(names, max_size=5)),
+    st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 1), st.sampled_from(CHUNKS), st.integers(1, 5)),
     max_size=40,
 )
 
 
+def path(chunk: int) -> list[int]:
+    """From here up to the first chunk of the prompt."""
+    return [chunk, *path((chunk - 1) // 2)] if chunk else [0]
+
+
 @settings(max_examples=400)
-@given(expected=st.integers(1, 20), story=steps)
-def test_ghosts_are_two_lists(expected: int, story: list[tuple[str, int, list[bytes]]]) -> None:
-    ghosts, lists = Ghosts(expected), ([], [])
-    for what, which, keys in story:
-        new = [key for key in dict.fromkeys(keys) if key not in lists[0] + lists[1]]
+@given(story=steps, longest=st.sampled_from([2, 3, 4_096]))
+def test_ghosts_are_two_lists(story: list[tuple[str, int, int, int]], longest: int) -> None:
+    """Chunks leave from the end of a prompt to its beginning, and come the other way (rule 3)."""
+    with mock.patch.object(ghosts_module, "LONGEST_RUN", longest):
+        tell(story)
+
+
+def tell(story: list[tuple[str, int, int, int]]) -> None:
+    ghosts, lists = Ghosts(), ([], [])
+    for what, which, chunk, count in story:
         mine = lists[which]
+        up, known = path(chunk), {*lists[0], *lists[1]}
+        here = [each for each in up if each not in known]
         if what == "add":
-            ghosts.add(which, new)
-            mine += new
-        elif what == "renew":
-            new = new[: len(mine)]
-            ghosts.renew(which, new)
-            mine[:] = mine[len(new) :] + new
+            leaving = here[:count]
+            run = [each for at, each in enumerate(leaving) if each == up[at]]
+            above = (run[-1] - 1) // 2 if run and run[-1] else None
+            ghosts.add(which, run, above)
+            mine += run
         elif what == "drop":
-            count = min(len(keys), len(mine))
+            count = min(count, len(mine))
             ghosts.drop_oldest(which, count)
             del mine[:count]
         else:
-            for key in keys:
-                found = next((each for each in (0, 1) if key in lists[each]), NONE)
-                assert ghosts.take(key) == found
-                if found != NONE:
-                    lists[found].remove(key)
+            coming = up[::-1]
+            found = next((at for at, each in enumerate(coming) if each in known), len(coming))
+            assert ghosts.first_ghost(coming, 0) == found
+            for each in coming:
+                had = next((at for at in (0, 1) if each in lists[at]), NONE)
+                assert ghosts.take(each) == had
+                if had != NONE:
+                    lists[had].remove(each)
         ghosts.check_valid()
         assert ghosts.counts == [len(lists[0]), len(lists[1])]
-        assert [ghosts.hashes(each) for each in (0, 1)] == [[hash(key) for key in each] for each in lists]
-        there = [key in lists[0] + lists[1] for key in keys]
-        assert ghosts.first_ghost(keys, 0) == (there.index(True) if True in there else len(keys))
+        assert [ghosts.hashes(which) for which in (0, 1)] == [*lists]

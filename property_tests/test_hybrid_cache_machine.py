@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import (
+    POLICIES,
     CPUPrefixCache,
     Group,
     GroupKind,
@@ -79,9 +80,18 @@ class HybridCacheMachine(PrefixCacheMachine):
         device_room=st.integers(12, 25),
         late=st.sampled_from([False, False, True]),
         interval=st.sampled_from([None, None, 1, 2]),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def build(
-        self, mode: str, ranks: int, layout: str, host_room: int, device_room: int, late: bool, interval: int | None
+        self,
+        mode: str,
+        ranks: int,
+        layout: str,
+        host_room: int,
+        device_room: int,
+        late: bool,
+        interval: int | None,
+        policy: str,
     ) -> None:
         """`host_room` and `device_room` are in tenths of what a prompt of 6 chunks takes with a few checkpoints."""
         self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000)
@@ -96,6 +106,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.slots.device,
             host_blocks=self.host_blocks,
             ready_blocks=0 if late else None,
+            policy=policy,
             offload=mode,
             ranks=ranks,
             max_step_tokens=3 * GRID,

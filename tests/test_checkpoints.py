@@ -661,6 +661,26 @@ def test_the_host_must_hold_a_chunk_and_its_checkpoint():
     Engine(FULL, STATE, SHORT, host=3).serves("a")
 
 
+def test_arc_where_chunks_take_no_blocks():
+    """There are more of them than the pool has blocks, which ARC's lists are measured by."""
+    engine = Engine(STATE, host=4, device=300, policy="arc")
+    for prompt in ("abcdefgh", "ijklmnop", "abcdefgh", "ijklmnop", "abcdefgx", "qr", "st", "uv", "abcdefgy", "ijz"):
+        engine.serves(prompt)
+        engine.cache.check_valid()
+    assert engine.checkpoints >= {"abcdefgy!", "ijz!"}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_checkpoint_and_its_chunk_come_back_together(policy):
+    """The chunk is asked for first: it is above the checkpoint."""
+    engine = Engine(FULL, STATE, host=4, device=64, policy=policy)
+    for prompt in ("ab", "xy", "ab", "xy", "ab"):
+        engine.serves(prompt)
+        engine.device_forgets()
+        engine.cache.check_valid()
+    assert engine.host >= {"a", "ab", "ab!"}
+
+
 def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
     """With all of its prefix it is larger than the pool: waiting for room would be waiting for ever."""
     engine = lazy(host=4, device=14)

@@ -115,8 +115,8 @@ class StorePlanner:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
         keys = list(chain.keys[: len(sources.chunks)])
-        held = [block for piece in self._take_checkpoint(chain, sources, taken) for block in piece]
         chunks = self._pool.allocate(len(keys), keys)
+        held = [block for piece in self._take_checkpoint(chain, sources, taken) for block in piece]
         chunk_blocks = [block for blocks in sources.chunks for block in blocks]
         taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
         waiting, in_use = self._sides(keys, sources.chunks) if in_place else ([], chunk_blocks)

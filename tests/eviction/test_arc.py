@@ -121,7 +121,7 @@ def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
     shelf = Shelf(6, policy="arc")
     for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
         shelf.put(prompt)
-    shelf.pool._policy._ghosts.add(1, [b"p", b"q", b"r"])
+    shelf.pool._policy._ghosts.add(1, [hash(name) for name in (b"p", b"q", b"r")], None)
     shelf.put("abc")  # "ab": p = 3/2, T1 gives w to B1. "abc": p = 3/2 + 3/2, and not 3/1
     assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["p", "q", "r", "x"], 3)
 

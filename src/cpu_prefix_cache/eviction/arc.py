@@ -48,7 +48,7 @@ class Arc(TwoLists):
         self._capacity = forest.root  # c
         self._keys: list[Any] = forest.key  # of the chunks that are here
         self._target = 0.0  # p
-        self._ghosts = Ghosts(forest.root)
+        self._ghosts = Ghosts()
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
 
     def announced(self, blocks: Sequence[int]) -> None:
@@ -80,12 +80,13 @@ class Arc(TwoLists):
             self._destinations = []
         victims: list[int] = []
         room = len(incoming) - count  # so many find room
+        hashes = list(map(hash, incoming))
         at = ghost = 0
         while at < len(incoming):
             if at == ghost:
-                ghost = self._ghosts.first_ghost(incoming, at)
+                ghost = self._ghosts.first_ghost(hashes, at)
             if at == ghost:
-                victims += self._let_in_ghosts(incoming, at, room)
+                victims += self._let_in_ghosts(hashes, at, room)
                 ghost = len(self._destinations)
             elif at < room:
                 self._let_in_strangers(min(ghost, room) - at)
@@ -108,8 +109,10 @@ class Arc(TwoLists):
         assert 0 <= self._target <= capacity, "p is out of bounds"
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
         assert once + again + sum(counts) <= max(once + again, 2 * capacity), "the ghosts are too many"
-        for key in self._forest.key:
-            assert key is None or self._ghosts.find(key) == NONE, "a chunk that is here is a ghost"
+        here = {hash(key) for key in self._forest.key if key is not None}
+        assert here.isdisjoint(self._ghosts.hashes(ONCE) + self._ghosts.hashes(AGAIN)), (
+            "a chunk that is here is a ghost"
+        )
 
     def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
@@ -133,32 +136,30 @@ class Arc(TwoLists):
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
         """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
-        at = self._ghosts.first_ghost(keys, 0)
+        hashes = list(map(hash, keys))
+        at = self._ghosts.first_ghost(hashes, 0)
         while at < len(keys):
-            self._ghosts.take(keys[at])
-            at = self._ghosts.first_ghost(keys, at + 1)
+            self._ghosts.take(hashes[at])
+            at = self._ghosts.first_ghost(hashes, at + 1)
 
-    def _let_in_ghosts(self, keys: Sequence[bytes], at: int, room: int) -> list[int]:
-        """Ghosts come back, to T2: `keys[at]` and those after it. The victims of those from `keys[room]` on."""
-        once, again, ghosts = self._once, self._again, self._ghosts
+    def _let_in_ghosts(self, hashes: Sequence[int], at: int, room: int) -> list[int]:
+        """Ghosts come back, to T2: the chunk `at` and those after it. The victims of those from `room` on."""
+        once, again = self._once, self._again
         victims: list[int] = []
-        gone: tuple[list[bytes], list[bytes]] = ([], [])  # victims of T1 and of T2 that are no ghosts yet
         start = at
-        while at < len(keys):
-            which = ghosts.take(keys[at])
+        while at < len(hashes):
+            which = self._ghosts.take(hashes[at])
             if which == NONE:
                 break
-            self._adapt(which, len(gone[ONCE]), len(gone[AGAIN]))
+            self._adapt(which)
             if at >= room:
                 size, target = once.chunks + once.coming, self._target
                 prefers_once = size > target or (which == AGAIN and size == int(target))
-                (victim,) = self._more_of_run(once if prefers_once else again, 1) or self._victims(1, prefers_once)
-                victims.append(victim)
-                gone[AGAIN if self._last.ring is again else ONCE].append(self._keys[victim])
+                gone = self._more_of_run(once if prefers_once else again, 1) or self._victims(1, prefers_once)
+                self._remember(gone)
+                victims += gone
             again.coming += 1
             at += 1
-        for which in (ONCE, AGAIN):
-            ghosts.add(which, gone[which])
         self._destinations += [again] * (at - start)
         return victims
 
@@ -175,16 +176,8 @@ class Arc(TwoLists):
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
         victims = self._victims(count, size > target)
-        gone = [self._keys[block] for block in victims]
-        which = self._list_of_victims()
-        if size >= self._capacity:
-            gone = []  # all is T1, and there is no room for a ghost: the paper deletes the page for good
-        if which == ending:
-            self._ghosts.renew(which, gone)
-            self._expect(len(victims), NONE)
-        else:
-            self._expect(len(victims), ending)
-            self._ghosts.add(which, gone)
+        self._expect(len(victims), ending)
+        self._remember(victims)
         return victims
 
     def _expect(self, count: int, ending: int) -> None:
@@ -198,7 +191,7 @@ class Arc(TwoLists):
         """Up to `count` victims, while nothing comes."""
         excess = self._sizes()[ONCE] - self._target
         victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
-        self._ghosts.add(self._list_of_victims(), [self._keys[block] for block in victims])
+        self._remember(victims)
         return victims
 
     def _victims(self, count: int, prefers_once: bool) -> list[int]:
@@ -207,13 +200,24 @@ class Arc(TwoLists):
             raise InternalError("chunks were to be evicted, but none can go")
         return victims
 
-    def _list_of_victims(self) -> int:
-        """Where the last victims came from."""
-        return AGAIN if self._last.ring is self._again else ONCE
+    def _remember(self, victims: Sequence[int]) -> None:
+        """The last victims, each the parent of the one before it and all of one list, become ghosts if there is room.
+
+        There is none where all is T1: the paper deletes the page for good.
+        """
+        once, again = self._sizes()
+        counts, capacity, keys = self._ghosts.counts, self._capacity, self._keys
+        room = 2 * capacity - once - again - sum(counts)
+        which = AGAIN if self._last.ring is self._again else ONCE
+        if which == ONCE:
+            room = min(room, capacity - once - counts[ONCE])
+        above = keys[self._forest.parent[victims[-1]]]
+        gone = [hash(keys[block]) for block in victims[-room:]] if room > 0 else []
+        self._ghosts.add(which, gone, None if above is None else hash(above))
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        which = self._ghosts.take(key)
+        which = self._ghosts.take(hash(key))
         if which == NONE:
             ending, _ = self._ghost_to_end()
             if ending != NONE:
@@ -222,26 +226,27 @@ class Arc(TwoLists):
             self._adapt(which)
         return which
 
-    def _adapt(self, which: int, more_once: int = 0, more_again: int = 0) -> None:
-        """A ghost of a list has come back and ended: change p. `more_`: victims that are no ghosts yet."""
+    def _adapt(self, which: int) -> None:
+        """A ghost of a list has come back and ended: change p."""
         b1, b2 = self._ghosts.counts
-        b1, b2 = b1 + more_once, b2 + more_again
         if which == ONCE:
             self._target = min(float(self._capacity), self._target + max(b2 / (b1 + 1), 1.0))  # with itself
         else:
             self._target = max(0.0, self._target - max(b1 / (b2 + 1), 1.0))
 
     def _ghost_to_end(self) -> tuple[int, int]:
-        """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so."""
+        """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so.
+
+        Chunks without blocks may be more than the pool has blocks, which the paper's pages never are.
+        """
         once, again = self._sizes()
-        counts, capacity = self._ghosts.counts, self._capacity
-        spare = capacity - once - counts[ONCE]
-        if spare <= 0:
-            return (ONCE, counts[ONCE]) if counts[ONCE] else (NONE, capacity)
-        room = 2 * capacity - once - again - sum(counts)
-        if room <= 0:
-            return AGAIN, min(spare, counts[AGAIN])
-        return NONE, min(spare, room)
+        (b1, b2), capacity = self._ghosts.counts, self._capacity
+        spare, room = capacity - once - b1, 2 * capacity - once - again - b1 - b2
+        if b1 and (spare <= 0 or (room <= 0 and not b2)):
+            return ONCE, b1
+        if b2 and room <= 0:
+            return AGAIN, min(spare, b2) if spare > 0 else b2
+        return NONE, min((each for each in (spare, room) if each > 0), default=capacity)
 
     def _sizes(self) -> tuple[int, int]:
         """|T1| and |T2|, with what is on its way there."""
