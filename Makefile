@@ -8,6 +8,7 @@ VLLM_VENV := .venv-vllm
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
+	$(BIN)/python examples/offline_generation.py --arch hybrid
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

@@ -123,6 +123,21 @@ def test_after_an_interrupted_store_the_prompt_is_answered(family, mode, late):
     assert pair.is_at_rest()
 
 
+@pytest.mark.parametrize("family", WITH_CHECKPOINTS)
+def test_after_an_interrupted_checkpoint_the_prompt_is_answered(family, monkeypatch):
+    pair = Pair(family, "eager")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.cached.kv, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.cached.answer(document(1, 90), 2)
+    assert pair.is_at_rest()
+    pair.ask_right(document(1, 90))
+
+
 def test_without_room_beside_its_checkpoint_a_prompt_is_computed_from_there():
     """Chunks of 64 need no checkpoint at 64, but three blocks at 48: those are held while the rest is looked for."""
     pair = Pair("llama4", "eager", device_blocks=6, window=64)

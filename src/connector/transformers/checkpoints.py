@@ -72,11 +72,11 @@ class Checkpoints:
         new = self._allocate(self._needs(keys, depth))
         if new is None:
             return None
-        for at, blocks in zip(self._planner.checkpoint(depth), new.blocks, strict=True):
-            if blocks is not None:
-                tokens = self._kv.groups[at.group].block_tokens
-                first = at.chunk * self._planner.grid_tokens + at.block * tokens
-                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
+        try:
+            self._write(state, depth, new)
+        except BaseException:  # an interrupt leaves no room that nobody will ever fill
+            self._pool.abort([new.node])
+            raise
         return new.node
 
     def commit(self, node: int, key: bytes, chunk: int, touch: Any) -> bool:
@@ -127,6 +127,13 @@ class Checkpoints:
                 state.restore_window(local, first, boundary, blocks)
             elif self._kv.groups[group].kind is GroupKind.STATE:
                 state.restore_states(found[0])
+
+    def _write(self, state: WorkingState, depth: int, new: NewCheckpoint) -> None:
+        for at, blocks in zip(self._planner.checkpoint(depth), new.blocks, strict=True):
+            if blocks is not None:
+                tokens = self._kv.groups[at.group].block_tokens
+                first = at.chunk * self._planner.grid_tokens + at.block * tokens
+                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
 
     def _snapshot(self, state: WorkingState, group: int, first: int, end: int) -> torch.Tensor:
         piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
