@@ -318,17 +318,19 @@ class BlockPool:
         Raises MisuseError when a block is not being written, a key is here already, or `parent` is not cached. The
         chunks before the one it fails at are committed then, and the pool is not to be used any more.
         """
+        if not blocks:
+            return
         state = self._state
-        for block, key in zip(blocks, keys, strict=True):
+        for block in blocks:
             if state[block] != WRITING:
                 raise MisuseError(f"block {block} is {State(state[block]).name} and cannot be committed")
-            self._forest.insert(block, key, parent)
             state[block] = CACHED
-            if self._has_checkpoints:
+        self._forest.insert_run(blocks, keys, parent)
+        if self._has_checkpoints:
+            for block in blocks:
                 self._can_resume(block, parent)
-            parent = block
-        if blocks:
-            self._policy.inserted(blocks, touch)
+                parent = block
+        self._policy.inserted(blocks, touch)
         self._moved(WRITING, CACHED, blocks)
 
     def abort(self, blocks: Sequence[int]) -> None:

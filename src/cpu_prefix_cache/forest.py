@@ -101,19 +101,33 @@ class Forest:
             block = parent[block]
         return blocks
 
-    def insert(self, block: int, key: bytes, parent: int) -> None:
-        """Hang `block` below `parent`, which must be here itself (rule 3)."""
+    def insert_run(self, run: Sequence[int], keys: Sequence[bytes], parent: int) -> None:
+        """Hang the first of `run` below `parent`, which must be here itself (rule 3), and each other one below the last.
+
+        Nothing of them is here yet: they have no children.
+        """
         if parent != self.root and self.key[parent] is None:
-            raise MisuseError(f"block {block} cannot hang below block {parent}, which holds no chunk (rule 3)")
-        shard = self._shards[key[0]]
-        if key in shard:
-            raise MisuseError(f"block {shard[key]} already holds the chunk that block {block} was to hold")
-        shard[key] = block
-        self.key[block] = key
-        self.depth[block] = self.depth[parent] + 1
-        if self.pins[block]:
-            self._count_pinned(block)
-        self._link(block, parent)
+            raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
+        shards, all_keys, depths, pins = self._shards, self.key, self.depth, self.pins
+        parents, children, first_child = self.parent, self.children, self._first_child
+        depth, above = depths[parent], NONE
+        for block, key in zip(run, keys, strict=True):
+            shard = shards[key[0]]
+            if key in shard:
+                raise MisuseError(f"block {shard[key]} already holds the chunk that block {block} was to hold")
+            shard[key] = block
+            all_keys[block] = key
+            depth += 1
+            depths[block] = depth
+            if pins[block]:
+                self._count_pinned(block)
+            if above == NONE:
+                self._link(block, parent)
+            else:
+                parents[block] = above
+                children[above] = 1
+                first_child[above] = block
+            above = block
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
