@@ -315,8 +315,8 @@ class BlockPool:
     def commit(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         """Make written nodes findable: `blocks[0]` below `parent`, each further one below the one before it.
 
-        Raises MisuseError when a block is not being written, a key is here already, or `parent` is not cached. The
-        chunks before the one it fails at are committed then, and the pool is not to be used any more.
+        Raises MisuseError when a block is not being written or `parent` is not cached; and when a key is here already:
+        then the pool is not to be used any more.
         """
         if not blocks:
             return
@@ -324,8 +324,11 @@ class BlockPool:
         for block in blocks:
             if state[block] != WRITING:
                 raise MisuseError(f"block {block} is {State(state[block]).name} and cannot be committed")
-            state[block] = CACHED
+        if len(set(blocks)) < len(blocks):
+            raise MisuseError("a block cannot be committed twice")
         self._forest.insert_run(blocks, keys, parent)
+        for block in blocks:
+            state[block] = CACHED
         if self._has_checkpoints:
             for block in blocks:
                 self._can_resume(block, parent)

@@ -102,9 +102,9 @@ class Forest:
         return blocks
 
     def insert_run(self, run: Sequence[int], keys: Sequence[bytes], parent: int) -> None:
-        """Hang the first of `run` below `parent`, which must be here itself (rule 3), and each other one below the last.
+        """Hang the first of `run` below `parent`, which must be here (rule 3), and each further one below the last.
 
-        Nothing of them is here yet: they have no children.
+        None of them is here yet, so none has children.
         """
         if parent != self.root and self.key[parent] is None:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
