@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from cpu_prefix_cache import POLICIES, BlockPool
 from cpu_prefix_cache.eviction import ghosts as ghosts_module
 from cpu_prefix_cache.eviction.ghosts import Ghosts
-from cpu_prefix_cache.forest import NONE
 from property_tests.strategies import chain, prompts
 
 requests = st.lists(st.tuples(prompts, st.booleans()), min_size=4, max_size=25)
@@ -83,12 +82,18 @@ def tell(story: list[tuple[str, int, int, int]]) -> None:
             del mine[:count]
         else:
             coming = up[::-1]
-            found = next((at for at, each in enumerate(coming) if each in known), len(coming))
-            assert ghosts.first_ghost(coming, 0) == found
-            for each in coming:
-                had = next((at for at in (0, 1) if each in lists[at]), NONE)
-                assert ghosts.take(each) == had
-                if had != NONE:
+            at = 0
+            while at < len(coming):
+                following = coming[at:]
+                ghost = next((at + found for found, each in enumerate(following) if each in known), len(coming))
+                assert ghosts.first_ghost(coming, at) == ghost
+                if ghost == len(coming):
+                    break
+                had, row = ghosts.row(coming, ghost)
+                assert ghosts.find(coming[ghost]) == had
+                assert ghosts.take(coming[ghost], row) == had
+                at = ghost + row
+                for each in coming[ghost:at]:
                     lists[had].remove(each)
         ghosts.check_valid()
         assert ghosts.counts == [len(lists[0]), len(lists[1])]

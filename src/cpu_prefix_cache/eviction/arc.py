@@ -143,25 +143,48 @@ class Arc(TwoLists):
             at = self._ghosts.first_ghost(hashes, at + 1)
 
     def _let_in_ghosts(self, hashes: Sequence[int], at: int, room: int) -> list[int]:
-        """Ghosts come back, to T2: the chunk `at` and those after it. The victims of those from `room` on."""
-        once, again = self._once, self._again
+        """Ghosts come back, to T2: the chunk `at` and some after it. Their victims, if they are beyond `room`."""
+        which, count = self._ghosts.row(hashes, at)
         victims: list[int] = []
-        start = at
-        while at < len(hashes):
-            which = self._ghosts.take(hashes[at])
-            if which == NONE:
-                break
-            self._adapt(which)
-            if at >= room:
-                size, target = once.chunks + once.coming, self._target
-                prefers_once = size > target or (which == AGAIN and size == int(target))
-                gone = self._more_of_run(once if prefers_once else again, 1) or self._victims(1, prefers_once)
-                self._remember(gone)
-                victims += gone
-            again.coming += 1
-            at += 1
-        self._destinations += [again] * (at - start)
+        if at < room:
+            count = min(count, room - at)
+            _, targets = self._learn_row(which, count, evicts=False)
+        else:
+            prefers_once, targets = self._learn_row(which, count, evicts=True)
+            count = len(targets)
+            victims = self._take_once(count) if prefers_once else self._take_again(count, or_any=False)
+            victims = victims or self._victims(1, prefers_once)
+            count = len(victims)
+        self._target = targets[count - 1]
+        self._ghosts.take(hashes[at], count)
+        if victims:
+            self._remember(victims)
+        self._again.coming += count
+        self._destinations += [self._again] * count
         return victims
+
+    def _learn_row(self, which: int, count: int, evicts: bool) -> tuple[bool, list[float]]:
+        """What p becomes with each of `count` ghosts of a list that come back, while their victims are of one list.
+
+        And whether that is T1.
+        """
+        counts, (size, again) = list(self._ghosts.counts), self._sizes()
+        if size + counts[ONCE] > self._capacity or size + again + sum(counts) > 2 * self._capacity:
+            count = 1  # there may be no room for the ghosts of their victims
+        target, prefers_once = self._target, True
+        targets: list[float] = []
+        for _ in range(count):
+            target = self._adapted(which, target, counts)
+            counts[which] -= 1
+            if evicts:
+                from_once = size > target or (which == AGAIN and size == int(target))
+                if targets and from_once != prefers_once:
+                    break
+                prefers_once = from_once
+                size -= from_once
+                counts[ONCE if from_once else AGAIN] += 1
+            targets.append(target)
+        return prefers_once, targets
 
     def _let_in_strangers(self, count: int) -> None:
         """Strangers come, to T1, and find room: `count`, or the first few of them."""
@@ -217,22 +240,23 @@ class Arc(TwoLists):
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        which = self._ghosts.take(hash(key))
+        value = hash(key)
+        which = self._ghosts.find(value)
         if which == NONE:
             ending, _ = self._ghost_to_end()
             if ending != NONE:
                 self._ghosts.drop_oldest(ending, 1)
         else:
-            self._adapt(which)
+            self._target = self._adapted(which, self._target, self._ghosts.counts)
+            self._ghosts.take(value)
         return which
 
-    def _adapt(self, which: int) -> None:
-        """A ghost of a list has come back and ended: change p."""
-        b1, b2 = self._ghosts.counts
+    def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
+        """What p becomes when a ghost of a list comes back, which `counts` still has."""
+        b1, b2 = counts
         if which == ONCE:
-            self._target = min(float(self._capacity), self._target + max(b2 / (b1 + 1), 1.0))  # with itself
-        else:
-            self._target = max(0.0, self._target - max(b1 / (b2 + 1), 1.0))
+            return min(float(self._capacity), target + max(b2 / b1, 1.0))
+        return max(0.0, target - max(b1 / b2, 1.0))
 
     def _ghost_to_end(self) -> tuple[int, int]:
         """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so.

@@ -56,18 +56,30 @@ class Ghosts:
             return end
         return next(at for at in range(start, end) if wanted[at] in tops)
 
-    def take(self, value: int) -> int:
-        """Remove a chunk whose parent is no ghost. The list that had it; NONE if neither did."""
-        run = self._tops.pop(value, None)
-        if run is None:
-            return NONE
-        run.hashes.pop()
-        run.above = value
+    def find(self, value: int) -> int:
+        """The list that has a chunk whose parent is no ghost; NONE if neither does."""
+        run = self._tops.get(value)
+        return NONE if run is None else run.which
+
+    def row(self, wanted: Sequence[int], start: int) -> tuple[int, int]:
+        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's."""
+        run = self._tops[wanted[start]]
+        hashes, most = run.hashes, min(len(run.hashes), len(wanted) - start)
+        count = 1
+        while count < most and hashes[-1 - count] == wanted[start + count]:
+            count += 1
+        return run.which, count
+
+    def take(self, value: int, count: int = 1) -> int:
+        """Remove `count` ghosts: one whose parent is none, and those of its run below it. The list that had them."""
+        run = self._tops.pop(value)
+        run.above = run.hashes[-count]
+        del run.hashes[-count:]
         if run.hashes:
             self._tops[run.hashes[-1]] = run
         else:
             _leave(run)
-        self.counts[run.which] -= 1
+        self.counts[run.which] -= count
         return run.which
 
     def add(self, which: int, values: Sequence[int], above: int | None) -> None:
