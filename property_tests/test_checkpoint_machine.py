@@ -167,7 +167,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def allocate(
         self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]
     ) -> tuple[list[Node], list[Piece]] | None:
-        """As a store does it: the checkpoint first, then its chunks, or neither."""
+        """As a store does it: the chunks and their checkpoint, or neither."""
         fits = self.pool.has_room(len(names), needs)
         assert fits == self.fits(len(names), needs), "room is miscounted (rule 4)"
         before = self.pool.statistics()
@@ -175,13 +175,14 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.is_refused(names, checkpoint, needs)
             assert self.pool.statistics() == before, "a refusal changed something (rule 4)"
             return None
-        nodes: list[Node] = []
         fresh: list[Piece] = []
         if checkpoint is not None:
-            nodes, fresh = self.allocate_checkpoint(checkpoint, needs)
-        short = len(names) * self.per_chunk - self.free
-        assert self.pool.available(len(names)) == len(names)
-        self.evict_for(short, chunks := self.pool.allocate(len(names)))
+            chunks, nodes, fresh = self.allocate_checkpoint(checkpoint, needs, len(names))
+        else:
+            short = len(names) * self.per_chunk - self.free
+            assert self.pool.available(len(names)) == len(names)
+            self.evict_for(short, chunks := self.pool.allocate(len(names)))
+            nodes = []
         for name, number in zip(names, chunks, strict=True):
             blocks = self.pool.blocks_of([number])
             self.take(blocks)
@@ -191,14 +192,13 @@ class CheckpointMachine(RuleBasedStateMachine):
         return nodes, fresh
 
     def fits(self, chunks: int, needs: list[PieceNeed]) -> bool:
-        """What is to be written, and what would be shared and could have been evicted."""
-        return self.free + self.model.can_free() >= chunks * self.per_chunk + self.wanted(needs)
-
-    def wanted(self, needs: list[PieceNeed]) -> int:
+        """What is to be written, beside what is there already and would be shared."""
         shared = [(need, self.model.shared(need.key)) for need in needs]
-        return sum(
-            need.num_blocks for need, piece in shared if piece is None or self.model.piece_state(piece) == "cached"
-        )
+        missing = sum(need.num_blocks for need, piece in shared if piece is None)
+        self.model.nodes.append(Node(-1, "to come", pieces=[piece for _, piece in shared if piece is not None]))
+        room = self.free + self.model.can_free()
+        self.model.nodes.pop()
+        return room >= chunks * self.per_chunk + missing
 
     def is_refused(self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]) -> None:
         if checkpoint is None:
@@ -210,13 +210,15 @@ class CheckpointMachine(RuleBasedStateMachine):
             with pytest.raises(PoolExhausted):
                 self.pool.allocate_checkpoint(needs)
 
-    def allocate_checkpoint(self, name: str, needs: list[PieceNeed]) -> tuple[list[Node], list[Piece]]:
+    def allocate_checkpoint(
+        self, name: str, needs: list[PieceNeed], chunks: int
+    ) -> tuple[list[int], list[Node], list[Piece]]:
         pieces = [self.model.shared(need.key) for need in needs]
         node = Node(-1, name, pieces=[piece for piece in pieces if piece is not None])
         self.model.nodes.append(node)  # what it shares is protected from now on
-        short = sum(need.num_blocks for need, piece in zip(needs, pieces, strict=True) if piece is None) - self.free
-        made = self.pool.allocate_checkpoint(needs)
-        self.evict_for(short, [made.node])
+        missing = sum(need.num_blocks for need, piece in zip(needs, pieces, strict=True) if piece is None)
+        made = self.pool.allocate_checkpoint(needs, chunks=chunks)
+        self.evict_for(missing + chunks * self.per_chunk - self.free, [made.node])
         node.number = made.node
         fresh = []
         for at, (need, piece) in enumerate(zip(needs, pieces, strict=True)):
@@ -231,7 +233,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         node.pieces = [piece for piece in pieces if piece is not None]
         assert self.pool.pieces(made.node) == [piece.blocks for piece in node.pieces]
         self.widest = max(self.widest, sum(len(piece.blocks) for piece in node.pieces))
-        return [node], fresh
+        return made.chunks, [node], fresh
 
     def take(self, blocks: tuple[int, ...]) -> None:
         """Blocks are handed out that are nobody's."""

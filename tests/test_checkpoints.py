@@ -6,6 +6,7 @@ A prompt is letters, one to a chunk of four tokens; "abc!" is the checkpoint at 
 import pytest
 
 from cpu_prefix_cache import (
+    POLICIES,
     BlockPool,
     ConfigurationError,
     CPUPrefixCache,
@@ -670,17 +671,6 @@ def test_arc_where_chunks_take_no_blocks():
     assert engine.checkpoints >= {"abcdefgy!", "ijz!"}
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_checkpoint_and_its_chunk_come_back_together(policy):
-    """The chunk is asked for first: it is above the checkpoint."""
-    engine = Engine(FULL, STATE, host=4, device=64, policy=policy)
-    for prompt in ("ab", "xy", "ab", "xy", "ab"):
-        engine.serves(prompt)
-        engine.device_forgets()
-        engine.cache.check_valid()
-    assert engine.host >= {"a", "ab", "ab!"}
-
-
 def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
     """With all of its prefix it is larger than the pool: waiting for room would be waiting for ever."""
     engine = lazy(host=4, device=14)
@@ -693,3 +683,85 @@ def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
     engine.ends("x")
     engine.copies()
     assert engine.host == {"x", "x!"}
+
+
+# rest
+
+policies = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+@policies
+def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
+    """Each of the prompts fits with its state, but not both: what was evicted for the other is not stored again."""
+    engine = Engine(FULL, STATE, mode="lazy", host=8, device=14, max_step_tokens=16 * GRID, policy=policy)
+    for prompt in ("abcd", "vwxy"):
+        engine.serves(prompt, keep=[4])
+    engine.gpu.allocate(engine.gpu.statistics().free)
+    engine.copies()  # or it would never end
+    assert engine.cache.statistics().checkpoints_stored <= 4 and len(engine.checkpoints) == 1
+
+
+@policies
+def test_lazy_stores_no_part_of_what_never_fits(policy):
+    """One chunk at a time may be on its way, and all of them with the state are more than the host has."""
+    engine = Engine(
+        FULL, STATE, mode="lazy", host=6, device=14, max_step_tokens=16 * GRID, lazy_bytes_in_flight=100, policy=policy
+    )
+    engine.serves("xy", keep=[2])
+    engine.starts("abcdef")
+    engine.computes("abcdef", keep=[6])
+    engine.ends("abcdef")
+    engine.gpu.allocate(engine.gpu.statistics().free)
+    engine.copies()
+    assert engine.host == {"x", "xy", "xy!"} and engine.cache.statistics().bytes_stored == 300
+
+
+# what is shared
+
+
+@policies
+def test_a_piece_of_a_store_that_was_given_up_is_room_that_is_taken(policy):
+    """It is right, for another checkpoint has it, and it moves still: evict that one and its blocks are not free."""
+    engine = Engine(FULL, WINDOW, STATE, mode="lazy", host=9, device=40, max_step_tokens=16 * GRID, policy=policy)
+    engine.gpu.allocate(26)
+
+    def serves(prompt):
+        engine.starts(prompt)
+        engine.computes(prompt, keep=[len(prompt)])
+        engine.ends(prompt)
+
+    def steps():
+        engine.cache.admit(Request("uses the device", chain("q" * 16), 16 * GRID), 16 * GRID)
+        engine.cache.finished("uses the device", 16 * GRID)  # so that the walk looks again
+        return engine.steps()
+
+    for prompt in ("ab", "a"):
+        serves(prompt)
+        while transfers := steps():
+            engine.reports(*transfers)
+    serves("abb")
+    moving = steps()
+    engine.cache.invalidated([block for each in moving for copy in each.copies for block in copy.device_blocks])
+    engine.gpu.withdraw(engine.gpu.find(b"abb"))
+    serves("aba")
+    moving += steps()
+    engine.reports(*moving)
+    engine.copies()
+    engine.cache.reset()
+    now = engine.cache.statistics().pool
+    assert (now.free, now.pinned) == (9, 0)
+
+
+def test_a_piece_that_is_held_already_takes_no_room():
+    """Rule 4: what is there counts as fitting."""
+    engine = Engine(FULL, WINDOW, host=6, device=40)
+    engine.serves("ab", keep=[2])
+    lease = engine.cache.reserve(Request("r", chain("ab"), 9), 2 * GRID)
+    engine.serves("abc", keep=[3])
+    assert engine.checkpoints == {"ab!", "abc!"}
+    engine.cache.release(lease)
+
+
+def test_a_pool_of_chunks_only_has_no_checkpoints():
+    with pytest.raises(MisuseError, match="without needs_checkpoint"):
+        BlockPool(2).allocate_checkpoint([PieceNeed("x", 1)])

@@ -321,3 +321,14 @@ def test_an_aborted_request_stores_only_what_was_computed(mode):
         engine.copies()
     assert engine.host <= {"a", "ab"}
     assert engine.is_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
+    engine = Engine("lazy", device=16, host=4, policy=policy)
+    for prompt in ("abc", "vwx", "mno", "ijk"):
+        engine.serves(prompt)
+    engine.gpu.allocate(engine.gpu.statistics().free)
+    while engine.copies():
+        pass  # or it would never end
+    assert engine.cache.statistics().chunks_stored < 24

@@ -52,10 +52,14 @@ class Pin:
 
 
 class NewCheckpoint(NamedTuple):
-    """A checkpoint that is to be written: its node, and the blocks of each piece, or None where it is there already."""
+    """A checkpoint that is to be written: its node, and the blocks of each piece, or None where it is there already.
+
+    `chunks` are those above it that were allocated with it.
+    """
 
     node: int
     blocks: tuple[tuple[int, ...] | None, ...]
+    chunks: list[int]
 
 
 class BlockPool:
@@ -174,9 +178,11 @@ class BlockPool:
         return min(wanted, self._available_blocks(wanted * self.blocks_per_chunk) // self.blocks_per_chunk)
 
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
-        """Whether so many chunks and a checkpoint with these pieces could be allocated now, one after the other."""
-        wanted = chunks * self.blocks_per_chunk + self._pieces.room(needs)
-        return self._available_blocks(wanted) >= wanted
+        """Whether `allocate_checkpoint` would find room for them. What is there already and stays takes none."""
+        node, wanted = self._begin_checkpoint(needs, chunks)
+        fits = self._available_blocks(wanted) >= wanted
+        self._dissolve([node], WRITING)
+        return fits
 
     def free_blocks(self) -> Iterator[int]:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
@@ -286,31 +292,48 @@ class BlockPool:
             self._policy.announced(chunks)
         return chunks
 
-    def allocate_checkpoint(self, needs: Sequence[PieceNeed], key: bytes | None = None) -> NewCheckpoint:
-        """A checkpoint to write to, evicting what is needed: the pieces it needs, in order, that are not there yet.
+    def allocate_checkpoint(
+        self, needs: Sequence[PieceNeed], keys: Sequence[bytes] = (), *, chunks: int = 0
+    ) -> NewCheckpoint:
+        """A checkpoint to write to, with the last `chunks` chunks above it: both or none, evicting what is needed.
 
-        Those that are there may still be written by another. Whoever builds on them waits for that one, and gives up
-        if it fails.
+        Of the pieces it needs, in order, those are new that are not there yet. The others may still be written by
+        another. Whoever builds on them waits for that one, and gives up if it fails. `keys`: of the chunks, in order,
+        and then of the checkpoint, if they are known now.
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer blocks (rule 4).
         """
+        if not self._has_checkpoints:
+            raise MisuseError("this pool has no checkpoints: it was built without needs_checkpoint")
+        if keys and len(keys) != chunks + 1:
+            raise MisuseError(f"{len(keys)} keys were given for {chunks} chunks and a checkpoint")
         missing = self._pieces.missing(needs)
-        count = sum(need.num_blocks for need in missing)
-        [node] = self._number(1)
-        self._account(self._pieces.join(node, needs))  # or they might be evicted for the others
-        available = self._available_blocks(count)
-        if available < count:
+        node, wanted = self._begin_checkpoint(needs, chunks)
+        available = self._available_blocks(wanted)
+        if available < wanted:
             self._dissolve([node], WRITING)
-            raise PoolExhausted(count, available)
-        blocks = self._take(count, () if key is None else (key,))
+            raise PoolExhausted(wanted, available)
+        above = self.allocate(chunks, keys[:chunks]) if chunks else []
+        count = sum(need.num_blocks for need in missing)
+        blocks = self._take(count, keys[chunks:])
         self._pieces.fill(node, needs, blocks)
         self._count[WRITING] += count
         self._widest = max(self._widest, self._pieces.num_blocks(node))
-        if key is not None:
+        if keys:
             self._policy.announced([node])
         fresh = {need.key for need in missing}
         pieces = zip(needs, self._pieces.of(node), strict=True)
-        return NewCheckpoint(node, tuple(piece.blocks if need.key in fresh else None for need, piece in pieces))
+        return NewCheckpoint(node, tuple(piece.blocks if need.key in fresh else None for need, piece in pieces), above)
+
+    def _begin_checkpoint(self, needs: Sequence[PieceNeed], chunks: int) -> tuple[int, int]:
+        """A node that holds what is there of its pieces, which might be evicted for the others; and the blocks to take.
+
+        The chunks are allocated before the pieces: a policy learns of a prefix from its beginning.
+        """
+        missing = sum(need.num_blocks for need in self._pieces.missing(needs))
+        [node] = self._number(1)
+        self._account(self._pieces.join(node, needs))
+        return node, chunks * self.blocks_per_chunk + missing
 
     def commit(self, blocks: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         """Make written nodes findable: `blocks[0]` below `parent`, each further one below the one before it.
@@ -320,12 +343,12 @@ class BlockPool:
         """
         if not blocks:
             return
+        if len(set(blocks)) < len(blocks) or len(blocks) != len(keys):
+            raise MisuseError(f"{len(set(blocks))} different blocks were given for {len(keys)} keys")
         state = self._state
         for block in blocks:
             if state[block] != WRITING:
                 raise MisuseError(f"block {block} is {State(state[block]).name} and cannot be committed")
-        if len(set(blocks)) < len(blocks):
-            raise MisuseError("a block cannot be committed twice")
         self._forest.insert_run(blocks, keys, parent)
         for block in blocks:
             state[block] = CACHED

@@ -15,11 +15,12 @@ class ConfigurationError(PrefixCacheError, ValueError):
 class PoolExhausted(PrefixCacheError):
     """Too many blocks are pinned or being written. Nobody acts: the caller stores less, or later.
 
-    `available` is how many chunks the same call could have had. Nothing was changed (rule 4).
+    `available` is how many chunks the same call could have had; for a checkpoint, how many blocks. Nothing was changed
+    (rule 4).
     """
 
     def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"wanted {wanted} chunks, but only {available} are free or can be evicted")
+        super().__init__(f"wanted {wanted}, but only {available} are free or can be evicted")
         self.wanted = wanted
         self.available = available
 

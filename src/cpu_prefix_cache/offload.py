@@ -17,6 +17,9 @@ least half of the stretch is covered, which is what one step can allocate. Where
 what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 
+A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
+last changed is not stored a second time, or this would never come to rest.
+
 In a model that needs checkpoints, a chunk is stored for the sake of a checkpoint below it: eagerly in the hope of one,
 lazily with the one that is about to leave the device (rule 9).
 """
@@ -186,6 +189,8 @@ class Lazy:
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
+        self._has_landed = False  # a store of this walk, since the last look
+        self._brought: set[bytes] = set()  # what has reached the host since the device last changed
         self.work = 0
 
     @property
@@ -214,21 +219,26 @@ class Lazy:
         self._used += chunks
 
     def plan(self) -> None:
-        if self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now():
+        has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now()
+        if has_changed:
+            self._brought.clear()
+        if has_changed or self._has_landed:
             self._look()
 
     def landed(self, transfer: Transfer) -> None:
         if transfer.id in self._walking:
             self._walking.remove(transfer.id)
             self._held -= len(transfer.keys)
-            self._mark = None  # what it held waits in front of the mark now, or made the last look stop
+            self._has_landed = True  # what it held waits in front of the mark now, or made the last look stop
 
     def committed(self, keys: Sequence[bytes]) -> None:
+        self._brought.update(keys)
         for key in keys:
             self._lineage.saved(key)
 
     def reset(self) -> None:
         self._lineage.clear()
+        self._brought.clear()
         self._mark = self._end = None
 
     def _waits(self, place: Place | None) -> bool:
@@ -247,6 +257,7 @@ class Lazy:
         """
         self._mark = self._end = None
         self._used = 0
+        self._has_landed = False
         length = self._horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
@@ -267,7 +278,7 @@ class Lazy:
 
         `before` is the block that it waits behind, of those that keep their place.
         """
-        if self._stores.is_covered(key):
+        if key in self._brought or self._stores.is_covered(key):
             return True
         budget = self._chunks_in_flight - self._held
         if budget <= 0:
@@ -275,6 +286,8 @@ class Lazy:
         chain = self._missing_chain(key)
         if chain is None:
             return True
+        if len(chain) > budget and (stop := self._stores.obstacle(chain)) is not None:
+            return stop is Stop.TOO_LARGE  # a part of it would be of no use
         touch = self._pool.touch(None)
         behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
         decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)

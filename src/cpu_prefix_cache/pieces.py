@@ -88,11 +88,6 @@ class SharedPieces:
         """Those of `needs` that no checkpoint has."""
         return [need for need in needs if need.key not in self._by_key]
 
-    def room(self, needs: Sequence[PieceNeed]) -> int:
-        """How many of the blocks that are free or can be evicted a checkpoint would take, or keep from eviction."""
-        pieces = ((need, self._by_key.get(need.key)) for need in needs)
-        return sum(need.num_blocks for need, piece in pieces if piece is None or piece.state == CACHED)
-
     def join(self, checkpoint: int, needs: Sequence[PieceNeed]) -> list[Moved]:
         """A checkpoint that is to be written holds what is there already of the pieces it needs."""
         self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs if need.key in self._by_key)

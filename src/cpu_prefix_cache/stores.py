@@ -44,7 +44,7 @@ class Chain:
         return len(self.keys) + (self.checkpoint is not None)
 
     def first(self, count: int) -> "Chain":
-        """The chain of its first `count` nodes."""
+        """Its first `count` nodes, which is without the checkpoint if there are more."""
         return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
 
 
@@ -94,6 +94,14 @@ class StorePlanner:
         """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
         return self._pool.find(key) is not None or key in self._ledger.writing
 
+    def obstacle(self, chain: Chain) -> Stop | None:
+        """Why the host has no room for a chain with a checkpoint; None if it has, or if there is no checkpoint."""
+        checkpoint = chain.checkpoint
+        if checkpoint is None or self._pool.has_room(len(chain.keys), self._coordinator.needs(checkpoint)):
+            return None
+        self.refusals += len(chain)
+        return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
+
     def plan(
         self,
         chain: Chain,
@@ -115,8 +123,7 @@ class StorePlanner:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
         keys = list(chain.keys[: len(sources.chunks)])
-        chunks = self._pool.allocate(len(keys), keys)
-        held = [block for piece in self._take_checkpoint(chain, sources, taken) for block in piece]
+        chunks, held = self._take(chain, sources, taken)
         chunk_blocks = [block for blocks in sources.chunks for block in blocks]
         taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
         waiting, in_use = self._sides(keys, sources.chunks) if in_place else ([], chunk_blocks)
@@ -171,26 +178,26 @@ class StorePlanner:
         chunks = self._on_device(chain.keys)
         if pieces is None or len(chunks) < len(chain.keys):
             return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
-        if not self._pool.has_room(len(chunks), self._coordinator.needs(checkpoint)):
-            self.refusals += len(chain)
-            return _Sources([], stopped_by=Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE)
-        return _Sources(chunks, pieces)
+        stop = self.obstacle(chain)
+        return _Sources(chunks, pieces) if stop is None else _Sources([], stopped_by=stop)
 
-    def _take_checkpoint(self, chain: Chain, sources: _Sources, taken: _Taken) -> list[Sequence[int]]:
-        """Take room for the checkpoint, if the chain has one. The device blocks of the pieces that are copied."""
+    def _take(self, chain: Chain, sources: _Sources, taken: _Taken) -> tuple[list[int], list[int]]:
+        """Host chunks for what is to be stored, and the device blocks of the pieces that are copied."""
+        keys = list(chain.keys[: len(sources.chunks)])
         if sources.pieces is None or chain.checkpoint is None:
-            return []
+            return self._pool.allocate(len(keys), keys), []
         needs = self._coordinator.needs(chain.checkpoint)
         for need in needs:
             writer = self._ledger.writing.get(need.key)
             if writer is not None and writer not in taken.follows:
                 taken.follows.append(writer)
-        checkpoint = self._pool.allocate_checkpoint(needs, checkpoint_key(chain.checkpoint.tail[-1]))
+        keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
+        checkpoint = self._pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
         taken.nodes.append(checkpoint.node)
         taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, checkpoint.blocks, sources.pieces)
         new = [at for at, blocks in enumerate(checkpoint.blocks) if blocks is not None]
         taken.pieces += [needs[at].key for at in new]
-        return [sources.pieces[at] for at in new]
+        return checkpoint.chunks, [block for at in new for block in sources.pieces[at]]
 
     def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""

@@ -3,6 +3,9 @@
 import random
 from string import ascii_lowercase as LETTERS
 
+from cpu_prefix_cache import BlockPool
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
 from tests.story import Engine, Shelf
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
@@ -180,6 +183,27 @@ def test_ghosts_are_bounded_however_often_the_prompts_change():
         assert len(ghosts[0]) + len(ghosts[1]) <= 5
         most = [max(before, len(now)) for before, now in zip(most, ghosts, strict=True)]
     assert min(most) >= 3  # there was something to bound
+
+
+def test_a_chunk_that_comes_back_with_its_checkpoint_is_named_first():
+    """They left the other way round, and of ghosts in a row the last one can be asked for."""
+    pool = BlockPool(6, "arc", needs_checkpoint=lambda depth: True)
+
+    def put(name):
+        keys = [name.encode(), checkpoint_key(name.encode())]
+        touch = pool.touch(None)
+        new = pool.allocate_checkpoint([PieceNeed(name, 1)], keys, chunks=1)
+        pool.commit([*new.chunks, new.node], keys, pool.root, touch)
+
+    put("x")
+    pool.touch(pool.find(checkpoint_key(b"x")))
+    put("v")
+    put("w")
+    pool.allocate(2, [b"y", b"yy"])
+    assert pool._policy._ghosts.counts == [2, 0] and pool.find(b"v") is None
+    new = pool.allocate_checkpoint([PieceNeed("v", 1)], [b"v", checkpoint_key(b"v")], chunks=1)
+    assert pool._policy._again.coming == 2
+    pool.abort([*new.chunks, new.node])
 
 
 def add(shelf, prompt, touch):

@@ -13,7 +13,7 @@ it and after it, and what is here or has come is no ghost. So a run loses chunks
 prompt of strangers costs is one look at the tops, of which there are few.
 
 Of a key only Python's 64-bit hash is kept: among a million ghosts one lookup in 10^13 finds a wrong one, which costs a
-chunk in the wrong list. This takes 8 bytes a ghost and about 350 a run.
+chunk in the wrong list, or a ghost that is not found. This takes 8 bytes a ghost and about 350 a run.
 """
 
 from array import array
@@ -84,19 +84,9 @@ class Ghosts:
 
     def add(self, which: int, values: Sequence[int], above: int | None) -> None:
         """Add chunks, each the parent of the one before it, at the young end of a list. `above`: the last one's."""
-        if not values:
-            return
-        end = self._ends[which]
-        run = end.older
-        if run is not end and run.above == values[0] and len(run.hashes) < LONGEST_RUN:
-            del self._tops[run.hashes[-1]]
-        else:
-            run = Run(which)
-            run.older, run.younger = end.older, end
-            end.older.younger = end.older = run
-        run.hashes.extend(values)
-        run.above = above
-        self._tops[values[-1]] = run
+        for at in range(0, len(values), LONGEST_RUN):
+            end = at + LONGEST_RUN
+            self._add_run(which, values[at:end], values[end] if end < len(values) else above)
         self.counts[which] += len(values)
 
     def drop_oldest(self, which: int, count: int) -> None:
@@ -108,7 +98,7 @@ class Ghosts:
                 del run.hashes[:count]
                 return
             count -= len(run.hashes)
-            del self._tops[run.hashes[-1]]
+            self._tops.pop(run.hashes[-1], None)
             _leave(run)
 
     def hashes(self, which: int) -> list[int]:
@@ -127,6 +117,19 @@ class Ghosts:
         assert tops == self._tops, "the top of a run cannot be found"
         everything = self.hashes(0) + self.hashes(1)
         assert len(set(everything)) == len(everything), "a key is remembered twice"
+
+    def _add_run(self, which: int, values: Sequence[int], above: int | None) -> None:
+        end = self._ends[which]
+        run = end.older
+        if run is not end and run.above == values[0] and len(run.hashes) + len(values) <= LONGEST_RUN:
+            self._tops.pop(run.hashes[-1], None)
+        else:
+            run = Run(which)
+            run.older, run.younger = end.older, end
+            end.older.younger = end.older = run
+        run.hashes.extend(values)
+        run.above = above
+        self._tops[values[-1]] = run
 
     def _runs(self, which: int) -> Iterator[Run]:
         run = self._ends[which].younger

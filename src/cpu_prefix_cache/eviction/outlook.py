@@ -1,6 +1,6 @@
 """In which order ARC would evict, if nothing came meanwhile. Walks it without changing anything.
 
-Each list is a heap of its ends (see arc.py), filled from its ring as the walk gets there, and from below: a chunk
+Each list is a heap of its ends (see two_lists.py), filled from its ring as the walk gets there, and from below: a chunk
 becomes an end when this walk has passed its children. The walk is lazy: n chunks cost n steps, whatever the pool holds.
 """
 

@@ -9,12 +9,11 @@ One *touch* per request stands in a ring, oldest first, and names the deepest ch
 A request costs one move in the ring, however long it is. To evict is to take the oldest touch and walk up from its
 chunk: each chunk that becomes childless and was not used since leaves at once, as part of the same run. One that was
 used since has a touch of its own, further up the ring. A request that adds at several places has a touch for each, all
-with one stamp. On one ring this gives the hit ratios of an LRU of single
-blocks whose tails are released first.
+with one stamp. On one ring this gives the hit ratios of an LRU of single blocks whose tails are released first.
 
 A touch stands in its ring while the chunk it names carries it and that chunk is not known to have children; one met
 above children is taken out, as it cannot go before them, and put back when they are gone. (The second ring of ARC has
-a rule of its own, see arc.py.)
+a rule of its own, see two_lists.py.)
 
 The touch a chunk carries is its mark in the forest, which is all that a policy keeps for each chunk.
 """
