@@ -261,7 +261,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             return
         needs = self.slots.coordinator.needs(self.slots.coordinator.checkpoint_at(sequence.request.keys, depth))
         try:
-            made = pool.allocate_checkpoint(needs, checkpoint_key(key))
+            made = pool.allocate_checkpoint(needs, [checkpoint_key(key)])
         except PoolExhausted:
             return
         for at, blocks in zip(self.planner.checkpoint(depth), made.blocks, strict=True):
@@ -294,14 +294,16 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.slots.pool.abort([sequence.stage])
             sequence.stage = None
 
+    def was_loaded(self, sequence: Hybrid) -> None:
+        super().was_loaded(sequence)
+        for at, blocks in sequence.staged:
+            right = self.piece_pattern(sequence.epoch, sequence.request.keys[at.chunk], at.group, at.block)
+            for rank in self.ranks:
+                found = tuple(self.device[rank].get(block, NOTHING) for block in blocks)
+                assert found == right, "a load brought another window or state"
+                sequence.work[rank][tuple(at)] = found
+
     def loaded(self, sequence: Hybrid, id: int, ok: bool) -> None:
-        if ok:
-            for at, blocks in sequence.staged:
-                right = self.piece_pattern(sequence.epoch, sequence.request.keys[at.chunk], at.group, at.block)
-                for rank in self.ranks:
-                    found = tuple(self.device[rank].get(block, NOTHING) for block in blocks)
-                    assert found == right, "a load brought another window or state"
-                    sequence.work[rank][tuple(at)] = found
         super().loaded(sequence, id, ok)
         if self.running.get(sequence.id) is sequence:
             self.unstage(sequence)

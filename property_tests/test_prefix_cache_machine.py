@@ -417,6 +417,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def hear(self, report: RankReport) -> None:
         all_resolved = self.cache.report(report)
         stored = any(each.direction is Direction.STORE for each in all_resolved)
+        for resolved in all_resolved:  # before anybody takes blocks that are free from now on
+            if resolved.direction is Direction.LOAD and resolved.ok:
+                self.was_loaded(self.loads[resolved.id])
         for resolved in all_resolved:
             assert resolved.id not in self.resolved, "resolved twice (rule 11)"
             copy = self.copies[resolved.id]
@@ -431,13 +434,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                     assert self.cache.pool.find(first) is None, "it would fail again, for ever (rule 11)"
                 self.loaded(self.loads.pop(resolved.id), resolved.id, resolved.ok)
 
+    def was_loaded(self, sequence: Sequence) -> None:
+        assert not sequence.stale, "bytes from before a reset (rule 14)"
+        for at in range(sequence.n0 // GRID, sequence.boundary // GRID):
+            right = self.pattern(sequence.epoch, sequence.request.keys[at])
+            for rank in self.ranks:
+                assert self.on_device(rank, sequence.destinations[at]) == right, "a load brought other bytes"
+
     def loaded(self, sequence: Sequence, id: int, ok: bool) -> None:
-        if ok:
-            assert not sequence.stale, "bytes from before a reset (rule 14)"
-            for at in range(sequence.n0 // GRID, sequence.boundary // GRID):
-                right = self.pattern(sequence.epoch, sequence.request.keys[at])
-                for rank in self.ranks:
-                    assert self.on_device(rank, sequence.destinations[at]) == right, "a load brought other bytes"
         if self.running.get(sequence.id) is not sequence:
             return
         assert sequence.loading == id
