@@ -184,6 +184,20 @@ class BlockPool:
         self._dissolve([node], WRITING)
         return fits
 
+    def accepted(self, parent: int | None, keys: Sequence[bytes], needs: Sequence[PieceNeed] | None = None) -> int:
+        """How many of the chunks with these keys, from the first on, the policy wants here. Changes nothing.
+
+        It may decline what is worth less to it than what would have to leave, and with a chunk all that hangs below
+        it. They are to hang below `parent` (None: it is being written). With `needs`, the last key is that of a
+        checkpoint that has them. `allocate` itself declines nothing.
+        """
+        wanted = (len(keys) - (needs is not None)) * self.blocks_per_chunk
+        wanted += sum(need.num_blocks for need in self._pieces.missing(needs or ()))
+        short = wanted - len(self._free)
+        if short <= 0:
+            return len(keys)
+        return self._policy.accepts(NONE if parent is None else parent, keys, -(-short // self._widest))
+
     def free_blocks(self) -> Iterator[int]:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
         return iter(self._free)
@@ -220,9 +234,13 @@ class BlockPool:
 
     # Using
 
-    def touch(self, deepest: int | None) -> Any:
-        """A request uses the prefix that ends at `deepest` (None: nothing). Its touch, to be given to `commit`."""
-        return self._policy.admitted(NONE if deepest is None else deepest)
+    def touch(self, deepest: int | None, keys: Sequence[bytes] = (), now: float | None = None) -> Any:
+        """A request uses the prefix that ends at `deepest` (None: nothing). Its touch, to be given to `commit`.
+
+        `keys`: of all chunks of its prompt, here or not; `now`: seconds, on a clock that does not run backwards. A
+        policy that learns from requests needs both; a touch without them is that of no request.
+        """
+        return self._policy.admitted(NONE if deepest is None else deepest, keys, now)
 
     def pin(self, *blocks: int) -> Pin:
         """Hold `blocks` in place: nodes in any state but FREE, or blocks of pieces of checkpoints.

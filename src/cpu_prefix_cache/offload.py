@@ -18,7 +18,7 @@ what joins it stands behind its end e. When a store has landed, what it held may
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
-last changed is not stored a second time, or this would never come to rest.
+last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
 
 In a model that needs checkpoints, a chunk is stored for the sake of a checkpoint below it: eagerly in the hope of one,
 lazily with the one that is about to leave the device (rule 9).
@@ -190,7 +190,7 @@ class Lazy:
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
         self._has_landed = False  # a store of this walk, since the last look
-        self._brought: set[bytes] = set()  # what has reached the host since the device last changed
+        self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
         self.work = 0
 
     @property
@@ -221,7 +221,7 @@ class Lazy:
     def plan(self) -> None:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now()
         if has_changed:
-            self._brought.clear()
+            self._settled.clear()
         if has_changed or self._has_landed:
             self._look()
 
@@ -232,13 +232,13 @@ class Lazy:
             self._has_landed = True  # what it held waits in front of the mark now, or made the last look stop
 
     def committed(self, keys: Sequence[bytes]) -> None:
-        self._brought.update(keys)
+        self._settled.update(keys)
         for key in keys:
             self._lineage.saved(key)
 
     def reset(self) -> None:
         self._lineage.clear()
-        self._brought.clear()
+        self._settled.clear()
         self._mark = self._end = None
 
     def _waits(self, place: Place | None) -> bool:
@@ -278,7 +278,7 @@ class Lazy:
 
         `before` is the block that it waits behind, of those that keep their place.
         """
-        if key in self._brought or self._stores.is_covered(key):
+        if key in self._settled or self._stores.is_covered(key):
             return True
         budget = self._chunks_in_flight - self._held
         if budget <= 0:
@@ -287,14 +287,20 @@ class Lazy:
         if chain is None:
             return True
         if len(chain) > budget and (stop := self._stores.obstacle(chain)) is not None:
-            return stop is Stop.TOO_LARGE  # a part of it would be of no use
+            return self._is_settled(key, stop)  # a part of it would be of no use
         touch = self._pool.touch(None)
         behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
         decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)
         if decision.transfer is not None:
             self._walking.add(decision.transfer.id)
             self._held += decision.planned
-        return decision.stopped_by in (Stop.NOT_ON_DEVICE, Stop.TOO_LARGE) or decision.planned == len(chain)
+        return decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
+
+    def _is_settled(self, key: bytes, stop: Stop | None) -> bool:
+        """Whether a chunk that was not stored is not to be stored later either."""
+        if stop is Stop.DECLINED:
+            self._settled.add(key)
+        return stop in (Stop.NOT_ON_DEVICE, Stop.TOO_LARGE, Stop.DECLINED)
 
     def _missing_chain(self, key: bytes) -> Chain | None:
         """From the first chunk the host lacks down to `key`; None if that is covered, beyond saving or not worth it."""

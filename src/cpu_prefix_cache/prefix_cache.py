@@ -251,12 +251,14 @@ class CPUPrefixCache:
 
     # Events
 
-    def admit(self, request: Request, n0: int, boundary: int | None = None) -> None:
+    def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
         """The engine has scheduled `request`: `n0` tokens are on the device, and [n0, boundary) will be loaded.
 
         This is the request's one use of the cache (rule 3). Told again of a running request, it changes nothing.
+        `now` is in seconds, as in `lookup`; only the policy `adaptive` asks for it.
 
-        Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
+        Raises MisuseError for a boundary that is not on the grid or beyond the request's keys, and without `now` if
+        the policy needs it.
         """
         if request.id in self._running:
             return
@@ -270,7 +272,8 @@ class CPUPrefixCache:
             )
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
-        running = Running(request, n0, self.pool.touch(deepest), resumed, kept, due=self._steps + 1)
+        touch = self.pool.touch(deepest, request.keys, now)
+        running = Running(request, n0, touch, resumed, kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
@@ -389,6 +392,7 @@ class CPUPrefixCache:
             stores_failed=counts["stores_failed"],
             loads_failed=counts["loads_failed"],
             store_refusals=self._stores.refusals,
+            store_declined=self._stores.declined,
             union_misses=counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,

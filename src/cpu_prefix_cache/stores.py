@@ -3,7 +3,7 @@
 A chain is a run of chunks, each the child of the one before, that the host does not have and nobody is writing.
 Of a chain the longest part is stored that hangs together: it ends before a chunk the device has lost, and where the
 pool is full of what cannot be evicted (rule 4). A chain may end in a checkpoint, which is stored with all of the chain
-or not at all, and then nothing is (rule 9).
+or not at all, and then nothing is (rule 9). A policy may decline the end of a chain, which then is not stored either.
 """
 
 import enum
@@ -27,6 +27,7 @@ class Stop(enum.Enum):
     NOT_ON_DEVICE = "not on the device"  # it cannot be stored at all until it is computed again
     POOL_FULL = "pool full"  # it can be stored later
     TOO_LARGE = "larger than the pool"  # with its checkpoint it never fits
+    DECLINED = "declined"  # the policy says that it is not worth the room
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +90,26 @@ class StorePlanner:
         self._ledger = ledger
         self._width = coordinator.planner.device_blocks_per_chunk
         self.refusals = 0
+        self.declined = 0
 
     def is_covered(self, key: bytes) -> bool:
         """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
         return self._pool.find(key) is not None or key in self._ledger.writing
 
     def obstacle(self, chain: Chain) -> Stop | None:
-        """Why the host has no room for a chain with a checkpoint; None if it has, or if there is no checkpoint."""
+        """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
         checkpoint = chain.checkpoint
-        if checkpoint is None or self._pool.has_room(len(chain.keys), self._coordinator.needs(checkpoint)):
+        if checkpoint is None:
             return None
-        self.refusals += len(chain)
-        return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
+        needs = self._coordinator.needs(checkpoint)
+        if not self._pool.has_room(len(chain.keys), needs):
+            self.refusals += len(chain)
+            return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
+        keys = [*chain.keys, checkpoint_key(checkpoint.tail[-1])]
+        if self._pool.accepted(self._parent(chain), keys, needs) < len(keys):
+            self.declined += len(keys)
+            return Stop.DECLINED
+        return None
 
     def plan(
         self,
@@ -167,11 +176,19 @@ class StorePlanner:
         if chain.checkpoint is not None:
             return self._sources_with_checkpoint(chain, chain.checkpoint)
         room = self._pool.available(len(chain.keys))
-        chunks = self._on_device(chain.keys[:room])
-        if len(chunks) < room:
+        accepted = self._pool.accepted(self._parent(chain), chain.keys[:room])
+        chunks = self._on_device(chain.keys[:accepted])
+        if len(chunks) < accepted:
             return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)
+        if accepted < room:
+            self.declined += room - accepted
+            return _Sources(chunks, stopped_by=Stop.DECLINED)
         self.refusals += len(chain.keys) - room
         return _Sources(chunks, stopped_by=Stop.POOL_FULL if room < len(chain.keys) else None)
+
+    def _parent(self, chain: Chain) -> int | None:
+        """The node that a chain hangs below, or None while that is being written."""
+        return self._pool.root if chain.parent_key is None else self._pool.find(chain.parent_key)
 
     def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
         pieces = self._device.find_checkpoint(checkpoint)

@@ -11,20 +11,32 @@ class EvictionPolicy(Protocol):
 
     What it keeps for each chunk is in `Forest.mark`, None where it keeps nothing. A chunk lives with it as follows:
 
-        evict(n, keys)     room is made for chunks with these keys: the one question that a policy answers
+        evict(n, keys)     room is made for chunks with these keys: the question that a policy is there to answer
         announced          they are being written to these blocks
         inserted           they are findable now; or `abandoned`: they never will be
         removed            they lose their key, by withdrawal; what `evict` answers with has lost it already
 
     A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
-    which the pool gives back with every chunk the request adds.
+    which the pool gives back with every chunk the request adds. Before anything is allocated the policy may be asked
+    what is worth its room, and decline the rest (`accepts`).
 
     Only a childless, unpinned chunk may leave, and a parent inherits the youngest touch of the children it loses
     (rule 3).
     """
 
-    def admitted(self, deepest: int) -> Any:
-        """A request used the prefix that ends at block `deepest` (NONE: it found nothing). Its touch."""
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Any:
+        """A request used the prefix that ends at node `deepest` (NONE: it found nothing). Its touch.
+
+        `keys` are those of all chunks of its prompt, here or not, and `now` is in seconds; empty and None for a touch
+        that is nobody's request.
+        """
+
+    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
+        """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
+
+        They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
+        all of them came. Changes nothing.
+        """
 
     def inserted(self, blocks: Sequence[int], touch: Any) -> None:
         """`blocks`, each below the one before it, were added by the request of this touch."""

@@ -15,7 +15,7 @@ class Lru(TouchPolicy):
         super().__init__(forest, rings=1)
         (self._ring,) = self._rings
 
-    def admitted(self, deepest: int) -> Touch:
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Touch:
         self._stamp += 1
         touch = Touch(self._stamp, self._ring)
         if deepest != NONE:

@@ -18,7 +18,7 @@ a rule of its own, see two_lists.py.)
 The touch a chunk carries is its mark in the forest, which is all that a policy keeps for each chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cpu_prefix_cache.errors import InternalError
@@ -82,6 +82,10 @@ class TouchPolicy:
         self._mark: list[Any] = forest.mark
         self._rings = tuple(Ring() for _ in range(rings))
         self._stamp = 0
+
+    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
+        """All of them: what is used now is worth more than anything older."""
+        return len(incoming)
 
     def removed(self, block: int) -> None:
         touch = self._carried(block)

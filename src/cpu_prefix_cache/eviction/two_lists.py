@@ -11,6 +11,8 @@ Victims are collected as a *run*, each the parent of the one before it, while th
 other, and leave the forest together.
 """
 
+from collections.abc import Sequence
+
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
 from cpu_prefix_cache.eviction.touches import Ring, Touch, TouchPolicy, leave, linked
 from cpu_prefix_cache.forest import NONE, Forest
@@ -37,7 +39,7 @@ class TwoLists(TouchPolicy):
         self._last = Touch(0, self._once)  # the touch of those
         self._passed = [self._once.end, self._again.end]  # while victims are taken: up to here nobody can go
 
-    def admitted(self, deepest: int) -> ArcTouch:
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
         self._stamp += 1
         touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
         if deepest != NONE:
