@@ -191,8 +191,9 @@ class BlockPool:
         it. They are to hang below `parent` (None: it is being written). With `needs`, the last key is that of a
         checkpoint that has them. `allocate` itself declines nothing.
         """
-        wanted = (len(keys) - (needs is not None)) * self.blocks_per_chunk
-        wanted += sum(need.num_blocks for need in self._pieces.missing(needs or ()))
+        wanted = len(keys) * self.blocks_per_chunk
+        if needs is not None:
+            wanted += sum(need.num_blocks for need in self._pieces.missing(needs)) - self.blocks_per_chunk
         short = wanted - len(self._free)
         if short <= 0:
             return len(keys)

@@ -49,6 +49,7 @@ class Forest:
         self.depth = array("i", [0]) * size  # chunks from the root to here
         self.pins = array("i", [0]) * size
         self.pinned: dict[int, None] = {}
+        self.changes = 0  # of anything that bears on who may leave
         self.pinned_depth = 0  # of all pinned chunks together: an upper bound on what they hold
         self._first_child = array("i", [NONE]) * size
         self._next_sibling = array("i", [NONE]) * size
@@ -108,6 +109,7 @@ class Forest:
         """
         if parent != self.root and self.key[parent] is None:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
+        self.changes += 1
         shards, all_keys, depths, pins = self._shards, self.key, self.depth, self.pins
         parents, children, first_child = self.parent, self.children, self._first_child
         depth, above = depths[parent], NONE
@@ -135,6 +137,7 @@ class Forest:
         if children[run[0]]:
             raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
         self._unlink(run[-1])
+        self.changes += 1
         above = run[0]
         for block in run:
             key = keys[block]
@@ -155,6 +158,7 @@ class Forest:
             raise MisuseError(f"block {block} holds no chunk")
         del self._shards[key[0]][key]
         self.key[block] = None
+        self.changes += 1
 
     def prune(self, block: int) -> int:
         """Unlink a chunk without a key, if it ever was linked. The chunk it hung below, or the root."""
@@ -162,15 +166,18 @@ class Forest:
         if parent == NONE:
             return self.root
         self._unlink(block)
+        self.changes += 1
         return parent
 
     def pin(self, block: int) -> None:
         self.pins[block] += 1
+        self.changes += 1
         if self.pins[block] == 1 and self.parent[block] != NONE:
             self._count_pinned(block)
 
     def unpin(self, block: int) -> None:
         self.pins[block] -= 1
+        self.changes += 1
         if not self.pins[block] and block in self.pinned:
             del self.pinned[block]
             self.pinned_depth -= self.depth[block]

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.arc import Arc
 from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.eviction.lru import Lru
 
-POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru, "arc": Arc}
+POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru, "arc": Arc, "adaptive": Adaptive}
 
-__all__ = ["POLICIES", "Arc", "EvictionPolicy", "Lru", "PolicyFactory"]
+__all__ = ["POLICIES", "Adaptive", "Arc", "EvictionPolicy", "Lru", "PolicyFactory"]

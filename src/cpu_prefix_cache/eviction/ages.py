@@ -1,0 +1,112 @@
+"""Uses by their ages. What one request used has one age, so it grows old together.
+
+All uses stand in one ring by time, so that those of one bin (survival.py) stand side by side, and the oldest of each
+bin is known. To let time pass is to look at those few, whatever the pool holds.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cpu_prefix_cache.eviction.survival import BINS, EDGES, Survival
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.eviction.segments import Segment
+
+MOST_MOVES = 200  # uses into the next bin, in one call: .2 ms. After a long pause it takes several to catch up
+
+
+class Use:
+    """What was last used at `at` seconds, by one request.
+
+    `members` counts its segments by class, and `leaves` are those of them that can be evicted from.
+    """
+
+    __slots__ = ("after", "at", "before", "bin", "leaves", "members")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.bin = 0
+        self.members: dict[int, int] = {}
+        self.leaves: dict[Segment, None] = {}
+        self.before = self.after = self
+
+
+class Ages:
+    """All uses that have members, and what `survival` knows of the time they spend in their buckets."""
+
+    def __init__(self, survival: Survival) -> None:
+        self._survival = survival
+        self._end = Use(0.0)
+        self._end.bin = -1
+        self._oldest: list[Use | None] = [None] * BINS  # of those in each bin
+
+    def __iter__(self) -> Iterator[Use]:
+        """From the oldest to the youngest."""
+        use = self._end.after
+        while use is not self._end:
+            yield use
+            use = use.after
+
+    def begin(self, use: Use) -> None:
+        """It is the youngest of all."""
+        end = self._end
+        youngest = end.before
+        use.before, use.after = youngest, end
+        youngest.after = end.before = use
+        if self._oldest[0] is None:
+            self._oldest[0] = use
+
+    def join(self, use: Use, each: int) -> None:
+        """A segment of class `each` has this use as its last one."""
+        use.members[each] = use.members.get(each, 0) + 1
+        bucket = each * BINS + use.bin
+        self._survival.inside[bucket] += 1
+        self._survival.seconds[bucket] -= use.at + EDGES[use.bin]
+
+    def part(self, use: Use, each: int, now: float) -> None:
+        """A segment of class `each` has it no more: it is used again, or forgotten."""
+        bucket = each * BINS + use.bin
+        self._survival.inside[bucket] -= 1
+        self._survival.seconds[bucket] += now
+        members = use.members
+        left = members[each] - 1
+        if left:
+            members[each] = left
+            return
+        del members[each]
+        if not members:
+            self._end_use(use)
+
+    def grow_old(self, now: float) -> list[Use]:
+        """Let uses into the next bin that are old enough. Those of them that have leaves."""
+        inside, seconds, oldest = self._survival.inside, self._survival.seconds, self._oldest
+        moved: list[Use] = []
+        moves = 0
+        for bin in range(BINS - 1):
+            edge = EDGES[bin + 1]
+            use = oldest[bin]
+            while use is not None and now - use.at >= edge and moves < MOST_MOVES:
+                moves += 1
+                then = use.at + edge
+                for each, count in use.members.items():
+                    bucket = each * BINS + bin
+                    inside[bucket] -= count
+                    seconds[bucket] += count * then
+                    inside[bucket + 1] += count
+                    seconds[bucket + 1] -= count * then
+                if use.leaves:
+                    moved.append(use)
+                use.bin = bin + 1
+                if oldest[bin + 1] is None:
+                    oldest[bin + 1] = use
+                use = oldest[bin] = use.after if use.after.bin == bin else None
+        return moved
+
+    def _end_use(self, use: Use) -> None:
+        if self._oldest[use.bin] is use:
+            self._pass_on(use)
+        use.before.after, use.after.before = use.after, use.before
+
+    def _pass_on(self, use: Use) -> None:
+        """The next one is the oldest of its bin."""
+        self._oldest[use.bin] = use.after if use.after.bin == use.bin else None

@@ -1,0 +1,190 @@
+"""Prompts as segments: runs of chunks that were always used together.
+
+    requests      A B C D E F     A B C X Y         segments      [A B C] --- [D E F]
+                                                                         `--- [X Y]
+
+A segment is what one request used first, cut where a later one went on differently or ended. Of all its chunks only the
+first ones may be here, for they leave from the end; `resident` says how many. A segment of which nothing is here is a
+*ghost*: it is known by the keys of its first, its last and its last but one chunk, and learned from all the same. At
+most a third as many are kept as the pool has blocks, those used or evicted last.
+
+As keys are chained, a segment is found by its first key, and all of it matches when its last key does: a prompt costs a
+few steps for each segment and not for each chunk. Where a prompt leaves a segment is found by bisection among what is
+here. Beyond that it is known only whether it left at the last chunk, as prompts do when a conversation is resumed whose
+last chunk was cut short; otherwise the segment ends where it is here, and the rest of it is forgotten.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cpu_prefix_cache.errors import InternalError
+from cpu_prefix_cache.eviction.ages import Use
+from cpu_prefix_cache.forest import NONE, Forest
+
+
+class Segment:
+    """`length` chunks, of which the first `resident` are here, the last of those in node `deepest`.
+
+    Its last use was `use`, and made it of class `kind`. `turn` counts the prompts that had ended above, `ended` those
+    that ended here, `children` the segments that have begun below. `gap` is how long the last use came after the one
+    before, in steps of two bins, from 1; 0: it was the first.
+    """
+
+    __slots__ = (
+        *("first", "last_but_one", "last", "length", "resident", "deepest"),
+        *("use", "kind", "turn", "ended", "is_end", "children", "gap"),
+        *("older", "younger", "ring"),
+    )
+
+    older: "Segment"
+    younger: "Segment"
+
+    def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
+        self.length = stop - start
+        self.first = keys[start] if self.length else b""
+        self.last = keys[stop - 1] if self.length else b""
+        self.last_but_one = keys[stop - 2] if self.length > 1 else b""
+        self.resident = 0
+        self.deepest = NONE
+        self.use: Use | None = None
+        self.kind = NONE
+        self.turn = 1
+        self.ended = 0
+        self.is_end = False
+        self.children = 0
+        self.gap = 0
+        self.ring: Segment | None = None  # the ring it stands in, by its end
+        self.older = self.younger = self
+
+    def extend(self, keys: Sequence[bytes]) -> None:
+        """It goes on with these chunks."""
+        self.length += len(keys)
+        self.last_but_one = keys[-2] if len(keys) > 1 else self.last
+        self.last = keys[-1]
+
+
+def used(segment: Segment) -> Use:
+    """The last use of a segment that has been used."""
+    if segment.use is None:
+        raise InternalError("a segment was never used")
+    return segment.use
+
+
+def new_ring() -> Segment:
+    """A ring: its end, which has the oldest on one side and the youngest on the other."""
+    return Segment((), 0, 0)
+
+
+def enter(ring: Segment, segment: Segment) -> None:
+    """Stand as the youngest of a ring, and in no other any more."""
+    if segment.ring is not None:
+        segment.older.younger, segment.younger.older = segment.younger, segment.older
+    before = ring.older
+    segment.older, segment.younger = before, ring
+    before.younger = ring.older = segment
+    segment.ring = ring
+
+
+def leave(segment: Segment) -> None:
+    """Stand in no ring any more, if in one."""
+    if segment.ring is not None:
+        segment.older.younger, segment.younger.older = segment.younger, segment.older
+        segment.ring = None
+
+
+def members(ring: Segment) -> Iterator[Segment]:
+    """From old to young."""
+    segment = ring.younger
+    while segment is not ring:
+        yield segment
+        segment = segment.younger
+
+
+class Segments:
+    """All known segments, by their first keys."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._mark: list[Any] = forest.mark
+        self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
+
+    def find(self, key: bytes) -> Segment | None:
+        """The segment that begins with this key."""
+        return self._by_first[key[0]].get(key)
+
+    def add(self, segment: Segment) -> None:
+        self._by_first[segment.first[0]][segment.first] = segment
+
+    def forget(self, segment: Segment) -> None:
+        """It is known no more."""
+        first = segment.first
+        if first and self.find(first) is segment:
+            del self._by_first[first[0]][first]
+
+    def walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int, list[tuple[Segment, Segment]]]:
+        """The segments of a prompt from its beginning on, how many chunks those have, and which were cut for it.
+
+        A cut is a new upper part and the segment that was, which is the lower part now; if it has no key to be found
+        by any more, its length is 0.
+        """
+        by_first, stop, at = self._by_first, len(keys), 0
+        path: list[Segment] = []
+        cuts: list[tuple[Segment, Segment]] = []
+        while at < stop:
+            key = keys[at]
+            segment = by_first[key[0]].get(key)
+            if segment is None:
+                break
+            end = at + segment.length
+            if end <= stop and keys[end - 1] == segment.last:
+                at = end
+            else:
+                length = self._common(segment, keys, at)
+                upper = self._cut(segment, keys, at, length)
+                cuts.append((upper, segment))
+                segment = upper
+                at += length
+            path.append(segment)
+        return path, at, cuts
+
+    def _common(self, segment: Segment, keys: Sequence[bytes], at: int) -> int:
+        """How many chunks, one or more, a prompt shares with a segment that it leaves or ends in."""
+        left = len(keys) - at
+        here = min(segment.resident, left)
+        common = self._forest.resident_run(keys, at, at + here) - at
+        if common < here or common == left:
+            return common
+        length = segment.length
+        if left >= length - 1 and length > 1 and keys[at + length - 2] == segment.last_but_one:
+            return length - 1
+        return max(1, common)
+
+    def _cut(self, segment: Segment, keys: Sequence[bytes], at: int, length: int) -> Segment:
+        """Cut a segment after `length` chunks, `keys` from `at` on. The new upper part; it is the lower one now."""
+        parents, mark = self._forest.parent, self._mark
+        upper = Segment(keys, at, at + length)
+        upper.turn, upper.gap, upper.children = segment.turn, segment.gap, 1
+        upper.is_end = segment.is_end and segment.length - length <= 1
+        upper.resident = min(segment.resident, length)
+        block, first = segment.deepest, b""
+        for _ in range(segment.resident - length):
+            first = self._forest.key[block] or b""
+            block = parents[block]
+        if upper.resident:
+            upper.deepest = block
+        for _ in range(upper.resident):
+            mark[block] = upper
+            block = parents[block]
+        self.add(upper)
+        segment.resident -= upper.resident
+        segment.length -= length
+        if not segment.resident:
+            segment.deepest = NONE
+        if not first and segment.length == 1:
+            first = segment.last
+        if segment.length == 1:
+            segment.last_but_one = b""
+        segment.first = first
+        if first:
+            self.add(segment)
+        return upper
