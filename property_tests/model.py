@@ -7,6 +7,7 @@ links are needed to know who hangs below whom.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 
 @dataclass(eq=False)
@@ -115,6 +116,23 @@ class SlowPool:
 
     def _has_all(self, prefix: str) -> bool:
         return all(self.cached(prefix[: end + 1]) for end in range(len(prefix)))
+
+
+class Foretold(SlowPool):
+    """Evicts in the order that the pool foretells, having seen that it is lawful: childless ones first, all of them."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def _evictions(self) -> Iterator[Chunk]:
+        for block in list(self.pool.soonest_evicted()):
+            chunk = next(each for each in self.chunks if each.block == block)
+            assert chunk.state == "cached" and not chunk.pins and not self._children(chunk), f"{chunk.name} cannot go"
+            self.chunks.remove(chunk)
+            yield chunk
+        left = [chunk for chunk in self.chunks if chunk.state == "cached" and not chunk.pins]
+        assert all(self._children(chunk) for chunk in left), "somebody was forgotten"
 
 
 class SlowArc(SlowPool):

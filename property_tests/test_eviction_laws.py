@@ -18,18 +18,18 @@ requests = st.lists(st.tuples(prompts, st.booleans()), min_size=4, max_size=25)
 def test_a_batch_of_n_is_n_singles(policy: str, blocks: int, story: list[tuple[str, bool]]) -> None:
     """Whether a request allocates its chunks together or one by one: the same ones leave, in the same order."""
     batch, singles = BlockPool(blocks, policy), BlockPool(blocks, policy)
-    for prompt, is_named in story:
+    for now, (prompt, is_named) in enumerate(story):
         for pool, width in ((batch, len(prompt)), (singles, 1)):
-            put(pool, prompt, width, is_named)
+            put(pool, prompt, width, is_named, float(now))
             pool.check_valid()
         assert order(batch) == order(singles)
 
 
-def put(pool: BlockPool, prompt: str, width: int, is_named: bool) -> None:
+def put(pool: BlockPool, prompt: str, width: int, is_named: bool, now: float) -> None:
     keys = chain(prompt)
     have = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[have - 1]) if have else None
-    touch = pool.touch(deepest)
+    touch = pool.touch(deepest, keys, now)
     pin = pool.pin() if deepest is None else pool.pin(deepest)
     blocks = []
     for at in range(have, len(keys), width):

@@ -192,7 +192,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             else:
                 sequence.stage = staged[0]
                 sequence.staged = list(zip(pieces, staged[1], strict=True))
-        self.cache.admit(request, n0, boundary if boundary > n0 else None)
+        self.cache.admit(request, n0, boundary if boundary > n0 else None, self.now)
         assert all(n0 < b < num_tokens for b in self.cache.boundaries(id))
         if boundary > n0:
             self.start_load(sequence, boundary)

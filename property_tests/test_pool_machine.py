@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted, State
-from property_tests.model import Chunk, SlowArc, SlowPool
+from property_tests.model import Chunk, Foretold, SlowArc, SlowPool
 from property_tests.strategies import chain, pick, positions, prompts
 
 
 class PoolMachine(RuleBasedStateMachine):
     policy: str
-    make_model: Callable[[int], SlowPool]
+    make_model: Callable[[BlockPool], SlowPool]
 
     @initialize(
         chunks=st.integers(3, 9), per_chunk=st.sampled_from([1, 2, 3]), spare=st.integers(0, 2), late=st.booleans()
@@ -29,7 +29,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.ready = 2 * per_chunk if late else chunks * per_chunk + spare
         blocks = chunks * per_chunk + spare
         self.pool = BlockPool(blocks, self.policy, blocks_per_chunk=per_chunk, ready=self.ready)
-        self.model = type(self).make_model(blocks)
+        self.model = type(self).make_model(self.pool)
+        self.now = 0.0
         self.memory: dict[int, str] = {}  # block -> what its last writer left there
         self.requests: list[tuple[str, object, int]] = []
         self.pins: list[tuple[object, list[Chunk]]] = []
@@ -43,18 +44,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     # a request and its chunks
 
-    @rule(prompt=prompts, less=st.integers(0, 2))
-    def a_request_comes(self, prompt: str, less: int) -> None:
+    @rule(prompt=prompts, less=st.integers(0, 2), pause=st.sampled_from([0.0, 1.0, 40.0, 5_000.0]))
+    def a_request_comes(self, prompt: str, less: int, pause: float) -> None:
         """It touches the deepest chunk it matched, or one above it: the device had the rest, or the load was cut."""
         matched = self.model.longest(prompt)
         matched = matched[: max(0, len(matched) - less)]
         block = self.model.cached(matched).block if matched else None
-        self.requests.append((prompt, self.pool.touch(block), self.model.touch(matched)))
+        self.now += pause
+        self.requests.append((prompt, self.pool.touch(block, chain(prompt), self.now), self.model.touch(matched)))
 
     @rule(prompt=prompts)
     def a_request_stores_its_prompt(self, prompt: str) -> None:
         """The whole story at once, so that a run gets somewhere."""
-        self.a_request_comes(prompt, 0)
+        self.a_request_comes(prompt, 0, 1.0)
         missing = len(prompt) - len(self.model.longest(prompt))
         self.allocate(missing, self.names_of(prompt)[:missing])
         if len(self.in_state("writing")) >= missing:
@@ -234,12 +236,12 @@ class PoolMachine(RuleBasedStateMachine):
 
 class LruMachine(PoolMachine):
     policy = "lru"
-    make_model = staticmethod(lambda blocks: SlowPool())
+    make_model = staticmethod(lambda pool: SlowPool())
 
 
 class ArcMachine(PoolMachine):
     policy = "arc"
-    make_model = SlowArc
+    make_model = staticmethod(lambda pool: SlowArc(pool.capacity))
 
     @invariant()
     def the_lists_are_as_long_as_the_papers(self) -> None:
@@ -251,11 +253,20 @@ class ArcMachine(PoolMachine):
             assert arc._ghosts.hashes(which) == [hash(name.encode()) for name in names]
 
 
+class AdaptiveMachine(PoolMachine):
+    """Who is worth most is held by test_adaptive_laws.py; here, that what is foretold is lawful and happens."""
+
+    policy = "adaptive"
+    make_model = Foretold
+
+
 def test_every_policy_has_a_machine() -> None:
-    assert {machine.policy for machine in (LruMachine, ArcMachine)} == set(POLICIES)
+    assert {machine.policy for machine in (LruMachine, ArcMachine, AdaptiveMachine)} == set(POLICIES)
 
 
 TestLru = LruMachine.TestCase
 TestLru.settings = settings(max_examples=600)
 TestArc = ArcMachine.TestCase
 TestArc.settings = settings(max_examples=600)
+TestAdaptive = AdaptiveMachine.TestCase
+TestAdaptive.settings = settings(max_examples=600)

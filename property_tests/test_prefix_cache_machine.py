@@ -242,7 +242,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.write(slot, [("left by", id)] * len(self.slots.blocks_of(slot)))
         sequence = Sequence(id, prompt, request, holding, n0, self.epoch, n0)
         self.running[id] = sequence
-        self.cache.admit(request, n0, boundary if boundary > n0 else None)
+        self.cache.admit(request, n0, boundary if boundary > n0 else None, self.now)
         if boundary > n0:
             self.start_load(sequence, boundary)
         return True

@@ -30,22 +30,26 @@ class Shelf:
 
     def __init__(self, chunks: int, blocks_per_chunk: int = 1, policy: str = "lru") -> None:
         self.pool = BlockPool(chunks * blocks_per_chunk, policy, blocks_per_chunk=blocks_per_chunk)
+        self.now = 0.0
 
-    def put(self, prompt: str) -> None:
-        """A request uses what is here of its prompt, and stores the rest."""
+    def put(self, prompt: str, after: float = 1.0) -> None:
+        """A request uses what is here of its prompt, and stores of the rest what the policy wants."""
         keys = chain(prompt)
+        self.now += after
         have = self.pool.resident_run(keys, 0, len(keys))
         deepest = self.pool.find(keys[have - 1]) if have else None
-        touch = self.pool.touch(deepest)
+        touch = self.pool.touch(deepest, keys, self.now)
         hold = None if deepest is None else self.pool.pin(deepest)
-        blocks = self.pool.allocate(len(keys) - have, keys[have:])
-        self.pool.commit(blocks, keys[have:], self.pool.root if deepest is None else deepest, touch)
+        parent = self.pool.root if deepest is None else deepest
+        new = keys[have : have + self.pool.accepted(parent, keys[have:])]
+        self.pool.commit(self.pool.allocate(len(new), new), new, parent, touch)
         if hold is not None:
             self.pool.unpin(hold)
         self.pool.check_valid()
 
     def use(self, prompt: str) -> None:
-        self.pool.touch(self.at(prompt))
+        self.now += 1.0
+        self.pool.touch(self.at(prompt), chain(prompt), self.now)
 
     def pin(self, prompt: str) -> Pin:
         return self.pool.pin(self.at(prompt))
@@ -107,7 +111,7 @@ class Engine:
         self.slots[id] = path + self.gpu.allocate(len(prompt) - matched)
         answer = self.cache.lookup(request, matched * GRID, self.now)
         boundary = answer.boundary if isinstance(answer, Hit) and load else None
-        self.cache.admit(request, matched * GRID, boundary)
+        self.cache.admit(request, matched * GRID, boundary, self.now)
         if boundary is None:
             return None
         return self.cache.load(id, boundary, [self.slots[id][matched : boundary // GRID]], self.now)

@@ -252,7 +252,7 @@ def test_blocks_of_chunks_that_left_are_dealt_anew():
 
 
 def test_a_pool_is_checked_at_the_door():
-    with pytest.raises(ConfigurationError, match="policy must be one of arc, lru; got 'mru'"):
+    with pytest.raises(ConfigurationError, match="policy must be one of adaptive, arc, lru; got 'mru'"):
         BlockPool(4, policy="mru")
     for blocks, per_chunk in ((0, 1), (2, 3), (4, 0)):
         with pytest.raises(ConfigurationError, match="needs at least"):

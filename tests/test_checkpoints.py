@@ -52,7 +52,7 @@ class Engine:
     def starts(self, prompt, extra=1):
         """Admit a request, with nothing from anywhere. Where the cache wants checkpoints, in chunks."""
         request = self.requests[prompt] = Request(prompt, chain(prompt), len(prompt) * GRID + extra)
-        self.cache.admit(request, 0)
+        self.cache.admit(request, 0, now=0.0)
         return [b // GRID for b in self.cache.boundaries(prompt)]
 
     def computes(self, prompt, chunks=None, keep=None):
@@ -731,7 +731,7 @@ def test_a_piece_of_a_store_that_was_given_up_is_room_that_is_taken(policy):
         engine.ends(prompt)
 
     def steps():
-        engine.cache.admit(Request("uses the device", chain("q" * 16), 16 * GRID), 16 * GRID)
+        engine.cache.admit(Request("uses the device", chain("q" * 16), 16 * GRID), 16 * GRID, now=0.0)
         engine.cache.finished("uses the device", 16 * GRID)  # so that the walk looks again
         return engine.steps()
 

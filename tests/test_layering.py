@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "pieces": {"errors", "states"},
     "resume": {"forest"},
     "planner": {"errors", "groups"},
-    "eviction": {"errors", "forest"},
+    "eviction": {"errors", "forest", "hashing"},
     "block_pool": {"errors", "eviction", "forest", "free_runs", "pieces", "resume", "states", "stats"},
     "coordinator": {"block_pool", "hashing", "pieces", "plan", "planner", "request"},
     "device": {"block_pool", "errors", "hashing", "request"},

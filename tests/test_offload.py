@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 
 from cpu_prefix_cache import (
+    POLICIES,
     CPUPrefixCache,
     Group,
     GroupKind,
@@ -323,7 +324,7 @@ def test_an_aborted_request_stores_only_what_was_computed(mode):
     assert engine.is_at_rest()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
     engine = Engine("lazy", device=16, host=4, policy=policy)
     for prompt in ("abc", "vwx", "mno", "ijk"):

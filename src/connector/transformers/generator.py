@@ -295,7 +295,7 @@ class PrefixCachedGenerator:
         request, cache = sequence.request, None if self._host is None else self._host.cache
         if self._host is not None and cache is not None:
             boundary = self._host.boundary(request, n0)
-            cache.admit(request, n0, boundary)
+            cache.admit(request, n0, boundary, time.monotonic())
             if boundary > n0:
                 self._load_between(self._host, sequence, n0, boundary)
         self._resume(sequence)

@@ -68,7 +68,7 @@ class SchedulerHalf:
         n0 = self._on_device.pop(id)
         boundary = n0 + num_external_tokens
         self._admitted[id] = request
-        self.cache.admit(_request(request), n0, boundary)
+        self.cache.admit(_request(request), n0, boundary, self.clock())
         if num_external_tokens:
             table = blocks.get_block_ids()[0]
             destinations = table[n0 // self._grid : boundary // self._grid]

@@ -31,6 +31,7 @@ learning from those who left is LHD's (NSDI '18) and ARC's idea, to decline Tiny
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
@@ -101,7 +102,7 @@ class Adaptive:
             segment.gap = GAP_OF[used(segment).bin]
         if matched < len(keys):
             path.append(self._begin(keys, matched, path[-1] if path else None))
-        checkpoint = None if deepest == NONE or len(self._keys[deepest] or b"") == len(keys[0]) else self._mark[deepest]
+        checkpoint = self._mark[deepest] if deepest != NONE and self._is_checkpoint(deepest) else None
         self._use(path, reused, matched, checkpoint)
         self._forget_ghosts()
         self._learn(now)
@@ -202,44 +203,40 @@ class Adaptive:
     def inserted(self, blocks: Sequence[int], touch: None) -> None:
         keys = [self._keys[block] or b"" for block in blocks]
         parent = self._forest.parent[blocks[0]]
-        above: Segment | None = self._mark[parent]
-        top, at = above, 0
-        while at < len(blocks):
-            hangs_below = keys[at - 1] if at else self._keys[parent]
-            stop = len(blocks)
-            if hangs_below is not None and keys[at] == checkpoint_key(hangs_below):
-                segment = self._checkpoint(keys[at], above)
-            else:
-                stop -= len(keys[-1]) != len(keys[at])  # the last may be a checkpoint
-                segment = self._next_segment(keys, at, stop, above)
-            count = min(stop - at, segment.length - segment.resident)
-            self._mark[blocks[at]] = segment
-            for block in blocks[at + 1 : at + count]:
-                self._mark[block] = segment
-            segment.resident += count
-            segment.deepest = blocks[at + count - 1]
-            self._place(segment)
-            at += count
-            if above is not None and above is not segment:
-                self._place(above)
+        top: Segment | None = self._mark[parent]
+        above, at, stop = top, 0, len(blocks) - self._is_checkpoint(blocks[-1])
+        while at < stop:
+            segment = self._next_segment(keys[at:stop], blocks[at - 1] if at else parent, above)
+            at += self._arrive(segment, blocks[at:stop])
             above = segment
+        if stop < len(blocks):
+            checkpoint = self._segments.find(keys[-1]) or self._begin_unknown(Segment(keys, stop, len(keys)), above)
+            self._arrive(checkpoint, blocks[-1:])
         if top is not None:
             self._place(top)
 
-    def _next_segment(self, keys: Sequence[bytes], at: int, stop: int, above: Segment | None) -> Segment:
-        """The segment that `keys[at]` is of, below or within the one above."""
-        if above is not None and above.resident < above.length:
-            return above
-        segment = self._segments.find(keys[at])
+    def _arrive(self, segment: Segment, blocks: Sequence[int]) -> int:
+        """The next chunks of a segment are here. How many of these are of it."""
+        mark = self._mark
+        count = min(len(blocks), segment.length - segment.resident)
+        for block in blocks[:count]:
+            mark[block] = segment
+        segment.resident += count
+        segment.deepest = blocks[count - 1]
+        self._place(segment)
+        return count
+
+    def _next_segment(self, keys: Sequence[bytes], parent: int, above: Segment | None) -> Segment:
+        """The segment of the chunks with these keys, or of the first of them: below or within the one above."""
+        segment = self._segments.find(keys[0])
         if segment is not None:
             return segment
-        if above is not None and not above.children:
-            above.extend(keys[at:stop])  # the answer of a request belongs to its prompt
-            return above
-        return self._begin_unknown(Segment(keys, at, stop), above)
-
-    def _checkpoint(self, key: bytes, above: Segment | None) -> Segment:
-        return self._segments.find(key) or self._begin_unknown(Segment([key], 0, 1), above)
+        if above is not None and above.deepest == parent:
+            if above.resident == above.length and not above.children:
+                above.extend(keys)  # the answer of a request belongs to its prompt
+            if above.resident < above.length:
+                return above
+        return self._begin_unknown(Segment(keys, 0, len(keys)), above)
 
     def _begin_unknown(self, segment: Segment, above: Segment | None) -> Segment:
         """A segment of which no request told: it has the class and the age of the one above."""
@@ -396,6 +393,10 @@ class Adaptive:
 
     # Small things
 
+    def _is_checkpoint(self, node: int) -> bool:
+        above = self._keys[self._forest.parent[node]]
+        return above is not None and self._keys[node] == checkpoint_key(above)
+
     def _place(self, segment: Segment) -> None:
         """Let a segment stand where it belongs: with the ghosts, in its bucket, or nowhere."""
         ring = segment.ring
@@ -445,4 +446,33 @@ class Adaptive:
         self._segments.forget(segment)
 
     def check_valid(self) -> None:
-        pass
+        self._ages.check_valid()
+        mark, children = self._mark, self._forest.children
+        ghosts = list(members(self._ghosts))
+        here: set[Segment] = {segment for segment in mark if segment is not None}
+        assert len(ghosts) == self._num_ghosts <= self._most_ghosts, "ghosts are miscounted, or too many"
+        assert here.isdisjoint(ghosts), "a segment that is here is a ghost"
+        for segment in (*here, *ghosts):
+            assert self._segments.find(segment.first) is segment, "a segment cannot be found"
+            assert mark.count(segment) == segment.resident <= segment.length, "the chunks of a segment are miscounted"
+        for block, segment in enumerate(mark):
+            assert (segment is None) == (self._keys[block] is None), f"block {block}: a key without a segment"
+            if segment is not None and block != segment.deepest:
+                below = [each for each, above in enumerate(self._forest.parent) if above == block]
+                assert segment in [mark[each] for each in below], f"block {block} is cut off from its segment"
+        uses = {use: use for use in self._ages}
+        known: list[Segment] = [*here, *ghosts]
+        for segment in known:
+            use = used(segment)
+            assert use in uses, "a segment has a use that has ended"
+            is_leaf = bool(segment.resident and not children[segment.deepest])
+            ring = self._rings.get(segment.kind * BINS + use.bin) if is_leaf else None
+            assert segment.ring is (ring if segment.resident else self._ghosts), "a segment stands in the wrong ring"
+            assert (segment in use.leaves) == is_leaf, "the leaves of a use are wrong"
+        kinds = Counter((used(segment), segment.kind) for segment in known)
+        assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
+        ranked = {bucket for bucket, ranked in enumerate(self._is_ranked) if ranked}
+        assert list(self._ranks) == sorted(map(self._bucket_rank, ranked)), "buckets are out of order"
+        assert ranked >= {bucket for bucket, ring in self._rings.items() if ring.younger is not ring}, (
+            "one is forgotten"
+        )

@@ -102,6 +102,22 @@ class Ages:
                 use = oldest[bin] = use.after if use.after.bin == bin else None
         return moved
 
+    def check_valid(self) -> None:
+        """Assert that uses stand by age and are counted in their buckets. For tests."""
+        at, bin = 0.0, BINS
+        oldest: list[Use | None] = [None] * BINS
+        inside = dict[int, int]()
+        for use in self:
+            assert use.at >= at and use.bin <= bin and use.members, "uses are out of order, or one is nobody's"
+            at = use.at
+            if use.bin < bin:
+                bin, oldest[use.bin] = use.bin, use
+            for each, count in use.members.items():
+                inside[each * BINS + use.bin] = inside.get(each * BINS + use.bin, 0) + count
+        assert oldest == self._oldest, "the oldest of a bin is not known"
+        counted = {bucket: count for bucket, count in enumerate(self._survival.inside) if count}
+        assert counted == inside, "what is in a bucket is miscounted"
+
     def _end_use(self, use: Use) -> None:
         if self._oldest[use.bin] is use:
             self._pass_on(use)
