@@ -12,6 +12,7 @@ own cost. It takes part where `vllm` can be imported: `make test-vllm` installs 
 """
 
 import argparse
+import gc
 import gzip
 import json
 import statistics
@@ -84,7 +85,10 @@ def take_turns(
     results: dict[str, list[Result]] = {name: [] for name in contestants}
     for _ in range(runs):
         for name, run in contestants.items():
+            gc.collect()
+            gc.freeze()  # the trace, and all that was imported: as engines do before they serve
             results[name].append(run(prompts, capacity))
+            gc.unfreeze()
     return results
 
 
@@ -115,15 +119,15 @@ def serve(pool: BlockPool, keys: list[bytes], now: float) -> int:
     hit = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[hit - 1]) if hit else None
     touch = pool.touch(deepest, keys, now)
-    if hit == len(keys):
+    new = keys[hit : pool.capacity]
+    if not new:
         return hit
-    new = keys[hit:]
     pin = None if deepest is None else pool.pin(deepest)
-    new = new[: pool.available(len(new))]
     parent = pool.root if deepest is None else deepest
-    new = new[: pool.accepted(parent, new)]
-    if new:
-        pool.commit(pool.allocate(len(new), new), new, parent, touch)
+    accepted = pool.accepted(parent, new)
+    if accepted:
+        new = new[:accepted]
+        pool.commit(pool.allocate(accepted, new), new, parent, touch)
     if pin is not None:
         pool.unpin(pin)
     return hit

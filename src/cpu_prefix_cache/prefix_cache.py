@@ -102,6 +102,9 @@ class CPUPrefixCache:
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
 
+    A chunk is stored once `store_after` admitted prompts of at least `min_store_tokens` tokens had it; both hold
+    nothing back by default. A request that was preempted and is admitted again counts again (admission.py).
+
     Raises ConfigurationError when the parts do not fit together.
     """
 
@@ -120,6 +123,8 @@ class CPUPrefixCache:
         lazy_bytes_in_flight: int | None = None,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
+        store_after: int = 1,
+        min_store_tokens: int = 0,
     ) -> None:
         if offload not in OFFLOAD_MODES:
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
@@ -143,7 +148,14 @@ class CPUPrefixCache:
                 f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
             )
         self.planner = planner
-        self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks)
+        self.pool = new_pool(
+            planner,
+            host_blocks,
+            policy,
+            ready=ready_blocks,
+            store_after=store_after,
+            min_store_tokens=min_store_tokens,
+        )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
         self._device = device
@@ -272,7 +284,7 @@ class CPUPrefixCache:
             )
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
-        touch = self.pool.touch(deepest, request.keys, now)
+        touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         running = Running(request, n0, touch, resumed, kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))

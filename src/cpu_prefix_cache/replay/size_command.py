@@ -10,12 +10,10 @@ there are no checkpoints at their ends. A hit may cover all of a prompt.
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu_prefix_cache.errors import PrefixCacheError
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.planner import HybridChunkPlanner
@@ -68,16 +66,7 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The subcommand. 0, or 2 after a sentence on stderr that says what is wrong."""
-    try:
-        _size(args)
-    except PrefixCacheError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _size(args: argparse.Namespace) -> None:
+    """Print it. Raises PrefixCacheError for options, traces and models that will not do."""
     trace = read_traces(
         args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
     )
@@ -95,6 +84,7 @@ def _size(args: argparse.Namespace) -> None:
     print(_goal(planner, sizing, ideal, args.target, args.policy))
     print(_table(planner, sizing))
     print(_answer(planner, sizing))
+    return 0
 
 
 def _groups(args: argparse.Namespace, trace_block: int) -> list[Group]:
