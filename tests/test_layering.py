@@ -36,6 +36,10 @@ MAY_IMPORT = {
         *("block_pool", "coordinator", "device", "errors", "offload"),
         *("plan", "planner", "request", "states", "stats", "stores", "transfers"),
     },
+    "replay": {
+        *("block_pool", "device", "errors", "eviction", "groups", "hashing"),
+        *("plan", "planner", "prefix_cache", "request"),
+    },
 }
 
 
