@@ -38,8 +38,8 @@ MAY_IMPORT = {
         *("plan", "planner", "request", "states", "stats", "stores", "transfers"),
     },
     "replay": {
-        *("block_pool", "coordinator", "errors", "eviction", "groups", "hashing", "planner", "prefix_cache"),
-        *("device", "plan", "request", "stats", "transfers"),
+        *("block_pool", "coordinator", "device", "errors", "eviction", "groups", "hashing"),
+        *("plan", "planner", "prefix_cache", "request"),
     },
 }
 

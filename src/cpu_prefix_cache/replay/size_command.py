@@ -12,7 +12,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.groups import Group, GroupKind
@@ -27,6 +26,8 @@ from cpu_prefix_cache.replay.models import (
     prefix_bytes_per_token,
     read_model,
 )
+from cpu_prefix_cache.replay.options import add_trace_options, positive
+from cpu_prefix_cache.replay.report import describe_trace
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
 from cpu_prefix_cache.replay.sizing import Point, Sizing, smallest_capacity
 from cpu_prefix_cache.replay.traces import Trace, read_traces
@@ -34,35 +35,24 @@ from cpu_prefix_cache.replay.traces import Trace, read_traces
 GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
 
 
-def add_arguments(subparsers: Any) -> None:
-    """Add the subcommand `size` to what `argparse.ArgumentParser.add_subparsers` returned."""
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "size",
         help="how much host memory a model needs for a trace",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="Mooncake JSONL or a request log, plain or .gz")
+    add_trace_options(parser)
     weight = parser.add_mutually_exclusive_group(required=True)
     weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
     weight.add_argument(
-        "--bytes-per-token", type=_positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
+        "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
     )
-    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
+    parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
     parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="who is evicted (default lru)")
-    parser.add_argument("--block-tokens", type=_positive, metavar="N", help="tokens of a block of the trace")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="so many requests at most")
-    parser.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines and go on")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
         args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
     )
     groups = _groups(args, trace.block_tokens)
-    print(_weights(groups))
-    print(_load(trace))
+    print(f"{describe_trace(trace)}\n{_weights(groups)}", flush=True)
     planner = HybridChunkPlanner(in_large_blocks(groups, trace.block_tokens), max_model_len=ANY_LENGTH)
     sizing = smallest_capacity(
         _hit_ratio(trace, planner, args.policy),
@@ -118,14 +107,6 @@ def _weights(groups: Sequence[Group]) -> str:
         f"a token       {token:,} bytes ({token / KIB:,.1f} KiB) on all ranks together\n"
         f"a checkpoint  {checkpoint:,} bytes ({checkpoint / MIB:,.1f} MiB)"
         + ("" if checkpoint else ": this model needs none to resume")
-    )
-
-
-def _load(trace: Trace) -> str:
-    skipped = f"; {len(trace.bad_lines):,} malformed lines skipped" if trace.bad_lines else ""
-    return (
-        f"trace         {len(trace.requests):,} requests, {trace.blocks:,} blocks of {trace.block_tokens} tokens, "
-        f"{trace.different_blocks:,} different{skipped}"
     )
 
 
