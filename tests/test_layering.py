@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "resume": {"forest"},
     "planner": {"errors", "groups"},
     "eviction": {"errors", "forest", "hashing"},
-    "block_pool": {"errors", "eviction", "forest", "free_runs", "pieces", "resume", "states", "stats"},
+    "admission": {"errors"},
+    "block_pool": {"admission", "errors", "eviction", "forest", "free_runs", "pieces", "resume", "states", "stats"},
     "coordinator": {"block_pool", "hashing", "pieces", "plan", "planner", "request"},
     "device": {"block_pool", "errors", "hashing", "request"},
     "transfers": {"block_pool", "plan"},
@@ -35,6 +36,10 @@ MAY_IMPORT = {
     "prefix_cache": {
         *("block_pool", "coordinator", "device", "errors", "offload"),
         *("plan", "planner", "request", "states", "stats", "stores", "transfers"),
+    },
+    "replay": {
+        *("block_pool", "coordinator", "device", "errors", "eviction", "groups", "hashing"),
+        *("plan", "planner", "prefix_cache", "request"),
     },
 }
 

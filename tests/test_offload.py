@@ -127,6 +127,22 @@ def test_lazy_leaves_alone_what_the_device_keeps():
     assert "t" not in engine.host
 
 
+def test_how_far_lazy_looks_ahead_may_be_said():
+    """A stretch of three chunks, however much a step may allocate: with four empty ones nothing is stored."""
+    engine = Engine("lazy", device=8, max_step_tokens=100 * GRID, lazy_horizon=3)
+    engine.serves("abcd")
+    assert engine.host == set()
+    engine.serves("xy")  # two empty ones are left
+    assert engine.host == {"a", "ab", "abc", "abcd"}
+
+
+def test_lazy_may_look_over_all_of_the_device():
+    engine = Engine("lazy", device=4, max_step_tokens=GRID, lazy_horizon=4)
+    for _ in range(2):  # a step each
+        engine.serves("ab")
+    assert engine.host == {"a", "ab"}
+
+
 def test_lazy_stores_what_the_device_evicts_next_and_its_ancestors_first():
     engine = lazy(max_step_tokens=4 * GRID)
     engine.serves("ab")

@@ -578,7 +578,10 @@ def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"offload": "never"}, {"ranks": 0}, {"max_step_tokens": 0}, {"decode_step_tokens": 0}, {"policy": "mru"}],
+    [
+        *({"offload": "never"}, {"ranks": 0}, {"max_step_tokens": 0}, {"decode_step_tokens": 0}, {"policy": "mru"}),
+        *({"lazy_horizon": 0}, {"lazy_horizon": 5}),
+    ],
 )
 def test_configuration_is_checked_at_the_door(wrong):
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)

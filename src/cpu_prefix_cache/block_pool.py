@@ -31,6 +31,7 @@ The same class is the host pool of the cache and, in an engine that has none of 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from cpu_prefix_cache.admission import Admission
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.forest import NONE, Forest
@@ -39,6 +40,9 @@ from cpu_prefix_cache.pieces import Moved, PieceNeed, SharedPieces
 from cpu_prefix_cache.resume import ResumeIndex
 from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING, State
 from cpu_prefix_cache.stats import PoolStatistics
+
+# Keys that an admission remembers for each block of the pool.
+REMEMBERED_PER_BLOCK = 8
 
 
 class Pin:
@@ -71,7 +75,11 @@ class BlockPool:
     `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does. A
     chunk may then take no blocks at all: only checkpoints do in a model without prefix groups.
 
-    Raises ConfigurationError for an unknown policy or a pool that holds no chunk.
+    `store_after` and `min_store_tokens` hold chunks back that too few or too short prompts had (admission.py): what
+    `accepted` answers then is less.
+
+    Raises ConfigurationError for an unknown policy, a pool that holds no chunk, a `store_after` below 1 or negative
+    `min_store_tokens`.
     """
 
     def __init__(
@@ -82,6 +90,8 @@ class BlockPool:
         blocks_per_chunk: int = 1,
         ready: int | None = None,
         needs_checkpoint: Callable[[int], bool] | None = None,
+        store_after: int = 1,
+        min_store_tokens: int = 0,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigurationError(f"policy must be one of {', '.join(sorted(POLICIES))}; got {policy!r}")
@@ -90,6 +100,8 @@ class BlockPool:
             raise ConfigurationError(
                 f"a pool needs at least the {max(1, blocks_per_chunk)} blocks of one chunk, got {num_blocks}"
             )
+        admission = Admission(store_after, min_store_tokens, REMEMBERED_PER_BLOCK * num_blocks)
+        self._admission = None if admission.admits_everything else admission
         self.capacity = num_blocks
         self.blocks_per_chunk = blocks_per_chunk
         self._forest = Forest(num_blocks)
@@ -185,12 +197,18 @@ class BlockPool:
         return fits
 
     def accepted(self, parent: int | None, keys: Sequence[bytes], needs: Sequence[PieceNeed] | None = None) -> int:
-        """How many of the chunks with these keys, from the first on, the policy wants here. Changes nothing.
+        """How many of the chunks with these keys, from the first on, are wanted here. Changes nothing.
 
-        It may decline what is worth less to it than what would have to leave, and with a chunk all that hangs below
-        it. They are to hang below `parent` (None: it is being written). With `needs`, the last key is that of a
-        checkpoint that has them. `allocate` itself declines nothing.
+        The policy may decline what is worth less to it than what would have to leave, and with a chunk all that hangs
+        below it. They are to hang below `parent` (None: it is being written). With `needs`, the last key is that of a
+        checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with them.
+        `allocate` itself declines nothing.
         """
+        if self._admission is not None:
+            chunks = keys if needs is None else keys[:-1]
+            admitted = self._admission.admitted(chunks)
+            if admitted < len(chunks):
+                keys, needs = chunks[:admitted], None
         wanted = len(keys) * self.blocks_per_chunk
         if needs is not None:
             wanted += sum(need.num_blocks for need in self._pieces.missing(needs)) - self.blocks_per_chunk
@@ -235,12 +253,21 @@ class BlockPool:
 
     # Using
 
-    def touch(self, deepest: int | None, keys: Sequence[bytes] = (), now: float | None = None) -> Any:
+    def touch(
+        self,
+        deepest: int | None,
+        keys: Sequence[bytes] = (),
+        now: float | None = None,
+        num_tokens: int | None = None,
+    ) -> Any:
         """A request uses the prefix that ends at `deepest` (None: nothing). Its touch, to be given to `commit`.
 
         `keys`: of all chunks of its prompt, here or not; `now`: seconds, on a clock that does not run backwards. A
-        policy that learns from requests needs both; a touch without them is that of no request.
+        policy that learns from requests needs both; a touch without keys is that of no request. `num_tokens`: of the
+        prompt; raises MisuseError without it where `min_store_tokens` asks for a number.
         """
+        if self._admission is not None and keys:
+            self._admission.told(keys, num_tokens)
         return self._policy.admitted(NONE if deepest is None else deepest, keys, now)
 
     def pin(self, *blocks: int) -> Pin:

@@ -47,6 +47,8 @@ def new_pool(
     *,
     ready: int | None = None,
     on_device: bool = False,
+    store_after: int = 1,
+    min_store_tokens: int = 0,
 ) -> BlockPool:
     """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
     return BlockPool(
@@ -55,6 +57,8 @@ def new_pool(
         blocks_per_chunk=planner.device_blocks_per_chunk if on_device else planner.host_blocks_per_chunk,
         ready=ready,
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
+        store_after=store_after,
+        min_store_tokens=min_store_tokens,
     )
 
 

@@ -97,10 +97,15 @@ class CPUPrefixCache:
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. Lazy stores hold
-    at most `lazy_bytes_in_flight` on the device (default and upper bound: what a step can allocate).
+    at most `lazy_bytes_in_flight` on the device (default and upper bound: what a step can allocate), and look
+    ahead over the `lazy_horizon` chunks the device evicts next (default: what two steps can allocate, at most half of
+    the device; never more than all of it).
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
+
+    A chunk is stored once `store_after` admitted prompts of at least `min_store_tokens` tokens had it; both hold
+    nothing back by default. A request that was preempted and is admitted again counts again (admission.py).
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -118,8 +123,11 @@ class CPUPrefixCache:
         max_step_tokens: int = 8192,
         decode_step_tokens: int = 1,
         lazy_bytes_in_flight: int | None = None,
+        lazy_horizon: int | None = None,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
+        store_after: int = 1,
+        min_store_tokens: int = 0,
     ) -> None:
         if offload not in OFFLOAD_MODES:
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
@@ -128,10 +136,15 @@ class CPUPrefixCache:
             ("max_step_tokens", max_step_tokens),
             ("decode_step_tokens", decode_step_tokens),
             ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
+            ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
             ("link_bytes_per_second", link_bytes_per_second),
         ):
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if lazy_horizon is not None and lazy_horizon > device.num_chunks:
+            raise ConfigurationError(
+                f"lazy_horizon must be at most the {device.num_chunks} chunks of the device, got {lazy_horizon}"
+            )
         if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
             raise ConfigurationError(
                 f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
@@ -143,7 +156,14 @@ class CPUPrefixCache:
                 f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
             )
         self.planner = planner
-        self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks)
+        self.pool = new_pool(
+            planner,
+            host_blocks,
+            policy,
+            ready=ready_blocks,
+            store_after=store_after,
+            min_store_tokens=min_store_tokens,
+        )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
         self._device = device
@@ -164,7 +184,7 @@ class CPUPrefixCache:
                 self.pool,
                 self._stores,
                 device,
-                horizon=max(1, min(2 * step_chunks, device.num_chunks // 2)),
+                horizon=lazy_horizon or max(1, min(2 * step_chunks, device.num_chunks // 2)),
                 chunks_in_flight=chunks_in_flight,
             )
         self._running: dict[str, Running] = {}
@@ -272,7 +292,7 @@ class CPUPrefixCache:
             )
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
-        touch = self.pool.touch(deepest, request.keys, now)
+        touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         running = Running(request, n0, touch, resumed, kept, due=self._steps + 1)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))

@@ -27,7 +27,7 @@ class Stop(enum.Enum):
     NOT_ON_DEVICE = "not on the device"  # it cannot be stored at all until it is computed again
     POOL_FULL = "pool full"  # it can be stored later
     TOO_LARGE = "larger than the pool"  # with its checkpoint it never fits
-    DECLINED = "declined"  # the policy says that it is not worth the room
+    DECLINED = "declined"  # not worth the room to the policy, or held back by the admission
 
 
 @dataclass(frozen=True, slots=True)

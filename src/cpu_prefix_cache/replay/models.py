@@ -1,0 +1,159 @@
+"""From a model's config.json to the groups of KV state it keeps, and what a token and a checkpoint of it weigh.
+
+>>> import json, pathlib, tempfile
+>>> config = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+>>> file = pathlib.Path(tempfile.mkdtemp(), "config.json")
+>>> _ = file.write_text(json.dumps(config | {"head_dim": 128}))
+>>> groups = read_model(file)
+>>> prefix_bytes_per_token(groups) // 2**10, checkpoint_bytes(groups)  # KiB
+(128, 0)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.planner import FAR_CHUNKS, HybridChunkPlanner
+from cpu_prefix_cache.replay.dtypes import bytes_of, item_bytes
+from cpu_prefix_cache.replay.layers import layers_by_kind
+from cpu_prefix_cache.replay.model_config import ModelConfig
+from cpu_prefix_cache.replay.state_bytes import state_bytes
+
+BLOCK_TOKENS = 16
+NAMES = {
+    GroupKind.PREFIX: "full",
+    GroupKind.WINDOW: "window",
+    GroupKind.CHUNK_LOCAL: "local",
+    GroupKind.STATE: "state",
+}
+# For a planner that is asked for bytes alone, no prompt is too long.
+ANY_LENGTH = 2**62
+
+
+def read_model(
+    path: Path, tp: int = 1, *, block_tokens: int = BLOCK_TOKENS, kv_dtype: str | None = None
+) -> list[Group]:
+    """The groups of the model whose Hugging Face config.json this is, or lies in this folder.
+
+    Their bytes are those of all `tp` ranks together, which is what the host memory of a node holds: a planner for them
+    is one of a single rank. Ranks share the KV heads; where there are more ranks than heads, each keeps one, and the
+    total grows. A latent (MLA) is the same on every rank and kept once, so `tp` does not change it.
+
+    A block of any group covers `block_tokens` tokens. KV is of the model's own type, or of `kv_dtype`; states have
+    their own. Draft layers (MTP, EAGLE) are not counted.
+
+    Raises ConfigurationError for a file that is none, and, by its model_type, for a model whose layout is not known
+    for certain or that cannot be split over so many ranks.
+    """
+    for name, value in (("tp", tp), ("block_tokens", block_tokens)):
+        if value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {value}")
+    config = ModelConfig.read(path)
+    layers = layers_by_kind(config)
+    groups = []
+    for kind, name in NAMES.items():
+        if not layers[kind]:
+            continue
+        size = state_bytes(config, tp) if kind is GroupKind.STATE else _token_bytes(config, tp, kv_dtype) * block_tokens
+        groups.append(
+            Group(
+                name=name,
+                kind=kind,
+                block_tokens=block_tokens,
+                block_bytes=layers[kind] * size,
+                window_tokens=_window(config, kind),
+            )
+        )
+    return groups
+
+
+def prefix_bytes_per_token(groups: Sequence[Group]) -> int:
+    """What every token of a prefix costs for good: the KV of the prefix groups."""
+    prefix = [group for group in groups if group.kind is GroupKind.PREFIX]
+    return sum(group.device_blocks * group.block_bytes // group.block_tokens for group in prefix)
+
+
+def checkpoint_bytes(groups: Sequence[Group]) -> int:
+    """What being able to resume at one boundary costs beside the prefix: full windows, a local chunk, the states.
+
+    A local chunk is taken to be nearly full: this is the most that a checkpoint weighs.
+    """
+    planner = HybridChunkPlanner(groups, max_model_len=ANY_LENGTH)
+    return planner.checkpoint_bytes(FAR_CHUNKS)
+
+
+def in_large_blocks(groups: Sequence[Group], chunk_tokens: int) -> list[Group]:
+    """The same groups with blocks as large as they can be without weighing more at boundaries of `chunk_tokens`.
+
+    A replay counts blocks, and with fewer of them is faster; bytes of chunks and checkpoints stay what they were.
+    Raises ConfigurationError if a chunk is no whole number of blocks.
+    """
+    for group in groups:
+        if chunk_tokens % group.block_tokens:
+            raise ConfigurationError(f"{chunk_tokens} tokens are no whole number of blocks of {group.block_tokens}")
+    return [_with_blocks(group, _large_block(group, chunk_tokens)) for group in groups]
+
+
+def _token_bytes(config: ModelConfig, tp: int, kv_dtype: str | None) -> int:
+    """K and V of one token in one layer, over all ranks."""
+    item = _kv_item_bytes(config, kv_dtype)
+    if config.has("kv_lora_rank"):
+        latent = (config.number("kv_lora_rank") + config.number("qk_rope_head_dim")) * item
+        index = config.number("index_head_dim") if config.has("index_head_dim") else 0
+        return latent + index + 4 * math.ceil(index / 128)  # an indexer's key in 8 bits, and a scale for each 128
+    heads = config.number("num_key_value_heads", "num_attention_heads")
+    if heads % tp and tp % heads:
+        raise config.refused(f"{tp} ranks cannot share its {heads} KV heads")
+    return 2 * max(heads, tp) * _head_dim(config) * item
+
+
+def _head_dim(config: ModelConfig) -> int:
+    if "head_dim" in config.values or "attention_head_dim" in config.values:
+        return config.number("head_dim", "attention_head_dim")
+    return config.number("hidden_size") // config.number("num_attention_heads")
+
+
+def _kv_item_bytes(config: ModelConfig, kv_dtype: str | None) -> int:
+    """Of the type asked for, else of what the checkpoint was quantized for, else the model's."""
+    if kv_dtype is not None:
+        return bytes_of(kv_dtype)
+    quantization = config.values.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if isinstance(scheme, dict) and scheme.get("num_bits") == 8:
+        return 1
+    return item_bytes(config)
+
+
+def _window(config: ModelConfig, kind: GroupKind) -> int:
+    match kind:
+        case GroupKind.WINDOW:
+            return config.number("sliding_window")
+        case GroupKind.CHUNK_LOCAL:
+            return config.number("attention_chunk_size")
+        case _:
+            return 0
+
+
+def _large_block(group: Group, chunk_tokens: int) -> int:
+    """How many tokens: all of a chunk, but for a window, which must not reach further back in larger blocks."""
+    if group.kind is GroupKind.CHUNK_LOCAL:
+        return (
+            math.gcd(group.window_tokens, chunk_tokens)
+            if group.window_tokens % group.block_tokens == 0
+            else (group.block_tokens)
+        )
+    if group.kind is not GroupKind.WINDOW:
+        return chunk_tokens
+    sees = group.window_tokens - 1 + group.extra_tokens
+    reach = -(-sees // group.block_tokens) * group.block_tokens
+    sizes = range(group.block_tokens, chunk_tokens + 1, group.block_tokens)
+    return max(size for size in sizes if chunk_tokens % size == 0 and -(-sees // size) * size == reach)
+
+
+def _with_blocks(group: Group, block_tokens: int) -> Group:
+    """A page of a state stays what it is, however far the next one is."""
+    times = 1 if group.kind is GroupKind.STATE else block_tokens // group.block_tokens
+    return replace(group, block_tokens=block_tokens, block_bytes=group.block_bytes * times)

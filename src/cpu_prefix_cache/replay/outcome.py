@@ -1,0 +1,80 @@
+"""What came of replaying a trace: counts, and what is made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counted while a trace is replayed. A hit is contiguous from the beginning of the prompt.
+
+    `hit_blocks` and `hit_tokens` are hits in any tier, `loaded_blocks` those that came from the host.
+    """
+
+    hit_blocks: int = 0
+    hit_tokens: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    evictions: int = 0
+    lost_before_store: int = 0
+
+    def count(self, request: TraceRequest, hit: int, block_tokens: int) -> None:
+        """A request found its first `hit` blocks."""
+        self.hit_blocks += hit
+        self.hit_tokens += min(hit * block_tokens, request.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Of all blocks and of all tokens of a trace, how many were found."""
+
+    block_hit_ratio: float
+    token_hit_ratio: float
+
+    @classmethod
+    def of(cls, tally: Tally, trace: Trace) -> "Ratios":
+        return cls(tally.hit_blocks / max(1, trace.blocks), tally.hit_tokens / max(1, trace.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One replay. Capacities are blocks; `device_capacity` and `offload` are None where there was no device tier.
+
+    `seconds` is the replay loop alone.
+    """
+
+    policy: str
+    capacity: int
+    device_capacity: int | None
+    offload: str | None
+    tally: Tally
+    ratios: Ratios
+    trace_blocks: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "capacity_blocks": self.capacity,
+            "device_capacity_blocks": self.device_capacity,
+            "offload": self.offload,
+            "block_hit_ratio": self.ratios.block_hit_ratio,
+            "token_hit_ratio": self.ratios.token_hit_ratio,
+            "stored_blocks": self.tally.stored_blocks,
+            "loaded_blocks": self.tally.loaded_blocks,
+            "evictions": self.tally.evictions,
+            "trace_blocks": self.trace_blocks,
+            "seconds": self.seconds,
+        }
+
+
+def as_json(trace: Trace, ideal: Ratios, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Everything that `--json` writes."""
+    return {
+        "traces": trace.paths,
+        "ideal": {"block_hit_ratio": ideal.block_hit_ratio, "token_hit_ratio": ideal.token_hit_ratio},
+        "results": [outcome.as_json() for outcome in outcomes],
+    }

@@ -1,0 +1,49 @@
+"""A plot of hit ratios over capacities: a line for each policy; the infinite cache and MIN dashed.
+
+Matplotlib is an extra, imported when a plot is drawn.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.replay.outcome import Outcome, Ratios
+
+
+def check_plots_can_be_drawn() -> None:
+    """Raises ConfigurationError without matplotlib: before a long replay, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'")
+
+
+def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clairvoyant: Sequence[Outcome]) -> None:
+    """Write a plot to `path`, in the format that its suffix says.
+
+    Raises ConfigurationError for a path that cannot be written and a format that matplotlib does not know.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
+        _line(axes, [outcome for outcome in outcomes if outcome.policy == policy], policy, "-")
+    _line(axes, clairvoyant, "MIN with bypass (a reference)", "--")
+    axes.axhline(ideal.block_hit_ratio, linestyle="--", color="gray", label="infinite cache")
+    axes.set(xscale="log", xlabel="host capacity (blocks)", ylabel="prefix hit ratio (blocks)", title=title)
+    capacities = sorted({outcome.capacity for outcome in clairvoyant})
+    axes.set_xticks(capacities, [f"{capacity:,}" for capacity in capacities], rotation=45)
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the plot cannot be written to {path}: {error}") from error
+
+
+def _line(axes: Any, outcomes: Sequence[Outcome], label: str, style: str) -> None:
+    points = sorted((outcome.capacity, outcome.ratios.block_hit_ratio) for outcome in outcomes)
+    capacities, ratios = [capacity for capacity, _ in points], [ratio for _, ratio in points]
+    axes.plot(capacities, ratios, style, marker="o", markersize=4, label=label)

@@ -1,0 +1,114 @@
+"""What a replay prints: the trace, one table, and what the references in it mean.
+
+Rows come by capacity. Beside each policy's stand what no policy can be: no cache at all, a cache without a limit, MIN,
+and in two tiers what lazy stores would give if they came exactly at eviction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cpu_prefix_cache.replay.outcome import Outcome, Ratios
+from cpu_prefix_cache.replay.traces import Trace
+from cpu_prefix_cache.replay.units import show_bytes
+
+MIN_NOTE = """\
+min: keeps what is used again soonest, which only who knows the future can, and never stores what is not worth it. It
+     decides block by block, so it is a reference for prefix hits and not a proven ceiling.
+infinite: a cache without a limit."""
+TWO_TIERS_NOTE = """\
+In two tiers, min is one cache as large as device and host together.
+at eviction: least recently used blocks, each stored at the very moment it leaves the device. A reference, too.
+lost: blocks that left the device before they were stored."""
+NONE = Ratios(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """What policies are compared with. `at_eviction` are (host capacity, ratios); empty without a device tier."""
+
+    ideal: Ratios
+    clairvoyant: Sequence[Outcome]
+    at_eviction: Sequence[tuple[int, Ratios]] = ()
+
+
+def describe_trace(trace: Trace) -> str:
+    lines = [
+        f"{len(trace.requests):,} requests from {', '.join(trace.paths)}: {trace.blocks:,} blocks of "
+        f"{trace.block_tokens} tokens, {trace.different_blocks:,} of them different"
+    ]
+    if trace.bad_lines:
+        lines.append(f"{len(trace.bad_lines):,} bad lines were skipped, the first: {trace.bad_lines[0]}")
+    if trace.odd_lengths:
+        lines.append(
+            f"{trace.odd_lengths:,} requests have more or fewer blocks than their input_length takes: "
+            f"is a block {trace.block_tokens} tokens (--block-tokens)?"
+        )
+    return "\n".join(lines)
+
+
+def table(outcomes: Sequence[Outcome], references: References, block_bytes: int | None) -> str:
+    """`block_bytes`, if known, is what a block weighs."""
+    columns = [column for column in _COLUMNS if column.is_shown(outcomes, block_bytes)]
+    rows = [["policy", "capacity", "hit blocks", "hit tokens"] + [column.name for column in columns]]
+    rows.append(_reference("no cache", None, NONE, len(columns)))
+    for capacity in sorted({outcome.capacity for outcome in outcomes}):
+        for outcome in (each for each in outcomes if each.capacity == capacity):
+            cells = [column.cell(outcome, block_bytes or 0) for column in columns]
+            rows.append([*_start(outcome.policy, capacity, outcome.ratios), *cells])
+        for size, ratios in references.at_eviction:
+            if size == capacity:
+                rows.append(_reference("at eviction", capacity, ratios, len(columns)))
+        rows += [
+            _reference(known.policy, capacity, known.ratios, len(columns))
+            for known in references.clairvoyant
+            if known.capacity == capacity and known not in outcomes
+        ]
+    rows.append(_reference("infinite", None, references.ideal, len(columns)))
+    return _aligned(rows)
+
+
+def notes(has_device: bool) -> str:
+    return f"{MIN_NOTE}\n{TWO_TIERS_NOTE}" if has_device else MIN_NOTE
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    cell: Callable[[Outcome, int], str]
+    needs_bytes: bool = False
+    needs_device: bool = False
+
+    def is_shown(self, outcomes: Sequence[Outcome], block_bytes: int | None) -> bool:
+        has_device = any(outcome.device_capacity is not None for outcome in outcomes)
+        return (has_device or not self.needs_device) and (block_bytes is not None or not self.needs_bytes)
+
+
+_COLUMNS = (
+    _Column("stored", lambda outcome, _: f"{outcome.tally.stored_blocks:,}"),
+    _Column("stored bytes", lambda outcome, block: show_bytes(outcome.tally.stored_blocks * block), needs_bytes=True),
+    _Column("loaded", lambda outcome, _: f"{outcome.tally.loaded_blocks:,}"),
+    _Column("loaded bytes", lambda outcome, block: show_bytes(outcome.tally.loaded_blocks * block), needs_bytes=True),
+    _Column("evictions", lambda outcome, _: f"{outcome.tally.evictions:,}"),
+    _Column("lost", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", needs_device=True),
+    _Column("seconds", lambda outcome, _: f"{outcome.seconds:.3f}"),
+    _Column("blocks/s", lambda outcome, _: f"{outcome.trace_blocks / max(outcome.seconds, 1e-9):,.0f}"),
+)
+
+
+def _start(name: str, capacity: int | None, ratios: Ratios) -> list[str]:
+    size = "-" if capacity is None else f"{capacity:,}"
+    return [name, size, f"{ratios.block_hit_ratio:.4f}", f"{ratios.token_hit_ratio:.4f}"]
+
+
+def _reference(name: str, capacity: int | None, ratios: Ratios, columns: int) -> list[str]:
+    return [*_start(name, capacity, ratios), *["-"] * columns]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *numbers]))
+    return "\n".join(lines)

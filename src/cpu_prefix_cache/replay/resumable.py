@@ -1,0 +1,107 @@
+"""Replaying prompts through a host pool that keeps what one model needs to resume: chunks, and checkpoints.
+
+For each prompt, in the words of the cache that serves:
+
+    look        the longest boundary at which all groups can resume: that is the hit
+    use         one touch, of what it resumes from
+    store       the chunks the pool lacks, with a checkpoint where one is wanted: at the end of the prompt, and where
+                it goes on differently from what is here (rule 9). What does not fit with its checkpoint is not stored
+
+A model without checkpoints is replayed by the same rules, which then are: all of the prompt, cut to what fits. Prompts
+come one at a time, and nothing of one is evicted while it runs.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from cpu_prefix_cache.block_pool import Pin
+from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.planner import HybridChunkPlanner
+
+
+class ResumableReplay:
+    """A host of `host_blocks` blocks of `planner.host_block_bytes`, and prompts served from it. A key is a chunk's.
+
+    `chunks` and `hit_chunks` count those of all prompts so far.
+    """
+
+    def __init__(self, planner: HybridChunkPlanner, host_blocks: int, policy: str = "lru") -> None:
+        self.chunks = 0
+        self.hit_chunks = 0
+        self.pool = new_pool(planner, host_blocks, policy)
+        self._planner = planner
+        self._coordinator = KVCacheCoordinator(planner, self.pool)
+
+    @property
+    def hit_ratio(self) -> float:
+        """The share of all chunks that need not be computed."""
+        return self.hit_chunks / self.chunks if self.chunks else 0.0
+
+    def serve(self, keys: Sequence[bytes], now: float) -> int:
+        """One prompt, at `now` seconds: how many of its chunks were a hit. What it lacks is stored."""
+        grid = self._planner.grid_tokens
+        num_tokens = len(keys) * grid + 1  # so that a hit may cover all its chunks
+        hit = self._coordinator.longest_boundary(keys, 0, num_tokens) // grid
+        self.chunks += len(keys)
+        self.hit_chunks += hit
+        wanted = self._coordinator.wanted_checkpoints(keys, hit * grid, num_tokens)
+        resumed = self._coordinator.resume_node(keys, hit) if hit else None
+        touch = self.pool.touch(resumed, keys, now)
+        pins = [] if resumed is None else [self.pool.pin(resumed)]
+        for depth in sorted({*wanted, len(keys)}):
+            pins += self._store(keys, depth, depth in wanted, touch)
+        for pin in pins:
+            self.pool.unpin(pin)
+        return hit
+
+    def _store(self, keys: Sequence[bytes], depth: int, with_checkpoint: bool, touch: object) -> Iterable[Pin]:
+        """Bring the pool the first `depth` chunks, and the checkpoint after them. Pins on what it has of them now."""
+        have = self.pool.resident_run(keys, 0, depth)
+        parent = self.pool.find(keys[have - 1]) if have else None
+        pins = [] if parent is None else [self.pool.pin(parent)]
+        parent = self.pool.root if parent is None else parent
+        if with_checkpoint:
+            stored = self._store_with_checkpoint(keys, have, depth, parent, touch)
+        elif have < depth and not self._planner.needs_checkpoint(depth):
+            stored = self._store_chunks(keys[have:depth], parent, touch)
+        else:
+            stored = []
+        return [*pins, *(self.pool.pin(node) for node in stored[-1:])]
+
+    def _store_chunks(self, keys: Sequence[bytes], parent: int, touch: object) -> list[int]:
+        keys = keys[: self.pool.available(len(keys))]
+        keys = keys[: self.pool.accepted(parent, keys)]
+        chunks = self.pool.allocate(len(keys), keys) if keys else []
+        self.pool.commit(chunks, keys, parent, touch)
+        return chunks
+
+    def _store_with_checkpoint(
+        self, keys: Sequence[bytes], have: int, depth: int, parent: int, touch: object
+    ) -> list[int]:
+        new = [*keys[have:depth], checkpoint_key(keys[depth - 1])]
+        needs = self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
+        fits = self.pool.has_room(depth - have, needs)
+        if not fits or self.pool.accepted(parent, new, needs) < len(new):
+            return []
+        checkpoint = self.pool.allocate_checkpoint(needs, new, chunks=depth - have)
+        nodes = [*checkpoint.chunks, checkpoint.node]
+        self.pool.commit(nodes, new, parent, touch)
+        return nodes
+
+
+def blocks_of_everything(planner: HybridChunkPlanner, prompts: Sequence[Sequence[bytes]]) -> int:
+    """Host blocks that suffice for all that these prompts could ever store: nothing is evicted from a pool of so many.
+
+    A prompt wants two checkpoints at most, at its end or before it.
+    """
+    chunks = {key for keys in prompts for key in keys}
+    heaviest = [0]
+    for depth in range(1, max((len(keys) for keys in prompts), default=0) + 1):
+        heaviest.append(max(heaviest[-1], planner.checkpoint_blocks(depth)))
+    checkpoints = sum(2 * heaviest[len(keys)] for keys in prompts)
+    return max(fewest_blocks(planner), len(chunks) * planner.host_blocks_per_chunk + checkpoints)
+
+
+def fewest_blocks(planner: HybridChunkPlanner) -> int:
+    """Host blocks of a single chunk and its checkpoint: a pool of fewer is of no use."""
+    return planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)

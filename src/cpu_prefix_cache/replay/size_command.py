@@ -1,0 +1,140 @@
+"""`cpu-prefix-cache size TRACE --model CONFIG`: how much host memory this model needs for this load.
+
+The trace is replayed through the pool that serves, again and again, with more or less memory (sizing.py). Where the
+model needs checkpoints to resume (windows, states, local chunks), they are replayed too, as the cache keeps them: one
+at the end of each prompt, and one where a prompt goes on differently from what is here; they take their room and are
+evicted like everything else (resumable.py). The goal is then a share of what infinite memory gives this very model,
+which is printed beside the ideal of one that can resume anywhere. A trace does not have the tokens of the answers, so
+there are no checkpoints at their ends. A hit may cover all of a prompt.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.replay.clairvoyant import replay_ideal
+from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.models import (
+    ANY_LENGTH,
+    BLOCK_TOKENS,
+    checkpoint_bytes,
+    in_large_blocks,
+    prefix_bytes_per_token,
+    read_model,
+)
+from cpu_prefix_cache.replay.options import add_trace_options, positive
+from cpu_prefix_cache.replay.report import describe_trace
+from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
+from cpu_prefix_cache.replay.sizing import Point, Sizing, smallest_capacity
+from cpu_prefix_cache.replay.traces import Trace, read_traces
+
+GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
+
+
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "size",
+        help="how much host memory a model needs for a trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_trace_options(parser)
+    weight = parser.add_mutually_exclusive_group(required=True)
+    weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
+    weight.add_argument(
+        "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
+    )
+    parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
+    parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
+    parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="who is evicted (default lru)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it. Raises PrefixCacheError for options, traces and models that will not do."""
+    trace = read_traces(
+        args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
+    )
+    groups = _groups(args, trace.block_tokens)
+    print(f"{describe_trace(trace)}\n{_weights(groups)}", flush=True)
+    planner = HybridChunkPlanner(in_large_blocks(groups, trace.block_tokens), max_model_len=ANY_LENGTH)
+    sizing = smallest_capacity(
+        _hit_ratio(trace, planner, args.policy),
+        target=args.target,
+        least=fewest_blocks(planner),
+        largest=blocks_of_everything(planner, [request.keys for request in trace.requests]),
+    )
+    ideal = replay_ideal(trace).hit_blocks / trace.blocks
+    print(_goal(planner, sizing, ideal, args.target, args.policy))
+    print(_table(planner, sizing))
+    print(_answer(planner, sizing))
+    return 0
+
+
+def _groups(args: argparse.Namespace, trace_block: int) -> list[Group]:
+    """What the model keeps, in blocks that fit the trace's."""
+    block = math.gcd(BLOCK_TOKENS, trace_block)
+    if args.model is not None:
+        return read_model(args.model, args.tp, block_tokens=block, kv_dtype=args.kv_dtype)
+    return [Group(name="full", kind=GroupKind.PREFIX, block_tokens=block, block_bytes=args.bytes_per_token * block)]
+
+
+def _hit_ratio(trace: Trace, planner: HybridChunkPlanner, policy: str) -> Callable[[int], float]:
+    """The share of the trace's blocks that are hits with so many host blocks."""
+
+    def hit_ratio(blocks: int) -> float:
+        replay = ResumableReplay(planner, blocks, policy)
+        meter = Meter(f"{blocks * planner.host_block_bytes / GB:,.1f} GB", trace.blocks)
+        for requests in meter.slices(trace.requests):
+            for request in requests:
+                replay.serve(request.keys, request.now)
+        return replay.hit_ratio
+
+    return hit_ratio
+
+
+# What is printed
+
+
+def _weights(groups: Sequence[Group]) -> str:
+    token, checkpoint = prefix_bytes_per_token(groups), checkpoint_bytes(groups)
+    return (
+        f"a token       {token:,} bytes ({token / KIB:,.1f} KiB) on all ranks together\n"
+        f"a checkpoint  {checkpoint:,} bytes ({checkpoint / MIB:,.1f} MiB)"
+        + ("" if checkpoint else ": this model needs none to resume")
+    )
+
+
+def _goal(planner: HybridChunkPlanner, sizing: Sizing, ideal: float, target: float, policy: str) -> str:
+    ceiling = sizing.points[-1].hit_ratio
+    resumed = f", {ceiling:.4f} when resumed at checkpoints" if planner.has_checkpoints else ""
+    return (
+        f"ideal         hit ratio {ideal:.4f} with infinite memory{resumed}\n"
+        f"goal          {sizing.goal:.4f}, {target:.0%} of {ceiling:.4f}; policy {policy}\n"
+    )
+
+
+def _table(planner: HybridChunkPlanner, sizing: Sizing) -> str:
+    ceiling = sizing.points[-1].hit_ratio
+
+    def row(point: Point) -> str:
+        memory = point.capacity * planner.host_block_bytes
+        share = point.hit_ratio / ceiling if ceiling else 0.0
+        mark = "  <- the least that reaches the goal" if point == sizing.enough else ""
+        return f"{memory / GB:12,.1f} {memory / GIB:12,.1f} {point.hit_ratio:10.4f} {share:9.1%}{mark}"
+
+    header = f"{'GB':>12} {'GiB':>12} {'hit ratio':>10} {'of ideal':>9}"
+    return "\n".join([header, *map(row, sizing.points)])
+
+
+def _answer(planner: HybridChunkPlanner, sizing: Sizing) -> str:
+    memory = sizing.enough.capacity * planner.host_block_bytes
+    return (
+        f"\n{memory / GB:,.1f} GB ({memory / GIB:,.1f} GiB) of host memory reach {sizing.enough.hit_ratio:.4f}.\n"
+        "More memory nearly always gives more hits, but not quite always, so less might do where the table has no row."
+    )

@@ -1,0 +1,250 @@
+"""Traces: files of recorded requests, one JSON object a line, plain or `.gz`, as requests with keys.
+
+Two kinds of line are understood, and told apart by their fields:
+
+    Mooncake       timestamp, input_length, hash_ids       ids of blocks of 512 tokens, chained: equal id, equal prefix
+    request log    timestamp, prompt_token_ids             or token_ids; hashed here, in blocks of 16 tokens
+
+Timestamps are milliseconds, lengths are tokens; `output_length` may be there and decides nothing; fields with other
+names are not looked at. What cannot be a request is malformed: also an id that follows another one than it did before,
+because then equal ids do not mean equal prefixes.
+
+Several traces are one load on one cache: they are merged by timestamp, as given. Of equal timestamps the file named
+first comes first, and within a file the line. Ids of different files have nothing to do with each other: the key of an
+id is the digest of the file's number and the id. Token ids mean the same everywhere, so request logs share prefixes
+across files, as they would in a server.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import xxhash
+
+from cpu_prefix_cache.errors import MisuseError, PrefixCacheError
+from cpu_prefix_cache.hashing import ChainHasher
+
+MOONCAKE_BLOCK_TOKENS = 512
+LOG_BLOCK_TOKENS = 16
+NO_TIME = 2**63  # milliseconds; nor is NaN or an infinity one
+TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
+
+
+class TraceError(PrefixCacheError):
+    """A trace cannot be read. The operator mends the file, or skips its bad lines."""
+
+
+class TraceRequest(NamedTuple):
+    """`keys` of the blocks of a prompt of so many `tokens`, which arrived at `now`, in seconds."""
+
+    now: float
+    keys: list[bytes]
+    tokens: int
+
+
+@dataclass
+class Trace:
+    """Requests in the order in which they are replayed. `block_tokens` is what one block holds.
+
+    `bad_lines` says of each line that was skipped what is wrong with it. `odd_lengths` counts requests with more or
+    fewer blocks than their length takes: where it is not 0, `block_tokens` may be wrong.
+    """
+
+    paths: list[str]
+    block_tokens: int
+    requests: list[TraceRequest] = field(default_factory=list)
+    bad_lines: list[str] = field(default_factory=list)
+    odd_lengths: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(request.keys) for request in self.requests)
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def different_blocks(self) -> int:
+        return len(set(chain.from_iterable(request.keys for request in self.requests)))
+
+
+def read_traces(
+    paths: Sequence[str],
+    *,
+    block_tokens: int | None = None,
+    limit: int | None = None,
+    skip_bad_lines: bool = False,
+) -> Trace:
+    """Read and merge traces; of the requests in order of time, the first `limit`.
+
+    Raises TraceError for a file that cannot be read or has no requests, for files whose blocks differ in size while
+    `block_tokens` is not given, and for the first malformed line unless `skip_bad_lines`.
+    """
+    readers = [_FileReader(path, number, block_tokens, skip_bad_lines) for number, path in enumerate(paths)]
+    requests = [request for reader in readers for request in reader.read()]
+    sizes = {size for reader in readers for size in reader.sizes}
+    if len(sizes) > 1:
+        raise TraceError(f"blocks of {sorted(sizes)} tokens cannot share a cache: replay each trace alone")
+    requests.sort(key=attrgetter("now"))
+    return Trace(
+        paths=list(paths),
+        block_tokens=sizes.pop(),
+        requests=requests[:limit],
+        bad_lines=[line for reader in readers for line in reader.bad_lines],
+        odd_lengths=sum(reader.odd_lengths for reader in readers),
+    )
+
+
+class _BadLine(Exception):
+    """What is wrong with a line, to be said after its file and number."""
+
+
+class _FileReader:
+    """One file. `sizes` are the block sizes, in tokens, of what was found in it."""
+
+    def __init__(self, path: str, number: int, block_tokens: int | None, skip_bad_lines: bool) -> None:
+        self._path = path
+        self._skip = skip_bad_lines
+        self._id_tokens = block_tokens or MOONCAKE_BLOCK_TOKENS
+        self._log_tokens = block_tokens or LOG_BLOCK_TOKENS
+        self._keys_of_ids = _IdKeys(number)
+        self._keys_of_tokens = _TokenKeys(self._log_tokens)
+        self.sizes: set[int] = set()
+        self.bad_lines: list[str] = []
+        self.odd_lengths = 0
+
+    def read(self) -> list[TraceRequest]:
+        requests = []
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                requests.append(self._request(line))
+            except _BadLine as error:
+                complaint = f"{self._path}, line {number}: {error}"
+                if not self._skip:
+                    raise TraceError(f"{complaint} (--skip-bad-lines goes on without such lines)") from error
+                self.bad_lines.append(complaint)
+        if not requests:
+            raise TraceError(f"{self._path} has no requests")
+        return requests
+
+    def _lines(self) -> Iterator[bytes]:
+        """The lines of the file. Empty ones at its end are none."""
+        try:
+            with _open(self._path) as file:
+                empty = 0
+                for line in file:
+                    if not line.strip():
+                        empty += 1
+                        continue
+                    yield from [b""] * empty
+                    empty = 0
+                    yield line
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise TraceError(f"{self._path} cannot be read: {reason}") from error
+
+    def _request(self, line: bytes) -> TraceRequest:
+        values = _parsed(line)
+        now = _timestamp(values) / 1000
+        _length(values, "output_length", default=0)
+        if "hash_ids" in values:
+            return self._of_ids(now, values)
+        for name in TOKEN_FIELDS:
+            if name in values:
+                return self._of_tokens(now, _integers(values, name))
+        raise _BadLine(f"it has neither hash_ids nor {' nor '.join(TOKEN_FIELDS)}")
+
+    def _of_ids(self, now: float, values: dict[str, Any]) -> TraceRequest:
+        tokens = _length(values, "input_length")
+        keys = self._keys_of_ids.keys(_integers(values, "hash_ids"))
+        self.sizes.add(self._id_tokens)
+        self.odd_lengths += not 0 < tokens - (len(keys) - 1) * self._id_tokens < 2 * self._id_tokens
+        return TraceRequest(now, keys, tokens)
+
+    def _of_tokens(self, now: float, tokens: list[int]) -> TraceRequest:
+        keys = self._keys_of_tokens.keys(tokens)
+        self.sizes.add(self._log_tokens)
+        return TraceRequest(now, keys, len(tokens))
+
+
+class _IdKeys:
+    """The keys of one file's ids: for the same id the same object. Remembers what each id follows."""
+
+    def __init__(self, file_number: int) -> None:
+        self._file_number = file_number
+        self._keys: dict[int, bytes] = {}
+        self._above: dict[int, int | None] = {}
+
+    def keys(self, ids: list[int]) -> list[bytes]:
+        if len(set(ids)) < len(ids):
+            raise _BadLine("hash_ids names a block twice: its ids are not chained")
+        follows = list(zip([None, *ids], ids, strict=False))
+        for above, id in follows:
+            if self._above.get(id, above) != above:
+                raise _BadLine(f"id {id} follows {above} here and {self._above[id]} before: its ids are not chained")
+        self._above.update((id, above) for above, id in follows)
+        return [self._keys.get(id) or self._new_key(id) for id in ids]
+
+    def _new_key(self, id: int) -> bytes:
+        key = self._keys[id] = xxhash.xxh3_128_digest(f"{self._file_number}/{id}".encode())
+        return key
+
+
+class _TokenKeys:
+    """The keys of token ids, hashed as an engine does. One object for the same key, which keeps long logs small."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._hasher = ChainHasher(chunk_tokens=block_tokens)
+        self._known: dict[bytes, bytes] = {}
+
+    def keys(self, tokens: list[int]) -> list[bytes]:
+        try:
+            return [self._known.setdefault(key, key) for key in self._hasher.keys(tokens)]
+        except MisuseError as error:
+            raise _BadLine(str(error)) from error
+
+
+def _open(path: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if Path(path).suffix == ".gz" else open(path, "rb")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _BadLine(f"it is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise _BadLine("it is not a JSON object")
+    return values
+
+
+def _timestamp(values: dict[str, Any]) -> float:
+    value = values.get("timestamp")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < NO_TIME:
+        raise _BadLine(f"timestamp must be a number of milliseconds, got {_shown(values, 'timestamp')}")
+    return float(value)
+
+
+def _length(values: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = values.get(name, default)
+    if type(value) is not int or value < 0:
+        raise _BadLine(f"{name} must be a number of tokens, got {_shown(values, name)}")
+    return value
+
+
+def _integers(values: dict[str, Any], name: str) -> list[int]:
+    value = values[name]
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise _BadLine(f"{name} must be a list of integers")
+    return value
+
+
+def _shown(values: dict[str, Any], name: str) -> str:
+    return json.dumps(values[name])[:40] if name in values else "nothing"

@@ -1,0 +1,148 @@
+"""Replays a trace through a device pool with the host behind it: the very code that serves, and nobody copying bytes.
+
+Requests come one after the other. Each goes through what an engine does for it:
+
+    the device is searched, and what it has is pinned
+    lookup, admit                 what has the host beyond that?
+    load, step, report            it comes in one transfer
+    computed, step, report        the rest is computed, as many blocks at a time as a step can be covered for
+    finished, step, report
+
+Every copy is reported as done before anything else happens. A prompt longer than the device is cut, and the rest of it
+counts as missed. The device evicts its least recently used, as engines do; the policy is the host's. All of a prompt
+may be hit: the token after it, which is always computed, is taken to be there.
+"""
+
+from cpu_prefix_cache.block_pool import BlockPool, Pin
+from cpu_prefix_cache.device import PooledDevice
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.plan import RankReport
+from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.outcome import Tally
+from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.request import Hit, Request
+
+RANK = 0
+
+
+def replay_two_tiers(
+    trace: Trace, policy: str, capacity: int, device_capacity: int, offload: str, horizon: int, meter: Meter
+) -> Tally:
+    """`capacity` blocks on the host behind `device_capacity` on the device.
+
+    `horizon` is how many blocks a lazy store looks ahead, but at most a quarter of the device.
+    """
+    engine = ReplayEngine(trace, policy, capacity, device_capacity, offload, horizon)
+    tally = Tally()
+    for requests in meter.slices(trace.requests):
+        for request in requests:
+            hit = engine.serve(request)
+            tally.count(request, hit, trace.block_tokens)
+    now = engine.cache.statistics()
+    tally.stored_blocks = now.chunks_stored
+    tally.loaded_blocks = now.chunks_loaded
+    tally.evictions = now.pool.evictions
+    tally.lost_before_store = now.lost_before_store
+    return tally
+
+
+class ReplayEngine:
+    """An engine that serves one request at a time, in no time."""
+
+    def __init__(
+        self, trace: Trace, policy: str, capacity: int, device_capacity: int, offload: str, horizon: int
+    ) -> None:
+        horizon = max(1, min(horizon, device_capacity // 4))
+        self.block_tokens = trace.block_tokens
+        self._step_blocks = max(1, horizon // 2)  # what a lazy store promises to have covered before each step
+        self._served = 0
+        longest = max(len(request.keys) for request in trace.requests)
+        block = Group(name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=1)
+        self.gpu = BlockPool(device_capacity)
+        self.cache = CPUPrefixCache(
+            HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens),
+            PooledDevice(self.gpu),
+            host_blocks=capacity,
+            offload=offload,
+            policy=policy,
+            max_step_tokens=device_capacity * trace.block_tokens,  # what may be in flight is no limit here
+            lazy_horizon=horizon,
+        )
+
+    def serve(self, request: TraceRequest) -> int:
+        """How many of its blocks were found, on the device and then on the host."""
+        self._served += 1
+        keys = request.keys[: self.gpu.capacity]
+        prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1)
+        on_device = self.gpu.resident_run(keys, 0, len(keys))
+        answer = self.cache.lookup(prompt, on_device * self.block_tokens, request.now)
+        running = _Running(self, prompt, on_device, request.now)
+        if isinstance(answer, Hit):
+            running.load(answer.boundary, request.now)
+        else:
+            self.cache.admit(prompt, on_device * self.block_tokens, now=request.now)
+        hit = running.blocks
+        while running.blocks < len(keys):
+            running.compute(min(len(keys), running.blocks + self._step_blocks))
+        running.finish()
+        return hit
+
+    def step(self) -> None:
+        """One engine step, all of whose copies are done at once."""
+        plan = self.cache.step()
+        if plan.transfers:
+            self.cache.report(RankReport(RANK, frozenset(transfer.id for transfer in plan.transfers)))
+
+
+class _Running:
+    """One request on the device, where its first `blocks` are cached and pinned."""
+
+    def __init__(self, engine: ReplayEngine, prompt: Request, on_device: int, now: float) -> None:
+        self.blocks = on_device
+        self._engine = engine
+        self._gpu = engine.gpu
+        self._cache = engine.cache
+        self._prompt = prompt
+        deepest = self._gpu.find(prompt.keys[on_device - 1]) if on_device else None
+        self._deepest = self._gpu.root if deepest is None else deepest
+        self._pin: Pin | None = None if deepest is None else self._gpu.pin(deepest)
+        self._touch = self._gpu.touch(deepest, prompt.keys, now)
+
+    def load(self, boundary: int, now: float) -> None:
+        """Bring what the host has, up to token `boundary`."""
+        blocks = self._take(boundary // self._engine.block_tokens)
+        self._cache.admit(self._prompt, self._tokens, boundary, now)
+        self._cache.load(self._prompt.id, boundary, [blocks], now)
+        self._engine.step()
+        self._fill(blocks)
+
+    def compute(self, stop: int) -> None:
+        """Compute the blocks before the one with this index, in one step."""
+        self._fill(self._take(stop))
+        self._engine.step()
+
+    def finish(self) -> None:
+        self._cache.finished(self._prompt.id, self._tokens)
+        if self._pin is not None:
+            self._gpu.unpin(self._pin)
+        self._engine.step()
+
+    @property
+    def _tokens(self) -> int:
+        return self.blocks * self._engine.block_tokens
+
+    def _take(self, stop: int) -> list[int]:
+        return self._gpu.allocate(stop - self.blocks, self._prompt.keys[self.blocks : stop])
+
+    def _fill(self, blocks: list[int]) -> None:
+        """These blocks hold what they were taken for."""
+        keys = self._prompt.keys[self.blocks : self.blocks + len(blocks)]
+        self._gpu.commit(blocks, keys, self._deepest, self._touch)
+        before, self._pin = self._pin, self._gpu.pin(blocks[-1])
+        if before is not None:
+            self._gpu.unpin(before)
+        self._deepest = blocks[-1]
+        self.blocks += len(blocks)
+        self._cache.computed(self._prompt.id, self._tokens)

@@ -1,0 +1,50 @@
+"""Capacities as people write them, blocks or bytes, and numbers as people read them.
+
+>>> parse_capacity("3000", None), parse_capacity("10GiB", 2**20), parse_capacity("1.5GB", 10**6)
+(3000, 10240, 1500)
+>>> show_bytes(3 * 2**30), show_bytes(512)
+('3.0 GiB', '512 B')
+"""
+
+import re
+
+from cpu_prefix_cache.errors import ConfigurationError
+
+BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+UNIT_BYTES = {
+    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", 1)},
+}
+
+
+def parse_capacity(text: str, block_bytes: int | None) -> int:
+    """Blocks: a number of them, or as many whole ones as fit into a number of bytes with a unit (10GiB, 10GB).
+
+    Raises ConfigurationError for what is neither, for bytes while `block_bytes` is not known, and for less than a
+    block.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise ConfigurationError(f"a capacity is a number of blocks, or of bytes like 10GiB; got {text!r}")
+    number, unit = match.groups()
+    if not unit:
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigurationError(f"a capacity is at least one block, and whole blocks; got {text!r}")
+        return int(number)
+    if unit not in UNIT_BYTES:
+        raise ConfigurationError(f"unknown unit in {text!r}; known are {', '.join(BINARY)} and KB, MB, GB, TB, PB")
+    if block_bytes is None:
+        raise ConfigurationError(f"{text} is bytes: say what a token weighs, by --bytes-per-token or --model")
+    blocks = int(float(number) * UNIT_BYTES[unit]) // block_bytes
+    if blocks < 1:
+        raise ConfigurationError(f"{text} is less than a block, which takes {show_bytes(block_bytes)}")
+    return blocks
+
+
+def show_bytes(count: float) -> str:
+    """In the largest binary unit of which there is at least one."""
+    power = 0
+    while count >= 1024 and power < len(BINARY) - 1:
+        count /= 1024
+        power += 1
+    return f"{count:.1f} {BINARY[power]}" if power else f"{count:.0f} B"

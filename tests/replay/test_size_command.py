@@ -1,0 +1,128 @@
+"""`size`, from a small trace and a small configuration to gigabytes."""
+
+import argparse
+import json
+
+import pytest
+
+from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache.replay import size_command
+from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.models import read_model
+from cpu_prefix_cache.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.replay.resumable import ResumableReplay
+from cpu_prefix_cache.replay.traces import read_traces
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+WINDOWED = {**LLAMA, "model_type": "gemma2", "head_dim": 128, "sliding_window": 512}
+TOKEN = 2 * 2 * 4 * 128 * 2  # bytes
+
+
+def trace_of(prompts):
+    """Prompts of numbers, one for a block; equal numbers are equal prefixes."""
+    return [
+        json.dumps({"timestamp": at * 1_000, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids})
+        for at, ids in enumerate(prompts)
+    ]
+
+
+# A prefix of three that everybody shares, and between its uses prompts that nobody asks for again.
+SHARED = [ids for at in range(10, 40) for ids in ([0, 1, 2, at], [100 + at, 200 + at])]
+
+
+def argparse_of_size():
+    parser = argparse.ArgumentParser()
+    size_command.add_arguments(parser.add_subparsers())
+    return parser
+
+
+@pytest.fixture
+def size(tmp_path, capsys):
+    """Runs the subcommand. Its exit code and what it printed."""
+
+    def size(*options, prompts=SHARED, config=LLAMA):
+        trace, model = tmp_path / "trace.jsonl", tmp_path / "config.json"
+        trace.write_text("\n".join(trace_of(prompts)))
+        model.write_text(json.dumps(config))
+        parser = argparse_of_size()
+        weight = () if "--bytes-per-token" in options else ("--model", str(model))
+        code = size_command.run(parser.parse_args(["size", str(trace), *weight, *options]))
+        return code, capsys.readouterr().out
+
+    return size
+
+
+def test_it_says_what_a_token_weighs_and_how_much_memory_is_enough(size):
+    code, out = size()
+    assert code == 0
+    assert f"a token       {TOKEN:,} bytes (4.0 KiB) on all ranks together" in out
+    assert "this model needs none to resume" in out
+    assert "180 blocks of 512 tokens, 93 of them different" in out
+    ideal = 29 * 3 / 180
+    assert f"hit ratio {ideal:.4f} with infinite memory\n" in out
+    enough = 5 * 512 * TOKEN  # the three that are shared, and two that come and go
+    assert f"{enough / 1e9:,.1f} GB ({enough / 2**30:,.1f} GiB) of host memory reach {ideal:.4f}" in out
+
+
+def test_the_least_memory_stands_in_the_table(size):
+    _, out = size("--bytes-per-token", str(10**9 // 512))
+    rows = [line for line in out.splitlines() if "<- the least" in line]
+    assert [row.split()[0] for row in rows] == ["5.0"]
+
+
+def test_checkpoints_take_memory_and_hits(size):
+    _, out = size("--bytes-per-token", str(TOKEN // 2))
+    _, windowed = size(config=WINDOWED)
+    assert f"a token       {TOKEN // 2:,} bytes" in out and f"a token       {TOKEN // 2:,} bytes" in windowed
+    assert f"a checkpoint  {512 * TOKEN // 2:,} bytes" in windowed
+    # Nobody resumes in the second request that shares the prefix: there is no checkpoint at its end yet.
+    assert (
+        f"hit ratio {29 * 3 / 180:.4f} with infinite memory, {28 * 3 / 180:.4f} when resumed at checkpoints" in windowed
+    )
+
+
+def test_every_rank_beyond_the_kv_heads_adds_one(size):
+    assert "4.0 KiB" in size("--tp", "2")[1] and "8.0 KiB" in size("--tp", "8")[1]
+    assert "2.0 KiB" in size("--kv-dtype", "fp8")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "complaint"),
+    [
+        (("--target", "1.5"), LLAMA, "target is a share"),
+        (("--tp", "3"), LLAMA, "3 ranks cannot share its 4 KV heads"),
+        ((), {**LLAMA, "model_type": "new", "kv_lora_rank": 3}, "'new' keeps"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sized_is_said_in_a_sentence(size, options, config, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        size(*options, config=config)
+
+
+@pytest.mark.parametrize("option", ["--tp", "--limit", "--block-tokens", "--bytes-per-token"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x"])
+def test_numbers_are_counts(capsys, option, value):
+    with pytest.raises(SystemExit):
+        argparse_of_size().parse_args(["size", "trace", f"{option}={value}"])
+    assert f"{option}: must be a whole number of at least 1, got {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("capacity", [3, 5, 8, 60])
+def test_without_checkpoints_it_replays_what_the_replay_command_replays(tmp_path, policy, capacity):
+    (tmp_path / "trace").write_text("\n".join(trace_of(SHARED)))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    trace = read_traces([str(tmp_path / "trace")])
+    replay = ResumableReplay(
+        HybridChunkPlanner(read_model(tmp_path, block_tokens=512), max_model_len=2**40), capacity, policy
+    )
+    for request in trace.requests:
+        replay.serve(request.keys, request.now)
+    assert replay.hit_chunks == replay_one_tier(trace, policy, capacity, Meter("", trace.blocks)).hit_blocks

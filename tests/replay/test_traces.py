@@ -1,0 +1,154 @@
+"""What is a request, what is not, and who shares a prefix with whom."""
+
+import gzip
+import json
+
+import pytest
+
+from cpu_prefix_cache.hashing import ChainHasher
+from cpu_prefix_cache.replay.traces import TraceError, read_traces
+from tests.replay.traces import mooncake_lines, write
+
+GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 9, "hash_ids": [7, 8, 9]}
+
+
+def test_a_mooncake_line_is_a_prompt_of_blocks_of_512_tokens(tmp_path):
+    trace = read_traces([write(tmp_path / "a.jsonl", [GOOD])])
+    assert trace.block_tokens == 512
+    assert [(request.now, len(request.keys), request.tokens) for request in trace.requests] == [(1.5, 3, 1100)]
+    assert (trace.blocks, trace.tokens, trace.different_blocks) == (3, 1100, 3)
+
+
+def test_an_id_has_one_key_and_it_is_the_same_object(tmp_path):
+    trace = read_traces([write(tmp_path / "a.jsonl", mooncake_lines(["abc", "abd"]))])
+    first, second = (request.keys for request in trace.requests)
+    assert all(a is b for a, b in zip(first[:2], second[:2], strict=True))
+    assert first[2] != second[2]
+    assert {len(key) for key in first} == {16}
+
+
+def test_a_gz_file_reads_like_the_plain_one(tmp_path):
+    plain = write(tmp_path / "a.jsonl", mooncake_lines(["abc", "ab"]))
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert read_traces([str(packed)]).requests == read_traces([plain]).requests
+
+
+def test_ids_of_different_files_are_different_blocks_and_requests_come_in_the_order_of_time(tmp_path):
+    one = write(tmp_path / "one", [{**GOOD, "timestamp": at} for at in (0, 20, 20)])
+    two = write(tmp_path / "two", [{**GOOD, "timestamp": at, "input_length": 1200} for at in (10, 20)])
+    trace = read_traces([one, two])
+    assert trace.different_blocks == 6
+    assert [(round(request.now * 1000), request.tokens) for request in trace.requests] == [
+        (0, 1100),
+        (10, 1200),
+        (20, 1100),
+        (20, 1100),
+        (20, 1200),
+    ]
+
+
+def test_a_log_out_of_order_is_replayed_in_the_order_of_time_and_cut_there(tmp_path):
+    log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in (30, 10, 20)])
+    assert [request.now for request in read_traces([log], limit=2).requests] == [0.01, 0.02]
+
+
+@pytest.mark.parametrize("name", ["token_ids", "prompt_token_ids"])
+def test_token_ids_are_hashed_in_full_blocks_and_shared_across_files(tmp_path, name):
+    tokens = list(range(40))
+    one = write(tmp_path / "one", [{"timestamp": 0, name: tokens}])
+    two = write(tmp_path / "two", [{"timestamp": 1, name: [*tokens[:32], 99]}])
+    trace = read_traces([one, two])
+    assert (trace.block_tokens, trace.tokens, trace.different_blocks) == (16, 73, 2)
+    assert trace.requests[0].keys == trace.requests[1].keys == ChainHasher(chunk_tokens=16).keys(tokens)
+    assert len(read_traces([one], block_tokens=8).requests[0].keys) == 5
+
+
+def test_blocks_of_different_sizes_share_no_cache_unless_a_size_is_said(tmp_path):
+    ids = write(tmp_path / "ids", [GOOD])
+    log = write(tmp_path / "log", [{"timestamp": 0, "token_ids": [1] * 512}])
+    with pytest.raises(TraceError, match=r"16, 512"):
+        read_traces([ids, log])
+    assert read_traces([ids, log], block_tokens=512).blocks == 4
+
+
+def without(name):
+    return {key: value for key, value in GOOD.items() if key != name}
+
+
+BAD = [
+    ("{", "not JSON"),
+    ("[]", "not a JSON object"),
+    ("[" * 100_000, "not JSON"),
+    ("", "not JSON"),
+    (without("timestamp"), "timestamp must be a number of milliseconds, got nothing"),
+    ({**GOOD, "timestamp": "now"}, 'timestamp must be .* got "now"'),
+    ({**GOOD, "timestamp": True}, "timestamp must be"),
+    (json.dumps(GOOD).replace("1500", "NaN"), "timestamp must be"),
+    (json.dumps(GOOD).replace("1500", "1" + "0" * 400), "timestamp must be"),
+    (without("input_length"), "input_length must be a number of tokens, got nothing"),
+    ({**GOOD, "input_length": -1}, "input_length must be .* got -1"),
+    ({**GOOD, "output_length": 1.5}, "output_length must be"),
+    (without("hash_ids"), "neither hash_ids nor"),
+    ({**GOOD, "hash_ids": 7}, "hash_ids must be a list of integers"),
+    ({**GOOD, "hash_ids": [7, "8"]}, "hash_ids must be a list of integers"),
+    ({**GOOD, "hash_ids": [7, True]}, "hash_ids must be a list of integers"),
+    ({**GOOD, "hash_ids": [7, 7]}, "names a block twice"),
+    ({**GOOD, "hash_ids": [7, 9]}, "id 9 follows 7 here and 8 before"),
+    ({**GOOD, "hash_ids": [8]}, "id 8 follows None here and 7 before"),
+    ({"timestamp": 0, "token_ids": [1] * 16 + [1.0]}, "token_ids must be a list of integers"),
+    ({"timestamp": 0, "token_ids": [-1] * 16}, "tokens must be integers from 0"),
+    ({"timestamp": 0, "prompt_token_ids": [2**32] * 16}, "tokens must be integers from 0"),
+]
+
+
+@pytest.mark.parametrize(("line", "complaint"), BAD, ids=[complaint for _, complaint in BAD])
+def test_a_malformed_line_is_named_and_stops_the_run_unless_it_is_skipped(tmp_path, line, complaint):
+    path = write(tmp_path / "log.jsonl", [GOOD, line, GOOD])
+    with pytest.raises(TraceError, match=rf"log\.jsonl, line 2: .*{complaint}"):
+        read_traces([path])
+    trace = read_traces([path], skip_bad_lines=True)
+    assert len(trace.requests) == 2
+    assert len(trace.bad_lines) == 1
+    assert "log.jsonl, line 2: " in trace.bad_lines[0]
+
+
+def test_what_a_skipped_line_says_of_its_ids_is_forgotten(tmp_path):
+    path = write(tmp_path / "log", [GOOD, {**GOOD, "hash_ids": [5, 7]}, {**GOOD, "hash_ids": [4, 5]}])
+    trace = read_traces([path], skip_bad_lines=True)
+    assert [len(request.keys) for request in trace.requests] == [3, 2]
+
+
+def test_bytes_that_are_no_text_make_a_bad_line(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b'{"timestamp": "\xff"}\n')
+    with pytest.raises(TraceError, match="line 1: it is not JSON"):
+        read_traces([str(path)])
+
+
+def test_empty_lines_at_the_end_are_no_lines(tmp_path):
+    assert len(read_traces([write(tmp_path / "log", [GOOD, "", " "])]).requests) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n"])
+def test_a_file_without_requests_or_without_a_file_is_refused(tmp_path, content):
+    path = tmp_path / "log"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TraceError, match="No such file" if content is None else "has no requests"):
+        read_traces([str(path)])
+
+
+def test_a_damaged_gz_file_is_refused(tmp_path):
+    packed = tmp_path / "log.gz"
+    whole = gzip.compress(json.dumps(GOOD).encode() * 1000)
+    for content in (b"no gzip at all", whole[: len(whole) // 2]):
+        packed.write_bytes(content)
+        with pytest.raises(TraceError, match="cannot be read"):
+            read_traces([str(packed)], skip_bad_lines=True)
+
+
+def test_lengths_that_do_not_fit_the_number_of_blocks_are_counted(tmp_path):
+    lengths = [1024, 1025, 1536, 2047, 2048]  # 3 blocks are 1025 to 1536 tokens, or up to 2047 if full ones are listed
+    path = write(tmp_path / "log", [{**GOOD, "input_length": length} for length in lengths])
+    assert read_traces([path]).odd_lengths == 2

@@ -1,0 +1,95 @@
+"""What may be stored at all: chunks that enough prompts had, and prompts that are long enough."""
+
+import pytest
+
+from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError
+from cpu_prefix_cache.admission import Admission
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
+from tests.story import GRID, Engine, chain
+
+both_modes = pytest.mark.parametrize("mode", ["eager", "lazy"])
+
+
+@both_modes
+def test_by_default_everything_is_stored_at_once(mode):
+    engine = Engine(mode, device=4)
+    engine.serves("abc")
+    engine.serves("wxyz")
+    assert {"a", "ab", "abc"} <= engine.host
+
+
+@both_modes
+def test_what_was_seen_once_is_not_stored_and_what_was_seen_twice_is(mode):
+    engine = Engine(mode, device=4, store_after=2)
+    engine.serves("abc")
+    engine.serves("wxyz")
+    assert engine.host == set() and engine.cache.statistics().store_declined
+    engine.serves("abd")
+    engine.serves("stuv")
+    engine.serves("stuv")
+    assert engine.host & {"a", "ab", "abc", "abd"} == {"a", "ab"}
+    assert engine.is_at_rest()
+
+
+@both_modes
+def test_what_is_seen_again_on_the_device_counts(mode):
+    engine = Engine(mode, device=4, store_after=2)
+    engine.serves("ab")
+    engine.serves("abc")
+    engine.serves("wxyz")
+    assert engine.host == {"a", "ab"}
+
+
+@both_modes
+def test_short_prompts_are_not_stored_and_long_ones_are(mode):
+    engine = Engine(mode, device=4, min_store_tokens=3 * GRID)
+    engine.serves("ab")
+    engine.serves("wxyz")
+    assert engine.host & {"a", "ab"} == set()
+    engine.serves("abc")
+    engine.serves("stuv")
+    assert {"a", "ab", "abc"} <= engine.host
+
+
+@pytest.mark.parametrize("options", [{"store_after": 0}, {"min_store_tokens": -1}])
+def test_nonsense_is_refused(options):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))} must be at least"):
+        Engine(**options)
+    with pytest.raises(ConfigurationError):
+        BlockPool(4, **options)
+
+
+def test_a_pool_that_asks_for_a_length_has_to_be_told_it():
+    pool = BlockPool(4, min_store_tokens=3)
+    with pytest.raises(MisuseError, match="number of tokens"):
+        pool.touch(None, chain("ab"))
+    pool.touch(None)  # nobody's request
+
+
+def test_admission_is_asked_also_when_there_is_room():
+    pool = BlockPool(4, store_after=2)
+    pool.touch(None, chain("abc"))
+    pool.touch(None, chain("abd"))
+    assert pool.accepted(pool.root, chain("abd")) == 2
+    assert pool.accepted(pool.root, chain("xyz")) == 0
+
+
+def test_the_end_of_a_prompt_is_forgotten_before_its_beginning():
+    admission = Admission(store_after=1, min_tokens=0, remembered=4)
+    admission.told(chain("abc"), 3)
+    admission.told(chain("xyz"), 3)
+    assert (len(admission), admission.admitted(chain("abc")), admission.admitted(chain("xyz"))) == (4, 1, 3)
+    admission.told(chain("longest"), 7)
+    assert admission.admitted(chain("longest")) == 4
+
+
+def test_a_checkpoint_is_held_back_with_its_chunks():
+    pool = BlockPool(8, needs_checkpoint=lambda depth: True, store_after=2)
+    keys, needs = [*chain("ab"), checkpoint_key(b"ab")], [PieceNeed("state", 1)]
+    pool.touch(None, chain("ab"))
+    assert pool.accepted(pool.root, keys, needs) == 0
+    pool.touch(None, chain("ax"))
+    assert pool.accepted(pool.root, keys, needs) == 1
+    pool.touch(None, chain("ab"))
+    assert pool.accepted(pool.root, keys, needs) == 3
