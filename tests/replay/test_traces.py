@@ -50,7 +50,9 @@ def test_ids_of_different_files_are_different_blocks_and_requests_come_in_the_or
 
 def test_a_log_out_of_order_is_replayed_in_the_order_of_time_and_cut_there(tmp_path):
     log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in (30, 10, 20)])
-    assert [request.now for request in read_traces([log], limit=2).requests] == [0.01, 0.02]
+    trace = read_traces([log], limit=2)
+    assert [request.now for request in trace.requests] == [0.01, 0.02]
+    assert (trace.out_of_order, read_traces([log, log]).out_of_order) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "prompt_token_ids"])
@@ -86,17 +88,19 @@ BAD = [
     ({**GOOD, "timestamp": True}, "timestamp must be"),
     (json.dumps(GOOD).replace("1500", "NaN"), "timestamp must be"),
     (json.dumps(GOOD).replace("1500", "1" + "0" * 400), "timestamp must be"),
-    (without("input_length"), "input_length must be a number of tokens, got nothing"),
+    (without("input_length"), "input_length must be a number of tokens of at least 1, got nothing"),
     ({**GOOD, "input_length": -1}, "input_length must be .* got -1"),
+    ({**GOOD, "input_length": 0}, "input_length must be .* got 0"),
     ({**GOOD, "output_length": 1.5}, "output_length must be"),
     (without("hash_ids"), "neither hash_ids nor"),
     ({**GOOD, "hash_ids": 7}, "hash_ids must be a list of integers"),
     ({**GOOD, "hash_ids": [7, "8"]}, "hash_ids must be a list of integers"),
     ({**GOOD, "hash_ids": [7, True]}, "hash_ids must be a list of integers"),
     ({**GOOD, "hash_ids": [7, 7]}, "names a block twice"),
-    ({**GOOD, "hash_ids": [7, 9]}, "id 9 follows 7 here and 8 before"),
-    ({**GOOD, "hash_ids": [8]}, "id 8 follows None here and 7 before"),
+    ({**GOOD, "hash_ids": [7, 9]}, "id 9 follows 7 here and follows 8 before"),
+    ({**GOOD, "hash_ids": [8]}, "id 8 begins a prompt here and follows 7 before"),
     ({"timestamp": 0, "token_ids": [1] * 16 + [1.0]}, "token_ids must be a list of integers"),
+    ({"timestamp": 0, "token_ids": []}, "token_ids is empty"),
     ({"timestamp": 0, "token_ids": [-1] * 16}, "tokens must be integers from 0"),
     ({"timestamp": 0, "prompt_token_ids": [2**32] * 16}, "tokens must be integers from 0"),
 ]
@@ -137,6 +141,24 @@ def test_a_file_without_requests_or_without_a_file_is_refused(tmp_path, content)
         path.write_bytes(content)
     with pytest.raises(TraceError, match="No such file" if content is None else "has no requests"):
         read_traces([str(path)])
+
+
+def test_a_file_of_nothing_but_bad_lines_is_refused_with_the_first_of_them(tmp_path):
+    with pytest.raises(TraceError, match=r"no requests, and 2 bad lines, the first: .*log, line 1: it is not JSON"):
+        read_traces([write(tmp_path / "log", ["x", "y"])], skip_bad_lines=True)
+
+
+def test_prompts_without_a_whole_block_are_requests_but_not_a_trace(tmp_path):
+    short, long = {"timestamp": 0, "token_ids": [1] * 15}, {"timestamp": 1, "token_ids": [1] * 16}
+    assert [len(request.keys) for request in read_traces([write(tmp_path / "a", [short, long])]).requests] == [0, 1]
+    with pytest.raises(TraceError, match="no request has a whole block of 16 tokens"):
+        read_traces([write(tmp_path / "b", [short])])
+
+
+def test_a_byte_order_mark_and_other_line_ends_are_no_harm(tmp_path):
+    line = json.dumps(GOOD).encode()
+    (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n")
+    assert len(read_traces([str(tmp_path / "log")]).requests) == 2
 
 
 def test_a_damaged_gz_file_is_refused(tmp_path):

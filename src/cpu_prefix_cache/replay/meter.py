@@ -1,6 +1,7 @@
 """A progress bar for a replay, and a clock that stands still while the bar moves."""
 
 import gc
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +30,7 @@ class Meter:
         gc.collect()
         gc.freeze()
         try:
-            with tqdm(total=self._blocks, desc=self._label, unit="blocks", leave=False, disable=None) as bar:
+            with self._bar() as bar:
                 for start in range(0, len(requests), size):
                     some = requests[start : start + size]
                     began = time.perf_counter()
@@ -38,3 +39,10 @@ class Meter:
                     bar.update(sum(len(request.keys) for request in some))
         finally:
             gc.unfreeze()
+
+    def _bar(self) -> tqdm:
+        """Shown on terminals only."""
+        no_stderr = sys.stderr is None
+        return tqdm(
+            total=self._blocks, desc=self._label, unit="blocks", leave=False, disable=True if no_stderr else None
+        )

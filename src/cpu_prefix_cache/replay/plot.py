@@ -5,22 +5,28 @@ Matplotlib is an extra, imported when a plot is drawn.
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios
 
 
-def check_plots_can_be_drawn() -> None:
-    """Raises ConfigurationError without matplotlib: before a long replay, not after it."""
+def check_plot_can_be_drawn(path: str) -> None:
+    """Raises ConfigurationError without matplotlib, and for a format it lacks: before a replay, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        raise ConfigurationError(f"a plot's name ends in one of .{', .'.join(known)}; got {path}")
 
 
 def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clairvoyant: Sequence[Outcome]) -> None:
     """Write a plot to `path`, in the format that its suffix says.
 
-    Raises ConfigurationError for a path that cannot be written and a format that matplotlib does not know.
+    Raises ConfigurationError for a path that cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
@@ -39,8 +45,8 @@ def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clai
     axes.legend()
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"the plot cannot be written to {path}: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(f"the plot cannot be written to {path}: {error.strerror}") from error
 
 
 def _line(axes: Any, outcomes: Sequence[Outcome], label: str, style: str) -> None:

@@ -6,8 +6,8 @@ Two kinds of line are understood, and told apart by their fields:
     request log    timestamp, prompt_token_ids             or token_ids; hashed here, in blocks of 16 tokens
 
 Timestamps are milliseconds, lengths are tokens; `output_length` may be there and decides nothing; fields with other
-names are not looked at. What cannot be a request is malformed: also an id that follows another one than it did before,
-because then equal ids do not mean equal prefixes.
+names are not looked at, nor are token ids where there are hash_ids. What cannot be a request is malformed: also an id
+that follows another one than it did before, because then equal ids do not mean equal prefixes.
 
 Several traces are one load on one cache: they are merged by timestamp, as given. Of equal timestamps the file named
 first comes first, and within a file the line. Ids of different files have nothing to do with each other: the key of an
@@ -20,7 +20,8 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from itertools import chain, pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -53,7 +54,8 @@ class Trace:
     """Requests in the order in which they are replayed. `block_tokens` is what one block holds.
 
     `bad_lines` says of each line that was skipped what is wrong with it. `odd_lengths` counts requests with more or
-    fewer blocks than their length takes: where it is not 0, `block_tokens` may be wrong.
+    fewer blocks than their length takes: where it is not 0, `block_tokens` may be wrong. `out_of_order` counts
+    requests that came before the one above them in their file.
     """
 
     paths: list[str]
@@ -61,18 +63,23 @@ class Trace:
     requests: list[TraceRequest] = field(default_factory=list)
     bad_lines: list[str] = field(default_factory=list)
     odd_lengths: int = 0
+    out_of_order: int = 0
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         return sum(len(request.keys) for request in self.requests)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return sum(request.tokens for request in self.requests)
 
-    @property
+    @cached_property
     def different_blocks(self) -> int:
         return len(set(chain.from_iterable(request.keys for request in self.requests)))
+
+    def usable(self, capacity: int) -> int:
+        """As many of `capacity` blocks as this trace could ever fill: what a pool has beyond them changes nothing."""
+        return min(capacity, max(1, self.different_blocks))
 
 
 def read_traces(
@@ -85,7 +92,8 @@ def read_traces(
     """Read and merge traces; of the requests in order of time, the first `limit`.
 
     Raises TraceError for a file that cannot be read or has no requests, for files whose blocks differ in size while
-    `block_tokens` is not given, and for the first malformed line unless `skip_bad_lines`.
+    `block_tokens` is not given, for requests of which none has a whole block, and for the first malformed line unless
+    `skip_bad_lines`.
     """
     readers = [_FileReader(path, number, block_tokens, skip_bad_lines) for number, path in enumerate(paths)]
     requests = [request for reader in readers for request in reader.read()]
@@ -93,13 +101,17 @@ def read_traces(
     if len(sizes) > 1:
         raise TraceError(f"blocks of {sorted(sizes)} tokens cannot share a cache: replay each trace alone")
     requests.sort(key=attrgetter("now"))
-    return Trace(
+    trace = Trace(
         paths=list(paths),
         block_tokens=sizes.pop(),
         requests=requests[:limit],
         bad_lines=[line for reader in readers for line in reader.bad_lines],
         odd_lengths=sum(reader.odd_lengths for reader in readers),
+        out_of_order=sum(reader.out_of_order for reader in readers),
     )
+    if not trace.blocks:
+        raise TraceError(f"no request has a whole block of {trace.block_tokens} tokens: nothing can be a hit")
+    return trace
 
 
 class _BadLine(Exception):
@@ -119,9 +131,10 @@ class _FileReader:
         self.sizes: set[int] = set()
         self.bad_lines: list[str] = []
         self.odd_lengths = 0
+        self.out_of_order = 0
 
     def read(self) -> list[TraceRequest]:
-        requests = []
+        requests: list[TraceRequest] = []
         for number, line in enumerate(self._lines(), 1):
             try:
                 requests.append(self._request(line))
@@ -131,7 +144,9 @@ class _FileReader:
                     raise TraceError(f"{complaint} (--skip-bad-lines goes on without such lines)") from error
                 self.bad_lines.append(complaint)
         if not requests:
-            raise TraceError(f"{self._path} has no requests")
+            bad = f", and {len(self.bad_lines):,} bad lines, the first: {self.bad_lines[0]}" if self.bad_lines else ""
+            raise TraceError(f"{self._path} has no requests{bad}")
+        self.out_of_order = sum(one.now > next.now for one, next in pairwise(requests))
         return requests
 
     def _lines(self) -> Iterator[bytes]:
@@ -158,17 +173,19 @@ class _FileReader:
             return self._of_ids(now, values)
         for name in TOKEN_FIELDS:
             if name in values:
-                return self._of_tokens(now, _integers(values, name))
+                return self._of_tokens(now, name, _integers(values, name))
         raise _BadLine(f"it has neither hash_ids nor {' nor '.join(TOKEN_FIELDS)}")
 
     def _of_ids(self, now: float, values: dict[str, Any]) -> TraceRequest:
-        tokens = _length(values, "input_length")
+        tokens = _length(values, "input_length", least=1)
         keys = self._keys_of_ids.keys(_integers(values, "hash_ids"))
         self.sizes.add(self._id_tokens)
         self.odd_lengths += not 0 < tokens - (len(keys) - 1) * self._id_tokens < 2 * self._id_tokens
         return TraceRequest(now, keys, tokens)
 
-    def _of_tokens(self, now: float, tokens: list[int]) -> TraceRequest:
+    def _of_tokens(self, now: float, name: str, tokens: list[int]) -> TraceRequest:
+        if not tokens:
+            raise _BadLine(f"{name} is empty: a prompt has at least one token")
         keys = self._keys_of_tokens.keys(tokens)
         self.sizes.add(self._log_tokens)
         return TraceRequest(now, keys, len(tokens))
@@ -188,7 +205,8 @@ class _IdKeys:
         follows = list(zip([None, *ids], ids, strict=False))
         for above, id in follows:
             if self._above.get(id, above) != above:
-                raise _BadLine(f"id {id} follows {above} here and {self._above[id]} before: its ids are not chained")
+                here, before = (_place(id) for id in (above, self._above[id]))
+                raise _BadLine(f"id {id} {here} here and {before} before: its ids are not chained")
         self._above.update((id, above) for above, id in follows)
         return [self._keys.get(id) or self._new_key(id) for id in ids]
 
@@ -217,7 +235,7 @@ def _open(path: str) -> BinaryIO:
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"it is not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -232,10 +250,10 @@ def _timestamp(values: dict[str, Any]) -> float:
     return float(value)
 
 
-def _length(values: dict[str, Any], name: str, default: int | None = None) -> int:
+def _length(values: dict[str, Any], name: str, default: int | None = None, least: int = 0) -> int:
     value = values.get(name, default)
-    if type(value) is not int or value < 0:
-        raise _BadLine(f"{name} must be a number of tokens, got {_shown(values, name)}")
+    if type(value) is not int or value < least:
+        raise _BadLine(f"{name} must be a number of tokens of at least {least}, got {_shown(values, name)}")
     return value
 
 
@@ -244,6 +262,10 @@ def _integers(values: dict[str, Any], name: str) -> list[int]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise _BadLine(f"{name} must be a list of integers")
     return value
+
+
+def _place(above: int | None) -> str:
+    return "begins a prompt" if above is None else f"follows {above}"
 
 
 def _shown(values: dict[str, Any], name: str) -> str:

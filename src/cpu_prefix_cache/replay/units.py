@@ -23,9 +23,11 @@ def parse_capacity(text: str, block_bytes: int | None) -> int:
     Raises ConfigurationError for what is neither, for bytes while `block_bytes` is not known, and for less than a
     block.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None:
-        raise ConfigurationError(f"a capacity is a number of blocks, or of bytes like 10GiB; got {text!r}")
+        raise ConfigurationError(
+            f"a capacity is a number of blocks, or of bytes like 10GiB, in at most 15 digits; got {text[:40]!r}"
+        )
     number, unit = match.groups()
     if not unit:
         if not number.isdecimal() or int(number) < 1:
