@@ -5,11 +5,12 @@ import pytest
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.replay.tiers import HostTier
 from tests.replay.traces import random_prompts, trace_of
 
 
-def replayed(trace, policy, capacity):
-    return replay_one_tier(trace, policy, capacity, Meter("test", trace.blocks))
+def replayed(trace, policy, capacity, **options):
+    return replay_one_tier(trace, HostTier(capacity, policy, **options), Meter("test", trace.blocks))
 
 
 def slow_lru(trace, capacity):

@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,14 @@ from cpu_prefix_cache.replay.cli import main
 from tests.replay.traces import mooncake_lines, random_prompts, write
 
 PROMPTS = ["abc", "abd", "xyz", "abc"]
+# In 2 layers K and V of 2 heads, each 128 numbers of 2 bytes: 2048 bytes a token.
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture
@@ -59,7 +70,7 @@ def test_two_tiers(trace, capsys, offload):
     table = rows(capsys)
     assert {name for name, _ in table} == {"lru", "arc", "min", "at eviction", "no cache", "infinite"}
     assert table["lru", "50"]["hit blocks"] == table["infinite", "-"]["hit blocks"]
-    assert table["lru", "50"]["lost"].isdecimal()
+    assert table["lru", "50"]["lost before store"].isdecimal()
 
 
 def test_json_has_one_result_for_each_policy_and_capacity(trace, tmp_path):
@@ -102,14 +113,24 @@ def test_bytes_are_capacities_and_are_counted(trace, capsys):
     assert rows(capsys)["lru", "100"]["stored bytes"] == "7.0 MiB"
 
 
-def test_a_model_says_what_a_token_weighs(trace, capsys, monkeypatch):
-    models = ModuleType("models")
-    models.read_model = lambda path: [str(path)]
-    models.prefix_bytes_per_token = lambda groups: {"model/config.json": 2048, "state/config.json": 0}[groups[0]]
-    monkeypatch.setitem(sys.modules, "cpu_prefix_cache.replay.models", models)
-    main(["replay", trace, "--policy", "lru", "--capacity", "100MiB", "--model", "model/config.json"])
-    assert rows(capsys)["lru", "100"]["loaded bytes"] == "5.0 MiB"
-    assert main(["replay", trace, "--model", "state/config.json"]) == 2
+@pytest.mark.parametrize(
+    ("options", "loaded"), [([], "5.0 MiB"), (["--tp", "4"], "10.0 MiB"), (["--kv-dtype", "fp8"], "2.5 MiB")]
+)
+def test_a_model_says_what_a_token_weighs(trace, tmp_path, capsys, options, loaded):
+    """Of two KV heads four ranks have one each."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    replay = ["replay", trace, "--policy", "lru", "--capacity", "200MiB", "--model", str(tmp_path), *options]
+    assert main(replay) == 0
+    [found] = [cells for (policy, _), cells in rows(capsys).items() if policy == "lru"]
+    assert found["loaded bytes"] == loaded
+
+
+def test_a_model_that_keeps_nothing_for_a_token_has_no_bytes_per_token(trace, tmp_path, capsys):
+    states = {"model_type": "falcon_mamba", "num_hidden_layers": 2, "hidden_size": 64, "state_size": 4}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(states | {"intermediate_size": 128, "conv_kernel": 4}))
+    assert main(["replay", trace, "--model", str(config)]) == 2
+    assert "keeps nothing for each token" in capsys.readouterr().err
 
 
 def test_token_logs_and_limits(tmp_path, capsys):
@@ -124,12 +145,12 @@ def test_a_bad_line_stops_it_or_is_counted(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "log.jsonl, line 5: it is not JSON" in printed.err and not printed.out
     assert main(["replay", trace, "--skip-bad-lines"]) == 0
-    assert "1 bad lines were skipped, the first: " in capsys.readouterr().out
+    assert "bad lines that were skipped: 1, the first: " in capsys.readouterr().out
 
 
 def test_a_size_of_blocks_that_does_not_fit_is_asked_about(trace, capsys):
     main(["replay", trace, "--block-tokens", "16"])
-    assert "4 requests have more or fewer blocks than their input_length takes" in capsys.readouterr().out
+    assert "requests with more or fewer blocks than their input_length takes: 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -144,17 +165,29 @@ def test_a_size_of_blocks_that_does_not_fit_is_asked_about(trace, capsys):
         (["--horizon", "4"], "--horizon is for two tiers"),
         (["--device-capacity", "0"], "at least one block"),
         (["--device-capacity", "8", "--offload", "eager", "--horizon", "4"], "eager ones do not look ahead"),
-        (["--json", "no/such/folder/out.json"], "cannot be written"),
+        (["--json", "no/such/folder/out.json"], "there is no such folder"),
+        (["--plot", "no/such/folder/out.png"], "there is no such folder"),
+        (["--json", "."], "is a folder"),
+        (["--capacity", "9" * 400], "at most 15 digits"),
+        (["--capacity", "9" * 400 + "GiB", "--bytes-per-token", "1"], "at most 15 digits"),
+        (["--tp", "2"], "--tp is for --model"),
+        (["--bytes-per-token", "2", "--kv-dtype", "fp8"], "--kv-dtype is for --model"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(trace, capsys, arguments, sentence):
+def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(trace, capsys, arguments, sentence):
     assert main(["replay", trace, *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert sentence in printed.err and not printed.out
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--limit", "0"], ["--horizon", "x"], ["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]],
+    [
+        *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
+        *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
+        *(["--store-after", "0"], ["--min-store-tokens", "-1"]),
+    ],
+    ids=str,
 )
 def test_what_is_no_option_is_refused(trace, capsys, arguments):
     with pytest.raises(SystemExit) as exit:
@@ -174,5 +207,73 @@ def test_a_plot_is_drawn(trace, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert main(["replay", trace, "--plot", str(tmp_path / "out.png")]) == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["replay", trace, "--plot", str(tmp_path / "out.what")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    capsys.readouterr()
+    for name in ("out.what", "out"):
+        assert main(["replay", trace, "--plot", str(tmp_path / name)]) == 2
+        printed = capsys.readouterr()
+        assert "a plot's name ends in one of" in printed.err and not printed.out
+
+
+def test_a_capacity_beyond_the_trace_takes_no_memory_and_is_infinite(trace, capsys):
+    most = str(10**14)
+    for tiers in (["--capacity", most], ["--capacity", most, "--device-capacity", "4"]):
+        assert main(["replay", trace, "--policy", "lru,arc,adaptive", *tiers]) == 0
+        table = rows(capsys)
+        assert {table[policy, f"{10**14:,}"]["hit blocks"] for policy in ("lru", "arc", "adaptive")} == {"0.4167"}
+    assert main(["replay", trace, "--policy", "lru", "--capacity", "2", "--device-capacity", most]) == 0
+    assert rows(capsys)["lru", "2"]["stored"] == "0"
+
+
+def test_admission_options_hold_back_what_few_or_short_prompts_had(trace, capsys):
+    for tiers in (["--capacity", "100"], ["--capacity", "100", "--device-capacity", "3"]):
+        stored = {}
+        for options in ([], ["--store-after", "2"], ["--min-store-tokens", str(4 * 512)]):
+            assert main(["replay", trace, "--policy", "lru", *tiers, *options]) == 0
+            stored["".join(options[:1])] = int(rows(capsys)["lru", "100"]["stored"])
+        assert stored[""] > stored["--store-after"] > stored["--min-store-tokens"] == 0
+
+
+def test_what_is_held_back_is_said(trace, capsys):
+    main(["replay", trace, "--capacity", "9", "--store-after", "2"])
+    assert "stored is what 2 or more prompts of at least 0 tokens had" in capsys.readouterr().out
+
+
+# Seen from a shell
+
+
+def started(arguments, **pipes):
+    command = [sys.executable, "-m", "cpu_prefix_cache.replay.cli", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **pipes)
+
+
+def test_interrupted_it_says_so(tmp_path):
+    """It waits for a trace that never comes."""
+    os.mkfifo(tmp_path / "trace")
+    process = started(["replay", str(tmp_path / "trace")], stdout=subprocess.PIPE)
+    with open(tmp_path / "trace", "w"):  # it has come that far
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == "cpu-prefix-cache: interrupted\n"
+    assert process.returncode == 130
+
+
+def test_when_nobody_reads_what_it_prints_it_says_so(trace):
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = started(["replay", trace], stdout=writer)
+    os.close(writer)
+    assert process.communicate()[1] == "cpu-prefix-cache: cannot print: Broken pipe\n"
+    assert process.returncode == 2
+
+
+def test_without_a_stdout_it_does_nothing(trace, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["replay", trace]) == 2
+    assert "stdout is closed" in capsys.readouterr().err
+
+
+def test_names_that_a_terminal_cannot_show_are_escaped(trace, tmp_path):
+    odd = tmp_path / "\u00f6.jsonl"
+    odd.write_text(Path(trace).read_text())
+    process = started(["replay", str(odd)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert "\\xf6.jsonl" in process.communicate()[0]
+    assert process.returncode == 0

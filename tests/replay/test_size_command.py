@@ -11,6 +11,7 @@ from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import read_model
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.resumable import ResumableReplay
+from cpu_prefix_cache.replay.tiers import HostTier
 from cpu_prefix_cache.replay.traces import read_traces
 
 LLAMA = {
@@ -125,4 +126,4 @@ def test_without_checkpoints_it_replays_what_the_replay_command_replays(tmp_path
     )
     for request in trace.requests:
         replay.serve(request.keys, request.now)
-    assert replay.hit_chunks == replay_one_tier(trace, policy, capacity, Meter("", trace.blocks)).hit_blocks
+    assert replay.hit_chunks == replay_one_tier(trace, HostTier(capacity, policy), Meter("", trace.blocks)).hit_blocks

@@ -5,14 +5,16 @@ import pytest
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
 from cpu_prefix_cache.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.two_tiers import ReplayEngine, replay_two_tiers
 from tests.replay.traces import random_prompts, trace_of
 
 MODES = ("lazy", "eager")
 
 
-def replayed(trace, offload, host, device, policy="lru", horizon=400):
-    return replay_two_tiers(trace, policy, host, device, offload, horizon, Meter("test", trace.blocks))
+def replayed(trace, offload, host, device, policy="lru", horizon=400, **options):
+    tiers = HostTier(host, policy, **options), DeviceTier(device, offload, horizon)
+    return replay_two_tiers(trace, *tiers, Meter("test", trace.blocks))
 
 
 class SlowTier:
@@ -86,7 +88,7 @@ def test_a_prompt_longer_than_the_device_is_cut(offload):
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_every_request_leaves_the_engine_at_rest(offload, policy):
     trace = trace_of(["", *random_prompts(2, 60)])
-    engine = ReplayEngine(trace, policy, 12, 9, offload, horizon=400)
+    engine = ReplayEngine(trace, HostTier(12, policy), DeviceTier(9, offload))
     for request in trace.requests:
         engine.serve(request)
         engine.cache.check_valid()

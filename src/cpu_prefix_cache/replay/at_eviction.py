@@ -15,7 +15,7 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 def replay_at_eviction(trace: Trace, capacity: int, device_capacity: int) -> Tally:
     """`capacity` blocks on the host behind `device_capacity` on the device."""
-    gpu, host = BlockPool(device_capacity), _Host(capacity)
+    gpu, host = BlockPool(trace.usable(device_capacity)), _Host(capacity)
     tally = Tally()
     for request in trace.requests:
         hit = _serve(request, gpu, host)

@@ -11,6 +11,11 @@ from typing import Any
 
 from cpu_prefix_cache.errors import ConfigurationError
 
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("float32", "float"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "half"), 2),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
+}
 NO_WINDOW = {"use_sliding_window": False}
 
 # What published configurations leave out, because it is the default of the class that reads them.
@@ -49,7 +54,7 @@ class ModelConfig:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(f"cannot read the model's configuration: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{file} is not JSON: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("text_config") or {}, dict):
             raise ConfigurationError(f"{file} is not the configuration of a model")
@@ -87,12 +92,30 @@ class ModelConfig:
             raise self.refused(f"its {name} is not a list of layers")
         return frozenset(value)
 
+    def item_bytes(self, *names: str) -> int:
+        """What a number takes of the type that the first of `names` says, else of the model's own, else of bfloat16.
+
+        Raises ConfigurationError.
+        """
+        for name in (*names, "dtype", "torch_dtype"):
+            value = self.values.get(name)
+            if value is not None and value != "auto":
+                return bytes_of(str(value).removeprefix("torch."))
+        return bytes_of("bfloat16")
+
     def refused(self, reason: str) -> ConfigurationError:
         """What to raise: why this model's KV state is not known for certain, and what to do."""
         return ConfigurationError(
             f"cannot tell from its configuration what a model of type {self.family!r} keeps: {reason}; "
             "give --bytes-per-token instead"
         )
+
+
+def bytes_of(dtype: str) -> int:
+    """What a number takes, by the name that configurations and engines give to its type. Raises ConfigurationError."""
+    if dtype not in ITEM_BYTES:
+        raise ConfigurationError(f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from pathlib import Path
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.planner import FAR_CHUNKS, HybridChunkPlanner
-from cpu_prefix_cache.replay.dtypes import bytes_of, item_bytes
 from cpu_prefix_cache.replay.layers import layers_by_kind
-from cpu_prefix_cache.replay.model_config import ModelConfig
+from cpu_prefix_cache.replay.model_config import ModelConfig, bytes_of
 from cpu_prefix_cache.replay.state_bytes import state_bytes
 
 BLOCK_TOKENS = 16
@@ -124,7 +123,7 @@ def _kv_item_bytes(config: ModelConfig, kv_dtype: str | None) -> int:
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if isinstance(scheme, dict) and scheme.get("num_bits") == 8:
         return 1
-    return item_bytes(config)
+    return config.item_bytes()
 
 
 def _window(config: ModelConfig, kind: GroupKind) -> int:

@@ -3,15 +3,21 @@
 from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
+from cpu_prefix_cache.replay.tiers import HostTier
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 
-def replay_one_tier(trace: Trace, policy: str, capacity: int, meter: Meter) -> Tally:
-    """One request after the other, each over before the next one comes. `capacity` is blocks.
+def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
+    """One request after the other, each over before the next one comes.
 
     Of a prompt longer than the pool, the beginning that fits is stored; the rest counts as missed.
     """
-    pool = BlockPool(capacity, policy)
+    pool = BlockPool(
+        trace.usable(host.capacity),
+        host.policy,
+        store_after=host.store_after,
+        min_store_tokens=host.min_store_tokens,
+    )
     tally = Tally()
     for requests in meter.slices(trace.requests):
         for request in requests:
@@ -27,7 +33,7 @@ def _serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
     keys = request.keys
     hit = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[hit - 1]) if hit else None
-    touch = pool.touch(deepest, keys, request.now)
+    touch = pool.touch(deepest, keys, request.now, request.tokens)
     missing = keys[hit : pool.capacity]
     if missing:
         pin = None if deepest is None else pool.pin(deepest)

@@ -1,10 +1,19 @@
-"""The options that every subcommand has: which requests to read, and how."""
+"""The options that the subcommands share: which requests to read, and what the KV of a token weighs."""
 
 import argparse
+import math
+from pathlib import Path
+
+from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
+from cpu_prefix_cache.replay.traces import Trace, read_traces
+
+MOST_DIGITS = 15
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """For `read_traces`: TRACE, --block-tokens, --limit and --skip-bad-lines."""
+    """For `trace_of`: TRACE, --block-tokens, --limit and --skip-bad-lines."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -22,8 +31,53 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines, and go on without them")
 
 
+def trace_of(args: argparse.Namespace) -> Trace:
+    """The requests that were asked for. Raises TraceError."""
+    return read_traces(
+        args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
+    )
+
+
+def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """For `groups_of`: --model with --tp and --kv-dtype, or --bytes-per-token."""
+    weight = parser.add_mutually_exclusive_group(required=required)
+    weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
+    weight.add_argument(
+        "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
+    )
+    parser.add_argument("--tp", type=positive, metavar="N", help="ranks of tensor parallelism (default 1)")
+    parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
+
+
+def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:
+    """What the model keeps, in blocks that fit the trace's; nothing if neither option was given.
+
+    Raises ConfigurationError for a model whose configuration does not tell, and for --tp and --kv-dtype without one.
+    """
+    block = math.gcd(BLOCK_TOKENS, trace_block)
+    if args.model is not None:
+        return read_model(args.model, args.tp or 1, block_tokens=block, kv_dtype=args.kv_dtype)
+    for name in ("tp", "kv_dtype"):
+        if getattr(args, name) is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for --model, which says what it changes")
+    if args.bytes_per_token is None:
+        return []
+    return [Group(name="full", kind=GroupKind.PREFIX, block_tokens=block, block_bytes=args.bytes_per_token * block)]
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return _whole_number(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0, for argparse."""
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    if len(text) > MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"must be a number of at most {MOST_DIGITS} digits, got {len(text)}")
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
     return int(text)

@@ -6,7 +6,7 @@ options -> plan of what to replay -> outcomes, and what they are compared with -
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,28 @@ from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
 from cpu_prefix_cache.replay.clairvoyant import Future, replay_ideal, replay_min
 from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
-from cpu_prefix_cache.replay.options import add_trace_options, positive
+from cpu_prefix_cache.replay.options import (
+    add_trace_options,
+    add_weight_options,
+    groups_of,
+    natural,
+    positive,
+    trace_of,
+)
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally, as_json
-from cpu_prefix_cache.replay.plot import check_plots_can_be_drawn, draw
-from cpu_prefix_cache.replay.report import References, describe_trace, notes, table
-from cpu_prefix_cache.replay.traces import Trace, read_traces
+from cpu_prefix_cache.replay.plot import check_plot_can_be_drawn, draw
+from cpu_prefix_cache.replay.report import References, describe_admission, describe_device, describe_trace, notes, table
+from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
+from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
 from cpu_prefix_cache.replay.units import parse_capacity
 
 CLAIRVOYANT = "min"
 POLICY_NAMES = (*POLICIES, CLAIRVOYANT)
-DEFAULT_HORIZON = 400
 # Without --capacity: these parts of the different blocks of the trace.
 DEFAULT_PARTS = (32, 16, 8, 4, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTier:
-    """In blocks. `horizon` is how far lazy stores look ahead."""
-
-    capacity: int
-    offload: str
-    horizon: int
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,6 +50,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.set_defaults(run=run)
     add_trace_options(parser)
     _add_cache_options(parser)
+    add_weight_options(parser, required=False)
     parser.add_argument("--json", metavar="OUT", help="write the results here, too")
     parser.add_argument("--plot", metavar="OUT.png", help="draw hit ratio over capacity (needs matplotlib)")
 
@@ -58,22 +58,21 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Raises PrefixCacheError for options and traces that will not do."""
     policies = _policies(args.policy)
-    if args.plot:
-        check_plots_can_be_drawn()
-    trace = read_traces(
-        args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
-    )
+    _check_results_can_be_written(args)
+    trace = trace_of(args)
     block_bytes = _block_bytes(args, trace)
-    tier = _device_tier(args, block_bytes)
+    device = _device_tier(args, block_bytes)
+    hosts = _host_tiers(args, trace, block_bytes)
     print(describe_trace(trace), flush=True)
-    if tier is not None:
-        print(_describe_device(tier), flush=True)
-    capacities = _capacities(args.capacity, trace, block_bytes)
-    outcomes, references = _replay_all(trace, policies, capacities, tier)
-    print(f"\n{table(outcomes, references, block_bytes)}\n\n{notes(tier is not None)}")
-    if args.json:
+    if device is not None:
+        print(describe_device(device), flush=True)
+    if args.store_after > 1 or args.min_store_tokens:
+        print(describe_admission(hosts[0]), flush=True)
+    outcomes, references = _replay_all(trace, policies, hosts, device)
+    print(f"\n{table(outcomes, references, block_bytes)}\n\n{notes(device is not None)}")
+    if args.json is not None:
         _write_json(args.json, as_json(trace, references.ideal, outcomes))
-    if args.plot:
+    if args.plot is not None:
         title = ", ".join(Path(path).name for path in trace.paths)
         policies_only = [outcome for outcome in outcomes if outcome.policy != CLAIRVOYANT]
         draw(args.plot, title, references.ideal, policies_only, references.clairvoyant)
@@ -96,11 +95,18 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--horizon",
         type=positive,
         metavar="N",
-        help=f"blocks that lazy stores look ahead (default: {DEFAULT_HORIZON}; at most a quarter of the device)",
+        help=f"blocks that lazy stores look ahead (default: {DeviceTier(1).horizon}; at most a quarter of the device)",
     )
-    weight = parser.add_mutually_exclusive_group()
-    weight.add_argument("--bytes-per-token", type=positive, metavar="N", help="what the KV of a token weighs")
-    weight.add_argument("--model", metavar="CONFIG", help="a model's config.json, which says what a token weighs")
+    parser.add_argument(
+        "--store-after", type=positive, default=1, metavar="N", help="store what N prompts had (default: 1)"
+    )
+    parser.add_argument(
+        "--min-store-tokens",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="store nothing of shorter prompts (default: 0; with a device, lengths are whole blocks)",
+    )
 
 
 def _policies(names: str | None) -> list[str]:
@@ -113,15 +119,24 @@ def _policies(names: str | None) -> list[str]:
     return list(dict.fromkeys(policies))
 
 
+def _check_results_can_be_written(args: argparse.Namespace) -> None:
+    """Before a long replay, not after it."""
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path is not None and Path(path).is_dir():
+            raise ConfigurationError(f"--{name} cannot be written to {path}, which is a folder")
+        if path is not None and not Path(path).parent.is_dir():
+            raise ConfigurationError(f"--{name} cannot be written to {path}: there is no such folder")
+    if args.plot is not None:
+        check_plot_can_be_drawn(args.plot)
+
+
 def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:
     """What a block weighs, if that was said."""
-    if args.bytes_per_token is not None:
-        return int(args.bytes_per_token) * trace.block_tokens
-    if args.model is None:
+    groups = groups_of(args, trace.block_tokens)
+    if not groups:
         return None
-    from cpu_prefix_cache.replay.models import prefix_bytes_per_token, read_model
-
-    per_token: int = prefix_bytes_per_token(read_model(Path(args.model)))
+    per_token = prefix_bytes_per_token(groups)
     if per_token < 1:
         raise ConfigurationError(f"{args.model} keeps nothing for each token: give capacities in blocks")
     return per_token * trace.block_tokens
@@ -133,64 +148,64 @@ def _device_tier(args: argparse.Namespace, block_bytes: int | None) -> DeviceTie
             if getattr(args, name) is not None:
                 raise ConfigurationError(f"--{name} is for two tiers: give --device-capacity")
         return None
-    offload = args.offload or "lazy"
-    if args.horizon is not None and offload != "lazy":
+    if args.horizon is not None and args.offload not in (None, "lazy"):
         raise ConfigurationError("--horizon is for lazy stores: eager ones do not look ahead")
-    return DeviceTier(parse_capacity(args.device_capacity, block_bytes), offload, args.horizon or DEFAULT_HORIZON)
+    given = {name: getattr(args, name) for name in ("offload", "horizon") if getattr(args, name) is not None}
+    return DeviceTier(parse_capacity(args.device_capacity, block_bytes), **given)
 
 
-def _describe_device(tier: DeviceTier) -> str:
-    ahead = (
-        f", looking {min(tier.horizon, max(1, tier.capacity // 4)):,} blocks ahead" if tier.offload == "lazy" else ""
-    )
-    return f"behind a device of {tier.capacity:,} blocks, least recently used first out; {tier.offload} stores{ahead}"
-
-
-def _capacities(texts: str | None, trace: Trace, block_bytes: int | None) -> list[int]:
-    if texts is None:
-        return sorted({max(1, trace.different_blocks // part) for part in DEFAULT_PARTS})
-    return sorted({parse_capacity(text, block_bytes) for text in texts.split(",")})
+def _host_tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> list[HostTier]:
+    """One of each capacity, without a policy yet."""
+    if args.capacity is None:
+        capacities = {max(1, trace.different_blocks // part) for part in DEFAULT_PARTS}
+    else:
+        capacities = {parse_capacity(text, block_bytes) for text in args.capacity.split(",")}
+    return [
+        HostTier(capacity, store_after=args.store_after, min_store_tokens=args.min_store_tokens)
+        for capacity in sorted(capacities)
+    ]
 
 
 # Replaying
 
 
 def _replay_all(
-    trace: Trace, policies: Sequence[str], capacities: Sequence[int], tier: DeviceTier | None
+    trace: Trace, policies: Sequence[str], hosts: Sequence[HostTier], device: DeviceTier | None
 ) -> tuple[list[Outcome], References]:
     future = Future(trace)
-    clairvoyant = [_clairvoyant(future, capacity, tier) for capacity in capacities]
+    clairvoyant = [_clairvoyant(future, host, device) for host in hosts]
     outcomes = []
-    for capacity, known in zip(capacities, clairvoyant, strict=True):
-        outcomes += [known if policy == CLAIRVOYANT else _replay(trace, policy, capacity, tier) for policy in policies]
+    for host, known in zip(hosts, clairvoyant, strict=True):
+        outcomes += [
+            known if policy == CLAIRVOYANT else _replay(trace, replace(host, policy=policy), device)
+            for policy in policies
+        ]
     at_eviction = []
-    if tier is not None:
-        at_eviction = [(size, Ratios.of(replay_at_eviction(trace, size, tier.capacity), trace)) for size in capacities]
+    if device is not None:
+        sizes = [host.capacity for host in hosts]
+        at_eviction = [(size, Ratios.of(replay_at_eviction(trace, size, device.capacity), trace)) for size in sizes]
     return outcomes, References(Ratios.of(replay_ideal(trace), trace), clairvoyant, at_eviction)
 
 
-def _replay(trace: Trace, policy: str, capacity: int, tier: DeviceTier | None) -> Outcome:
-    meter = Meter(f"{policy}, {capacity:,} blocks", trace.blocks)
-    if tier is None:
-        tally = replay_one_tier(trace, policy, capacity, meter)
-    else:
-        tally = replay_two_tiers(trace, policy, capacity, tier.capacity, tier.offload, tier.horizon, meter)
-    return _outcome(trace, policy, capacity, tier, tally, meter)
+def _replay(trace: Trace, host: HostTier, device: DeviceTier | None) -> Outcome:
+    meter = Meter(f"{host.policy}, {host.capacity:,} blocks", trace.blocks)
+    tally = replay_one_tier(trace, host, meter) if device is None else replay_two_tiers(trace, host, device, meter)
+    return _outcome(trace, host, device, tally, meter)
 
 
-def _clairvoyant(future: Future, capacity: int, tier: DeviceTier | None) -> Outcome:
+def _clairvoyant(future: Future, host: HostTier, device: DeviceTier | None) -> Outcome:
     """In two tiers, of one cache as large as both."""
-    meter = Meter(f"{CLAIRVOYANT}, {capacity:,} blocks", future.trace.blocks)
-    tally = replay_min(future, capacity + (0 if tier is None else tier.capacity), meter)
-    return _outcome(future.trace, CLAIRVOYANT, capacity, tier, tally, meter)
+    meter = Meter(f"{CLAIRVOYANT}, {host.capacity:,} blocks", future.trace.blocks)
+    tally = replay_min(future, host.capacity + (0 if device is None else device.capacity), meter)
+    return _outcome(future.trace, replace(host, policy=CLAIRVOYANT), device, tally, meter)
 
 
-def _outcome(trace: Trace, policy: str, capacity: int, tier: DeviceTier | None, tally: Tally, meter: Meter) -> Outcome:
+def _outcome(trace: Trace, host: HostTier, device: DeviceTier | None, tally: Tally, meter: Meter) -> Outcome:
     return Outcome(
-        policy=policy,
-        capacity=capacity,
-        device_capacity=None if tier is None else tier.capacity,
-        offload=None if tier is None else tier.offload,
+        policy=host.policy,
+        capacity=host.capacity,
+        device_capacity=None if device is None else device.capacity,
+        offload=None if device is None else device.offload,
         tally=tally,
         ratios=Ratios.of(tally, trace),
         trace_blocks=trace.blocks,

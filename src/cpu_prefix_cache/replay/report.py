@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios
+from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_bytes
 
@@ -18,7 +19,7 @@ infinite: a cache without a limit."""
 TWO_TIERS_NOTE = """\
 In two tiers, min is one cache as large as device and host together.
 at eviction: least recently used blocks, each stored at the very moment it leaves the device. A reference, too.
-lost: blocks that left the device before they were stored."""
+lost before store: blocks that left the device before they were stored."""
 NONE = Ratios(0.0, 0.0)
 
 
@@ -37,13 +38,31 @@ def describe_trace(trace: Trace) -> str:
         f"{trace.block_tokens} tokens, {trace.different_blocks:,} of them different"
     ]
     if trace.bad_lines:
-        lines.append(f"{len(trace.bad_lines):,} bad lines were skipped, the first: {trace.bad_lines[0]}")
+        lines.append(f"bad lines that were skipped: {len(trace.bad_lines):,}, the first: {trace.bad_lines[0]}")
+    if trace.out_of_order:
+        lines.append(
+            f"requests that came before the one above them: {trace.out_of_order:,}; replayed in the order of time"
+        )
     if trace.odd_lengths:
         lines.append(
-            f"{trace.odd_lengths:,} requests have more or fewer blocks than their input_length takes: "
+            f"requests with more or fewer blocks than their input_length takes: {trace.odd_lengths:,}; "
             f"is a block {trace.block_tokens} tokens (--block-tokens)?"
         )
     return "\n".join(lines)
+
+
+def describe_admission(host: HostTier) -> str:
+    return (
+        f"stored is what {host.store_after:,} or more prompts of at least {host.min_store_tokens:,} tokens had; "
+        "the references hold nothing back"
+    )
+
+
+def describe_device(device: DeviceTier) -> str:
+    ahead = f", looking {device.looks_ahead:,} blocks ahead" if device.offload == "lazy" else ""
+    return (
+        f"behind a device of {device.capacity:,} blocks, least recently used first out; {device.offload} stores{ahead}"
+    )
 
 
 def table(outcomes: Sequence[Outcome], references: References, block_bytes: int | None) -> str:
@@ -89,7 +108,7 @@ _COLUMNS = (
     _Column("loaded", lambda outcome, _: f"{outcome.tally.loaded_blocks:,}"),
     _Column("loaded bytes", lambda outcome, block: show_bytes(outcome.tally.loaded_blocks * block), needs_bytes=True),
     _Column("evictions", lambda outcome, _: f"{outcome.tally.evictions:,}"),
-    _Column("lost", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", needs_device=True),
+    _Column("lost before store", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", needs_device=True),
     _Column("seconds", lambda outcome, _: f"{outcome.seconds:.3f}"),
     _Column("blocks/s", lambda outcome, _: f"{outcome.trace_blocks / max(outcome.seconds, 1e-9):,.0f}"),
 )

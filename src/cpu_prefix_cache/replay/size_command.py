@@ -9,28 +9,19 @@ there are no checkpoints at their ends. A hit may cover all of a prompt.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.groups import Group
 from cpu_prefix_cache.planner import HybridChunkPlanner
 from cpu_prefix_cache.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.models import (
-    ANY_LENGTH,
-    BLOCK_TOKENS,
-    checkpoint_bytes,
-    in_large_blocks,
-    prefix_bytes_per_token,
-    read_model,
-)
-from cpu_prefix_cache.replay.options import add_trace_options, positive
+from cpu_prefix_cache.replay.models import ANY_LENGTH, checkpoint_bytes, in_large_blocks, prefix_bytes_per_token
+from cpu_prefix_cache.replay.options import add_trace_options, add_weight_options, groups_of, trace_of
 from cpu_prefix_cache.replay.report import describe_trace
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
-from cpu_prefix_cache.replay.sizing import Point, Sizing, smallest_capacity
-from cpu_prefix_cache.replay.traces import Trace, read_traces
+from cpu_prefix_cache.replay.sizing import Point, Sizing, check_target, smallest_capacity
+from cpu_prefix_cache.replay.traces import Trace
 
 GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
 
@@ -43,13 +34,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_trace_options(parser)
-    weight = parser.add_mutually_exclusive_group(required=True)
-    weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
-    weight.add_argument(
-        "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
-    )
-    parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism (default 1)")
-    parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
+    add_weight_options(parser, required=True)
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="who is evicted (default lru)")
     parser.set_defaults(run=run)
@@ -57,10 +42,9 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print it. Raises PrefixCacheError for options, traces and models that will not do."""
-    trace = read_traces(
-        args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
-    )
-    groups = _groups(args, trace.block_tokens)
+    check_target(args.target)
+    trace = trace_of(args)
+    groups = groups_of(args, trace.block_tokens)
     print(f"{describe_trace(trace)}\n{_weights(groups)}", flush=True)
     planner = HybridChunkPlanner(in_large_blocks(groups, trace.block_tokens), max_model_len=ANY_LENGTH)
     sizing = smallest_capacity(
@@ -74,14 +58,6 @@ def run(args: argparse.Namespace) -> int:
     print(_table(planner, sizing))
     print(_answer(planner, sizing))
     return 0
-
-
-def _groups(args: argparse.Namespace, trace_block: int) -> list[Group]:
-    """What the model keeps, in blocks that fit the trace's."""
-    block = math.gcd(BLOCK_TOKENS, trace_block)
-    if args.model is not None:
-        return read_model(args.model, args.tp, block_tokens=block, kv_dtype=args.kv_dtype)
-    return [Group(name="full", kind=GroupKind.PREFIX, block_tokens=block, block_bytes=args.bytes_per_token * block)]
 
 
 def _hit_ratio(trace: Trace, planner: HybridChunkPlanner, policy: str) -> Callable[[int], float]:

@@ -35,6 +35,12 @@ class Sizing:
     points: tuple[Point, ...]
 
 
+def check_target(target: float) -> None:
+    """Raises ConfigurationError unless 0 < target <= 1."""
+    if not 0 < target <= 1:
+        raise ConfigurationError(f"target is a share of the ideal hit ratio, above 0 and up to 1; got {target}")
+
+
 def smallest_capacity(
     hit_ratio: Callable[[int], float], *, target: float, least: int, largest: int, close: float = CLOSE
 ) -> Sizing:
@@ -42,8 +48,7 @@ def smallest_capacity(
 
     Raises ConfigurationError unless 0 < target <= 1 and 1 <= least <= largest.
     """
-    if not 0 < target <= 1:
-        raise ConfigurationError(f"target is a share of the ideal hit ratio, above 0 and up to 1; got {target}")
+    check_target(target)
     if not 1 <= least <= largest:
         raise ConfigurationError(f"capacities from {least} to {largest} are none")
     tried: dict[int, float] = {largest: hit_ratio(largest)}

@@ -9,15 +9,14 @@ that: one value fewer of each channel than the convolution is wide.
     convolution   nothing but the convolution                                      LFM2
 """
 
-from cpu_prefix_cache.replay.dtypes import item_bytes
 from cpu_prefix_cache.replay.model_config import ModelConfig
 
 
 def state_bytes(config: ModelConfig, tp: int) -> int:
     """One layer's state, on `tp` ranks together. Raises ConfigurationError if its kind or a number is not known."""
     channels, kernel, recurrent = _state(config, tp)
-    dtype = item_bytes(config)
-    recurrent_dtype = item_bytes(config, "mamba_ssm_dtype", "mamba_ssm_cache_dtype")
+    dtype = config.item_bytes()
+    recurrent_dtype = config.item_bytes("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
     return channels * (kernel - 1) * dtype + recurrent * recurrent_dtype
 
 

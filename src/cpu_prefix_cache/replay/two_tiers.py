@@ -10,7 +10,7 @@ Requests come one after the other. Each goes through what an engine does for it:
 
 Every copy is reported as done before anything else happens. A prompt longer than the device is cut, and the rest of it
 counts as missed. The device evicts its least recently used, as engines do; the policy is the host's. All of a prompt
-may be hit: the token after it, which is always computed, is taken to be there.
+may be hit: the token after it, which is always computed, is taken to be there, and lengths are whole blocks.
 """
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin
@@ -21,20 +21,16 @@ from cpu_prefix_cache.planner import HybridChunkPlanner
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
+from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 from cpu_prefix_cache.request import Hit, Request
 
 RANK = 0
 
 
-def replay_two_tiers(
-    trace: Trace, policy: str, capacity: int, device_capacity: int, offload: str, horizon: int, meter: Meter
-) -> Tally:
-    """`capacity` blocks on the host behind `device_capacity` on the device.
-
-    `horizon` is how many blocks a lazy store looks ahead, but at most a quarter of the device.
-    """
-    engine = ReplayEngine(trace, policy, capacity, device_capacity, offload, horizon)
+def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Meter) -> Tally:
+    """One request after the other, each over before the next one comes."""
+    engine = ReplayEngine(trace, host, device)
     tally = Tally()
     for requests in meter.slices(trace.requests):
         for request in requests:
@@ -51,24 +47,25 @@ def replay_two_tiers(
 class ReplayEngine:
     """An engine that serves one request at a time, in no time."""
 
-    def __init__(
-        self, trace: Trace, policy: str, capacity: int, device_capacity: int, offload: str, horizon: int
-    ) -> None:
-        horizon = max(1, min(horizon, device_capacity // 4))
+    def __init__(self, trace: Trace, host: HostTier, device: DeviceTier) -> None:
+        horizon = device.looks_ahead
         self.block_tokens = trace.block_tokens
         self._step_blocks = max(1, horizon // 2)  # what a lazy store promises to have covered before each step
         self._served = 0
         longest = max(len(request.keys) for request in trace.requests)
         block = Group(name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=1)
-        self.gpu = BlockPool(device_capacity)
+        # where all of the trace fits, lazy stores must find only free blocks before them, as on a larger device
+        self.gpu = BlockPool(min(device.capacity, trace.usable(device.capacity) + horizon))
         self.cache = CPUPrefixCache(
             HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens),
             PooledDevice(self.gpu),
-            host_blocks=capacity,
-            offload=offload,
-            policy=policy,
-            max_step_tokens=device_capacity * trace.block_tokens,  # what may be in flight is no limit here
+            host_blocks=trace.usable(host.capacity),
+            offload=device.offload,
+            policy=host.policy,
+            max_step_tokens=self.gpu.capacity * trace.block_tokens,  # what may be in flight is no limit here
             lazy_horizon=horizon,
+            store_after=host.store_after,
+            min_store_tokens=host.min_store_tokens,
         )
 
     def serve(self, request: TraceRequest) -> int:
