@@ -231,6 +231,10 @@ def test_options_are_checked_by_name(start, tmp_path):
         start(speed="fast")
     with pytest.raises(ConfigurationError, match="offload must be one of lazy, eager"):
         start(offload="never")
+    with pytest.raises(ConfigurationError, match="store_after must be at least 1, got 0"):
+        start(store_after=0)
+    with pytest.raises(ConfigurationError, match="min_store_tokens is a whole number of tokens, got '4k'"):
+        start(min_store_tokens="4k")
     with pytest.raises(ConfigurationError, match="a whole number of bytes, got '48 GiB'"):
         CPUPrefixCacheConnector(
             vllm_config(tmp_path, cpu_bytes_to_use="48 GiB"), KVConnectorRole.SCHEDULER, one_group(80)
@@ -258,6 +262,15 @@ print(sorted(new - {"vllm", "connector", "cpu_prefix_cache", "sortedcontainers",
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_admission_options_reach_the_cache(start):
+    engine = start(offload="eager", store_after=2, min_store_tokens=len(PROMPT))
+    stored = []
+    for prompt in (PROMPT, PROMPT, range(500, 529), range(500, 529)):
+        engine.run(list(prompt))
+        stored.append(engine.cache.statistics().chunks_stored)
+    assert stored == [0, 7, 7, 7]
 
 
 def test_a_device_that_is_not_full_keeps_what_it_has(start):

@@ -116,6 +116,16 @@ def test_a_prompt_still_on_the_device_needs_no_host(model):
     assert (again.device_hit_tokens, again.host_hit_tokens, again.computed_tokens) == (96, 0, 4)
 
 
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_what_was_asked_once_or_is_short_is_not_stored(model, offload):
+    pair = Pair(model, offload, store_after=2, min_store_tokens=100)
+    hits = []
+    for length in (100, 100, 100, 99, 99, 99):
+        hits.append(pair.ask_right(prompt_of(length, seed=length)).host_hit_tokens)
+        pair.evict_all()
+    assert hits == [0, 0, 96, 0, 0, 0]
+
+
 def test_with_offload_off_what_the_device_evicts_is_computed_again(model):
     pair = Pair(model, "off")
     pair.ask_right(prompt_of(100))
@@ -201,6 +211,8 @@ def test_a_prompt_that_does_not_fit_is_refused_in_a_sentence(model):
         ({"prefill_tokens": 20}, "multiple of the 16 tokens"),
         ({"offload": "sometimes"}, "lazy, eager"),
         ({"policy": "random"}, "policy must be one of"),
+        ({"store_after": 0}, "store_after must be at least 1"),
+        ({"min_store_tokens": -1}, "min_store_tokens must be at least 0"),
         ({"host_bytes": 100}, "host_bytes must hold at least one chunk"),
         ({"host_bytes": 1 << 60}, "ask for at most"),
     ],

@@ -112,10 +112,11 @@ class PrefixCachedGenerator:
     """Greedy generation whose shared prefixes are computed once.
 
     `device_blocks` blocks of `block_tokens` tokens each are the device pool; `host_bytes` bytes of host memory are
-    the cache behind it (`offload`: lazy, eager or off; `policy`: see cpu_prefix_cache.POLICIES). Prefill runs in
-    chunks that end on multiples of `prefill_tokens`. `prefix_caching=False` computes every prompt from its first
-    token: the same engine, for comparison. Without a tokenizer bytes are tokens. Checkpoints of windows and states take
-    device blocks too; beside those the cache keeps by itself there is one every `checkpoint_interval` tokens, if given.
+    the cache behind it (`offload`: lazy, eager or off; `policy`: see cpu_prefix_cache.POLICIES), where a chunk is
+    stored once `store_after` prompts of at least `min_store_tokens` tokens had it. Prefill runs in chunks that end on
+    multiples of `prefill_tokens`. `prefix_caching=False` computes every prompt from its first token: the same engine,
+    for comparison. Without a tokenizer bytes are tokens. Checkpoints of windows and states take device blocks too;
+    beside those the cache keeps by itself there is one every `checkpoint_interval` tokens, if given.
 
     Raises ConfigurationError, in a sentence that says what would work.
     """
@@ -129,6 +130,8 @@ class PrefixCachedGenerator:
         host_bytes: int = 0,
         offload: str = "lazy",
         policy: str = "lru",
+        store_after: int = 1,
+        min_store_tokens: int = 0,
         block_tokens: int = 16,
         prefill_tokens: int = 256,
         checkpoint_interval: int | None = None,
@@ -166,6 +169,8 @@ class PrefixCachedGenerator:
                 host_bytes=host_bytes,
                 offload=offload,
                 policy=policy,
+                store_after=store_after,
+                min_store_tokens=min_store_tokens,
                 # a load allocates up to a whole prompt in one step
                 max_step_tokens=min(self.max_model_len, device_blocks * block_tokens),
                 checkpoint_interval=checkpoint_interval,

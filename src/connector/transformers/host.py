@@ -29,6 +29,8 @@ class HostTier:
         host_bytes: int,
         offload: str,
         policy: str,
+        store_after: int,
+        min_store_tokens: int,
         max_step_tokens: int,
         checkpoint_interval: int | None,
         wrap_copier: CopierWrapper | None,
@@ -49,6 +51,8 @@ class HostTier:
             host_blocks=num_blocks,
             offload=offload,
             policy=policy,
+            store_after=store_after,
+            min_store_tokens=min_store_tokens,
             max_step_tokens=max_step_tokens,
             checkpoint_interval=checkpoint_interval,
         )

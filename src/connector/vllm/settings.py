@@ -17,15 +17,16 @@ from vllm.v1.kv_cache_interface import (
 
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Group, GroupKind, HybridChunkPlanner
 
-OPTIONS = ("cpu_bytes_to_use", "offload", "policy")
+NUMBERS = {"store_after": "prompts", "min_store_tokens": "tokens"}
+OPTIONS = ("cpu_bytes_to_use", "offload", "policy", *NUMBERS)
 
 
 @dataclass(frozen=True)
 class Settings:
     """`planner` for the model's groups, and what the rest of vLLM's configuration says to a CPUPrefixCache.
 
-    Of `kv_connector_extra_config`: `cpu_bytes_to_use` is the host memory of all ranks together, `offload` and
-    `policy` are passed on.
+    Of `kv_connector_extra_config`: `cpu_bytes_to_use` is the host memory of all ranks together; `offload`, `policy`,
+    `store_after` and `min_store_tokens` are passed on.
     """
 
     planner: HybridChunkPlanner
@@ -38,10 +39,13 @@ class Settings:
         if unknown:
             raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
         host_bytes = extra.pop("cpu_bytes_to_use", None)
-        if not isinstance(host_bytes, int):
+        if type(host_bytes) is not int:
             raise ConfigurationError(
                 f"kv_connector_extra_config needs cpu_bytes_to_use, a whole number of bytes, got {host_bytes!r}"
             )
+        for name in NUMBERS.keys() & extra.keys():
+            if type(extra[name]) is not int:
+                raise ConfigurationError(f"{name} is a whole number of {NUMBERS[name]}, got {extra[name]!r}")
         planner = _planner(vllm_config, kv_cache_config)
         speculative = vllm_config.speculative_config
         options = {
