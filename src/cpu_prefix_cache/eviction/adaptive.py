@@ -137,7 +137,7 @@ class Adaptive:
         turn = 4 if 11 <= last.turn <= 30 else 5 if last.turn > 30 else TURN_OF[last.turn]
         alone = DOCUMENT if last.turn == 1 and matched >= 2 else FRESH
         repeats = REPEAT_OF[min(last.ended, 11)] or alone
-        for segment in path:
+        for segment in reversed(path):  # so that of ghosts the parents are younger, and forgotten last
             children = segment.children
             if children >= 2:
                 role, gap = 5 if children >= 6 else 4 if children >= 3 else 2, segment.gap
