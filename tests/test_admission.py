@@ -1,5 +1,7 @@
 """What may be stored at all: chunks that enough prompts had, and prompts that are long enough."""
 
+from string import ascii_letters
+
 import pytest
 
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError
@@ -30,6 +32,15 @@ def test_what_was_seen_once_is_not_stored_and_what_was_seen_twice_is(mode):
     engine.serves("stuv")
     assert engine.host & {"a", "ab", "abc", "abd"} == {"a", "ab"}
     assert engine.is_at_rest()
+
+
+def test_what_is_held_back_is_not_lost():
+    engine = Engine("lazy", device=4, store_after=2)
+    for letter in ascii_letters:
+        engine.serves(f"{letter}-")
+    statistics = engine.cache.statistics()
+    assert statistics.store_declined > 0 and engine.host == set()
+    assert statistics.lost_before_store == 0
 
 
 @both_modes

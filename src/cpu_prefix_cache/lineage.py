@@ -2,7 +2,8 @@
 
 A device block that is about to be evicted shows its key, not its parent's. So every chunk confirmed as computed is
 remembered with the key of its parent for as long as the device holds it, and forgotten some time after, by a sweep
-that looks at two of the oldest entries for each new one. What is swept without ever having reached the host was lost.
+that looks at two of the oldest entries for each new one. What is swept without ever having reached the host was lost,
+unless the host did not want it.
 
 A checkpoint hangs below its chunk, and is remembered in the same way. In a model that needs them, chunks are worth
 storing for a checkpoint's sake only, so that only checkpoints can be lost.
@@ -76,6 +77,10 @@ class Lineage:
 
     def saved(self, key: bytes) -> None:
         """The chunk has reached the host."""
+        self._unsaved.discard(key)
+
+    def unwanted(self, key: bytes) -> None:
+        """The chunk is not to be stored: it is not lost when the device evicts it."""
         self._unsaved.discard(key)
 
     def clear(self) -> None:

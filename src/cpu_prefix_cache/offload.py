@@ -300,6 +300,7 @@ class Lazy:
         """Whether a chunk that was not stored is not to be stored later either."""
         if stop is Stop.DECLINED:
             self._settled.add(key)
+            self._lineage.unwanted(key)
         return stop in (Stop.NOT_ON_DEVICE, Stop.TOO_LARGE, Stop.DECLINED)
 
     def _missing_chain(self, key: bytes) -> Chain | None:

@@ -35,6 +35,6 @@ class CacheStatistics:
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
     union_misses: int  # prompts that device and host together could have resumed later than either alone
-    lost_before_store: int  # lazy: chunks the device evicted before they were stored, counted with a delay; eager: 0
+    lost_before_store: int  # lazy: chunks the device evicted before the host was offered them, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds

@@ -19,7 +19,7 @@ infinite: a cache without a limit."""
 TWO_TIERS_NOTE = """\
 In two tiers, min is one cache as large as device and host together.
 at eviction: least recently used blocks, each stored at the very moment it leaves the device. A reference, too.
-lost before store: blocks that left the device before they were stored."""
+lost before store: blocks that left the device before the host was offered them."""
 NONE = Ratios(0.0, 0.0)
 
 
