@@ -118,16 +118,14 @@ class Adaptive:
         """Nothing: what was being written was not here."""
 
     def inserted(self, blocks: Sequence[int], touch: None) -> None:
-        keys = [self._keys[block] or b"" for block in blocks]
         parent = self._forest.parent[blocks[0]]
         top: Segment | None = self._mark[parent]
         above, at, stop = top, 0, len(blocks) - self._is_checkpoint(blocks[-1])
         while at < stop:
-            above = self._next_segment(keys[at:stop], blocks[at - 1] if at else parent, above)
+            above = self._next_segment(blocks[at:stop], blocks[at - 1] if at else parent, above)
             at += self._arrive(above, blocks[at:stop])
         if stop < len(blocks):
-            checkpoint = self._segments.find(keys[-1]) or self._begin_unknown(Segment(keys, stop, len(keys)), above)
-            self._arrive(checkpoint, blocks[-1:])
+            self._arrive(self._segment(blocks[-1:], above), blocks[-1:])
         if top is not None:
             self._place(top)
 
@@ -142,26 +140,29 @@ class Adaptive:
         self._place(segment)
         return count
 
-    def _next_segment(self, keys: Sequence[bytes], parent: int, above: Segment | None) -> Segment:
-        """The segment of the chunks with these keys, or of the first of them: below or within the one above."""
-        segment = self._segments.find(keys[0])
-        if segment is not None:
-            return segment
-        if above is not None and above.deepest == parent:
+    def _next_segment(self, blocks: Sequence[int], parent: int, above: Segment | None) -> Segment:
+        """The segment of these chunks, or of the first of them: below or within the one above."""
+        if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[0])) is None:
             if above.resident == above.length and not above.children:
-                above.extend(keys)  # the answer of a request belongs to its prompt
+                above.extend([self._key(block) for block in blocks])  # the answer of a request belongs to its prompt
             if above.resident < above.length:
                 return above
-        return self._begin_unknown(Segment(keys, 0, len(keys)), above)
+        return self._segment(blocks, above)
 
-    def _begin_unknown(self, segment: Segment, above: Segment | None) -> Segment:
-        """A segment of which no request told: it has the class and the age of the one above."""
-        self._segments.add(segment)
-        if above is None:
-            self._buckets.use(segment, UNKNOWN, self._buckets.begin(self._now))
-        else:
-            segment.turn, segment.gap = above.turn, above.gap
-            self._buckets.stand_beside(segment, above)
+    def _segment(self, blocks: Sequence[int], above: Segment | None) -> Segment:
+        """The segment that begins with the first of these chunks; if no request told of it, a new one of all of them.
+
+        That has the class and the age of the one above.
+        """
+        segment = self._segments.find(self._key(blocks[0]))
+        if segment is None:
+            segment = Segment([self._key(block) for block in blocks], 0, len(blocks))
+            self._segments.add(segment)
+            if above is None:
+                self._buckets.use(segment, UNKNOWN, self._buckets.begin(self._now))
+            else:
+                segment.turn, segment.gap = above.turn, above.gap
+                self._buckets.stand_beside(segment, above)
         return segment
 
     def removed(self, block: int) -> None:
@@ -289,7 +290,12 @@ class Adaptive:
 
     # Small things
 
+    def _key(self, block: int) -> bytes:
+        return self._keys[block] or b""
+
     def _is_checkpoint(self, node: int) -> bool:
+        if node < self._forest.root:
+            return False  # it has a block of its own (forest.py)
         above = self._keys[self._forest.parent[node]]
         return above is not None and self._keys[node] == checkpoint_key(above)
 

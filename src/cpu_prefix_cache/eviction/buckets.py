@@ -15,8 +15,10 @@ from cpu_prefix_cache.eviction.ages import Ages, Use
 from cpu_prefix_cache.eviction.segments import Segment, enter, leave, members, new_ring, used
 from cpu_prefix_cache.eviction.survival import BINS, Survival
 
-LEARN_EVERY = 3  # requests. To learn a class anew takes 20 us, and every second or fourth gave the same hits
-LEARN_EARLY = 256  # requests, in each of which two classes are learned anew
+# Classes are learned anew in rounds, one with each request: that takes 20 us. A round begins so many requests after the
+# one before; half or twice as many gave the same hits.
+ROUND, EARLY_ROUND = 200, 32
+EARLY = 512  # requests
 
 Rank = tuple[float, int, int]  # worth, bin from the last to the first, bucket: who has the least goes first
 
@@ -30,7 +32,8 @@ class Buckets:
         self._rings: dict[int, Segment] = {}  # by bucket
         self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
         self._is_ranked = bytearray(len(features) * BINS)
-        self._requests = 0
+        self._requests = self._next_round = 0
+        self._to_learn: list[int] = []  # classes, the last one next
 
     def rank(self, segment: Segment) -> Rank:
         return self._rank(segment.kind * BINS + used(segment).bin)
@@ -87,9 +90,11 @@ class Buckets:
     def a_request_came(self, now: float) -> None:
         """Learn something: a little each time, so that no call takes long."""
         self._requests += 1
-        early = self._requests <= LEARN_EARLY
-        for _ in range(2 if early else self._requests % LEARN_EVERY == 0):
-            self._learn(self._survival.next_class(), now)
+        if self._to_learn:
+            self._learn(self._to_learn.pop(), now)
+        elif self._requests >= self._next_round:
+            self._to_learn = self._survival.begin_round(self._requests)
+            self._next_round = self._requests + (EARLY_ROUND if self._requests < EARLY else ROUND)
 
     def check_valid(self, known: Sequence[Segment]) -> None:
         """Assert that each of these, which are all, is where it belongs. For tests."""

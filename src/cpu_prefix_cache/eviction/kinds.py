@@ -21,8 +21,7 @@ SHARED_OF = (0, 0, 2, 4, 4, 4, 5)  # by 2 | 3 to 5 | 6 and more segments
 REPEATED_OF = (0, 0, 6, 7, 7, *[8] * 6, 9)  # the prompt comes for the 2nd time | 3rd to 4th | 5th to 10th | after that
 CONTINUES, PASSED, DOCUMENT = 0, 1, 3
 DOCUMENT_CHUNKS = 2  # a first turn that shares as many with others has something to branch off
-# By bin, and so by seconds: up to 2 | 8 | 16 | 64 | more. A gap of 0: it never was used before
-GAP_OF = (1, 1, 2, 2, 3, 4, 4, *[5] * (BINS - 7))
+GAP_OF = (1, 2, 3, 4, *[5] * (BINS - 4))  # by bin, and so by seconds: up to 2 | 8 | 32 | 64 | more. 0: not used before
 UNKNOWN = FEATURES.index((0, CONTINUES, 0))
 
 
