@@ -119,7 +119,6 @@ def run(options: argparse.Namespace) -> int:
     check_built(options)
     model, tokenizer, arch = load_model(options)
     model.to(options.device)
-    model.to(options.device)
     prompts, source = load_prompts(options, tokenizer, model.config.get_text_config().max_position_embeddings)
     generator, reference, damage = build_generators(options, model, tokenizer)
     print(f"model: {arch}, {model.dtype} on {model.device}; input: {source}")
