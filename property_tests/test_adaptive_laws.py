@@ -53,7 +53,10 @@ def test_a_segment_is_what_the_same_requests_used(story: list[str]) -> None:
 @settings(max_examples=200)
 @given(story=st.lists(st.tuples(st.sampled_from("axk"), st.integers(1, 4), st.floats(0, 400)), min_size=1, max_size=25))
 def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int, float]]) -> None:
-    """Conversations that grow, each prompt all of the last one and a chunk more: so nothing is ever cut."""
+    """Conversations that grow, each prompt all of the last one and some more: so nothing is ever cut.
+
+    The time of a use is taken from the policy, which lets requests of one second share it.
+    """
     with mock.patch.object(survival, "HALF_LIFE_REQUESTS", float("inf")):
         pool, now = BlockPool(200, "adaptive"), 0.0
         policy: Adaptive = pool._policy
@@ -65,7 +68,7 @@ def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int,
             use(pool, prompt, now)
             for end in range(1, len(prompt) + 1):
                 segment = policy._mark[pool.find(prompt[:end].encode())]
-                history.setdefault(prompt[:end], []).append((now, segment.kind))
+                history.setdefault(prompt[:end], []).append((segment.use.at, segment.kind))
         reuses, seconds = [0.0] * len(policy._buckets._survival.reuses), [0.0] * len(policy._buckets._survival.reuses)
         for name, uses in history.items():
             if policy._mark[pool.find(name.encode())].first != name.encode():

@@ -307,19 +307,23 @@ class Adaptive:
 
     def _place(self, segment: Segment) -> None:
         """Let a segment stand where it belongs: with the ghosts, with the leaves of its bucket, or nowhere."""
-        was_ghost = segment.ring is self._ghosts
-        was_leaf = segment.ring is not None and not was_ghost
-        is_ghost = not segment.resident
-        is_leaf = not is_ghost and not self._forest.children[segment.deepest]
-        self._num_ghosts += is_ghost - was_ghost
-        if was_leaf and not is_leaf:
-            self._buckets.leave(segment)
-        if was_ghost and not is_ghost:
+        ring = segment.ring
+        if not segment.resident:
+            if ring is not self._ghosts:
+                if ring is not None:
+                    self._buckets.leave(segment)
+                enter(self._ghosts, segment)
+                self._num_ghosts += 1
+            return
+        if ring is self._ghosts:
             leave(segment)
-        if is_ghost and not was_ghost:
-            enter(self._ghosts, segment)
-        if is_leaf and not was_leaf:
+            ring = None
+            self._num_ghosts -= 1
+        is_leaf = not self._forest.children[segment.deepest]
+        if is_leaf and ring is None:
             self._buckets.enter(segment)
+        elif ring is not None and not is_leaf:
+            self._buckets.leave(segment)
 
     def _forget_ghosts(self) -> None:
         while self._num_ghosts > self._most_ghosts:

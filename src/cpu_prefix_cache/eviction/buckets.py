@@ -20,6 +20,8 @@ from cpu_prefix_cache.eviction.survival import BINS, Survival
 ROUND, EARLY_ROUND = 200, 32
 EARLY = 512  # requests
 
+TOGETHER = 1.0  # second, half of the first bin: the error of an age
+
 Rank = tuple[float, int, int]  # worth, bin from the last to the first, bucket: who has the least goes first
 
 
@@ -32,6 +34,7 @@ class Buckets:
         self._rings: dict[int, Segment] = {}  # by bucket
         self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
         self._is_ranked = bytearray(len(features) * BINS)
+        self._use = Use(0.0)  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
 
@@ -45,21 +48,27 @@ class Buckets:
                 yield rank, segment.deepest
 
     def begin(self, now: float) -> Use:
-        """Something is used now. Everything else has grown older."""
+        """Something is used now. Everything else has grown older.
+
+        Requests that come within a second share a use: this is what bounds the work where there are many.
+        """
+        if now - self._use.at < TOGETHER and self._use.members:
+            return self._use
         for grown in self._ages.grow_old(now):
             for segment in grown.leaves:
                 self._stand(segment, grown)
-        use = Use(now)
-        self._ages.begin(use)
-        return use
+        self._use = Use(now)
+        self._ages.begin(self._use)
+        return self._use
 
     def use(self, segment: Segment, kind: int, use: Use) -> None:
         """A segment has this use now, and is of this class. It was used before if it had another one."""
         before = segment.use
         if before is not None:
             self._survival.reuses[segment.kind * BINS + before.bin] += 1
-            self._ages.part(before, segment.kind, use.at)
         self._ages.join(use, kind)
+        if before is not None:
+            self._ages.part(before, segment.kind, use.at)
         segment.use, segment.kind = use, kind
         if self._survival.begin(kind):
             self._learn(kind, use.at)
