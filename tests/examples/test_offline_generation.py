@@ -84,6 +84,14 @@ def test_round_two_comes_from_the_host_and_agrees(example, tmp_path, capsys, arc
 
 
 @pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize("policy", ["arc", "adaptive"])
+def test_every_policy_serves(example, tmp_path, policy):
+    status, report = run(example, tmp_path, *SMALL, "--device-blocks", "72", "--policy", policy)
+    assert (status, report["policy"]) == (0, policy)
+    assert report["rounds"][1]["host_hit_tokens"] > 0
+
+
+@pytest.mark.usefixtures("small_model")
 def test_the_report_has_every_group(example, tmp_path):
     _, report = run(example, tmp_path, *SMALL, "--rounds", "1", "--documents", "1")
     (group,) = report["groups"]
@@ -170,7 +178,6 @@ def test_a_control_that_differs_before_the_damage_proves_nothing(example):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--policy", "adaptive"], "not built yet"),
         (["--device", "cuda"], "no CUDA device"),
         (["--arch", "mla", "--corrupt", "window"], "no such piece"),
         (["--corrupt", "state"], "no such piece"),
