@@ -3,6 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import BlockPool, MisuseError
+from cpu_prefix_cache.eviction.survival import BINS
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
 from tests.story import Shelf, chain
@@ -144,3 +145,16 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
     for _ in range(60):
         shelf.put("a", after=86_400.0)
     assert {use.bin for use in ages if use.at < 4.0} == {len(ages._oldest) - 1}
+
+
+def test_a_chunk_does_not_leave_for_what_is_to_hang_below_it():
+    """Even if nobody holds it, and it is worth the least."""
+    pool = BlockPool(2, "adaptive")
+    pool.commit(pool.allocate(1), [b"a"], pool.root, pool.touch(None, [b"a"], 0.0))
+    policy = pool._policy
+    pool.touch(None, chain("bcd"), 1.0)
+    pool.touch(pool.find(b"a"), chain("abc"), 2.0)
+    above, below = policy._segments.find(b"a"), policy._segments.find(b"ab")
+    worth = policy._buckets._survival.worth
+    worth[above.kind * BINS], worth[below.kind * BINS] = 1.0, 2.0
+    assert pool.accepted(pool.find(b"a"), [b"ab", b"abc"]) == 1
