@@ -122,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
     model.to(options.device)
     model.to(options.device)
     model.to(options.device)
+    model.to(options.device)
     prompts, source = load_prompts(options, tokenizer, model.config.get_text_config().max_position_embeddings)
     generator, reference, damage = build_generators(options, model, tokenizer)
     print(f"model: {arch}, {model.dtype} on {model.device}; input: {source}")
@@ -376,6 +377,8 @@ def check_built(options: argparse.Namespace) -> None:
         value = getattr(options, option)
         if value not in built and not (option == "arch" and options.model):
             raise UserError(f"--{option} {value} is not built yet; there is {', '.join(built)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here")
     if options.device == "cuda" and not torch.cuda.is_available():

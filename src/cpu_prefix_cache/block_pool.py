@@ -320,11 +320,10 @@ class BlockPool:
         if keys and len(keys) != count:
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks")
         per_chunk = self.blocks_per_chunk
-        if count * per_chunk > len(self._free):
-            available = self.available(count)
-            if available < count:
-                raise PoolExhausted(count, available)
-        blocks = self._take(count * per_chunk, keys)
+        wanted = count * per_chunk
+        if self._available_blocks(wanted) < wanted:
+            raise PoolExhausted(count, self.available(count))
+        blocks = self._take(wanted, keys)
         self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk] if per_chunk else self._number(count)
         state = self._state

@@ -135,9 +135,10 @@ class Forest:
         if sibling != NONE:
             self._next_sibling[run[0]] = sibling
             self._previous_sibling[sibling] = run[0]
-        for block in self._pinned_before.intersection(run):
-            self._pinned_before.remove(block)
-            self._count_pinned(block)
+        if self._pinned_before:
+            for block in self._pinned_before.intersection(run):
+                self._pinned_before.remove(block)
+                self._count_pinned(block)
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
