@@ -39,6 +39,8 @@ from cpu_prefix_cache.eviction.touches import Ring
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.forest import NONE, Forest
 
+LONGEST_ROW = 32  # ghosts that come back together: what is learned beyond the victims they find is learned in vain
+
 
 class Arc(TwoLists):
     """Evicts from T1 while it has more than p chunks, else from T2. See EvictionPolicy."""
@@ -144,7 +146,7 @@ class Arc(TwoLists):
 
     def _let_in_ghosts(self, hashes: Sequence[int], at: int, room: int) -> list[int]:
         """Ghosts come back, to T2: the chunk `at` and some after it. Their victims, if they are beyond `room`."""
-        which, count = self._ghosts.row(hashes, at)
+        which, count = self._ghosts.row(hashes, at, LONGEST_ROW)
         victims: list[int] = []
         if at < room:
             count = min(count, room - at)
@@ -255,8 +257,8 @@ class Arc(TwoLists):
         """What p becomes when a ghost of a list comes back, which `counts` still has."""
         b1, b2 = counts
         if which == ONCE:
-            return min(float(self._capacity), target + max(b2 / b1, 1.0))
-        return max(0.0, target - max(b1 / b2, 1.0))
+            return min(float(self._capacity), target + (b2 / b1 if b2 > b1 else 1.0))
+        return max(0.0, target - (b1 / b2 if b1 > b2 else 1.0))
 
     def _ghost_to_end(self) -> tuple[int, int]:
         """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so.

@@ -61,10 +61,13 @@ class Ghosts:
         run = self._tops.get(value)
         return NONE if run is None else run.which
 
-    def row(self, wanted: Sequence[int], start: int) -> tuple[int, int]:
-        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's."""
+    def row(self, wanted: Sequence[int], start: int, most: int) -> tuple[int, int]:
+        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's.
+
+        Counts to `most`.
+        """
         run = self._tops[wanted[start]]
-        hashes, most = run.hashes, min(len(run.hashes), len(wanted) - start)
+        hashes, most = run.hashes, min(most, len(run.hashes), len(wanted) - start)
         count = 1
         while count < most and hashes[-1 - count] == wanted[start + count]:
             count += 1
