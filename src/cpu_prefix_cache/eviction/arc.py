@@ -32,7 +32,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
 from cpu_prefix_cache.eviction.touches import Ring
@@ -61,7 +60,7 @@ class Arc(TwoLists):
         for block in blocks:
             ring = self._mark[block]
             if ring is not None:
-                ring.coming -= 1
+                ring.expect(-1)
                 self._mark[block] = None
 
     def inserted(self, blocks: Sequence[int], touch: ArcTouch) -> None:
@@ -73,7 +72,7 @@ class Arc(TwoLists):
         for block, ring in zip(blocks, rings, strict=True):
             if ring is None:  # it was not announced
                 ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
-                ring.coming += 1
+                ring.expect(1)
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
@@ -120,9 +119,9 @@ class Arc(TwoLists):
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
         mark, once, again, added = self._mark, self._once, self._again, touch.added
         returned = rings.count(again)
-        again.coming -= returned
-        once.coming -= len(blocks) - returned
-        once.chunks += len(blocks)
+        again.expect(-returned)
+        once.expect(returned - len(blocks))
+        once.size += len(blocks)
         for block in blocks:
             mark[block] = added
         if returned:
@@ -155,13 +154,13 @@ class Arc(TwoLists):
             prefers_once, targets = self._learn_row(which, count, evicts=True)
             count = len(targets)
             victims = self._take_once(count) if prefers_once else self._take_again(count, or_any=False)
-            victims = victims or self._victims(1, prefers_once)
+            victims = victims or self._take(1, prefers_once)
             count = len(victims)
         self._target = targets[count - 1]
         self._ghosts.take(hashes[at], count)
         if victims:
             self._remember(victims)
-        self._again.coming += count
+        self._again.expect(count)
         self._destinations += [self._again] * count
         return victims
 
@@ -196,11 +195,11 @@ class Arc(TwoLists):
     def _evict_for_strangers(self, count: int) -> list[int]:
         """Strangers come, to T1, and find no room: `count`, or the first few of them. The victims."""
         ending, same = self._ghost_to_end()
-        size, target = self._sizes()[ONCE], self._target
+        size, target = self._once.size, self._target
         count = min(count, same)
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
-        victims = self._victims(count, size > target)
+        victims = self._take(count, size > target)
         self._expect(len(victims), ending)
         self._remember(victims)
         return victims
@@ -209,20 +208,14 @@ class Arc(TwoLists):
         """Strangers are on their way to T1. For each one the oldest ghost of the list `ending` ends."""
         if ending != NONE:
             self._ghosts.drop_oldest(ending, count)
-        self._once.coming += count
+        self._once.expect(count)
         self._destinations += [self._once] * count
 
     def _evict_for_nobody(self, count: int) -> list[int]:
         """Up to `count` victims, while nothing comes."""
-        excess = self._sizes()[ONCE] - self._target
-        victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
+        excess = self._once.size - self._target
+        victims = self._take(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
         self._remember(victims)
-        return victims
-
-    def _victims(self, count: int, prefers_once: bool) -> list[int]:
-        victims = self._take(count, prefers_once)
-        if not victims:
-            raise InternalError("chunks were to be evicted, but none can go")
         return victims
 
     def _remember(self, victims: Sequence[int]) -> None:
@@ -276,5 +269,4 @@ class Arc(TwoLists):
 
     def _sizes(self) -> tuple[int, int]:
         """|T1| and |T2|, with what is on its way there."""
-        once, again = self._once, self._again
-        return once.chunks + once.coming, again.chunks + again.coming
+        return self._once.size, self._again.size

@@ -31,7 +31,7 @@ class Lru(TouchPolicy):
             self._branch_off(touch)
         for block in blocks:
             self._mark[block] = touch
-        self._ring.chunks += len(blocks)
+        self._ring.size += len(blocks)
         touch.block = blocks[-1]
         if touch.older is None:
             self._ring.enter_young(touch)
@@ -96,7 +96,7 @@ class Lru(TouchPolicy):
             touches[parent] = None
             run.append(parent)
             parent = parents[parent]
-        self._ring.chunks -= len(run)
+        self._ring.size -= len(run)
         forest.remove_run(run)
         if touches[parent] is touch and not children[parent]:
             touch.block = parent

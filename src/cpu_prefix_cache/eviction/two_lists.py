@@ -13,6 +13,7 @@ other, and leave the forest together.
 
 from collections.abc import Sequence
 
+from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
 from cpu_prefix_cache.eviction.touches import Ring, Touch, TouchPolicy, leave, linked
 from cpu_prefix_cache.forest import NONE, Forest
@@ -66,11 +67,14 @@ class TwoLists(TouchPolicy):
         self._passed = [self._once.end, self._again.end]
 
     def _take(self, count: int, prefers_once: bool) -> list[int]:
-        """The next victims, 1 to `count` of one list, or none if none can go. `_end_run` lets the last ones leave."""
+        """The next victims, 1 to `count` of one list. `_end_run` lets the last ones leave."""
         victims: list[int] = []
         if not prefers_once:
             victims = self._take_again(count, or_any=False)
-        return victims or self._take_once(count) or self._take_again(count, or_any=True)
+        victims = victims or self._take_once(count) or self._take_again(count, or_any=True)
+        if not victims:
+            raise InternalError("chunks were to be evicted, but none can go")
+        return victims
 
     def _take_once(self, count: int) -> list[int]:
         """Victims that T1 can give, oldest first."""
@@ -114,7 +118,7 @@ class TwoLists(TouchPolicy):
     def _begin_run(self, touch: Touch, count: int) -> list[int]:
         block = touch.block
         self._mark[block] = None
-        touch.ring.chunks -= 1
+        touch.ring.size -= 1
         self._run.append(block)
         self._last = touch
         return [block, *self._more_of_run(touch.ring, count - 1)]
@@ -124,10 +128,11 @@ class TwoLists(TouchPolicy):
         run, last = self._run, self._last
         if not run or last.ring is not ring:
             return []
-        mark, parents, children, pins = self._mark, self._forest.parent, self._forest.children, self._forest.pins
+        mark, forest = self._mark, self._forest
+        parents, children, pinned = forest.parent, forest.children, forest.pinned
         more: list[int] = []
         block = parents[run[-1]]
-        while len(more) < count and children[block] == 1 and not pins[block]:
+        while len(more) < count and children[block] == 1 and block not in pinned:
             own = mark[block]
             if own is not last:
                 if own is None or own.ring is not ring or own.stamp > last.stamp:
@@ -137,7 +142,7 @@ class TwoLists(TouchPolicy):
             mark[block] = None
             more.append(block)
             block = parents[block]
-        ring.chunks -= len(more)
+        ring.size -= len(more)
         run += more
         return more
 
