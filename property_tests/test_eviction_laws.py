@@ -97,4 +97,4 @@ def tell(story: list[tuple[str, int, int, int]]) -> None:
                     lists[had].remove(each)
         ghosts.check_valid()
         assert ghosts.counts == [len(lists[0]), len(lists[1])]
-        assert [ghosts.hashes(which) for which in (0, 1)] == [*lists]
+        assert [ghosts.keys(which) for which in (0, 1)] == [*lists]

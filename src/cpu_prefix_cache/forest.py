@@ -26,8 +26,8 @@ Python stores them faster than those with one; so what is not there is told by `
 these say are none are left as they were.
 
 The key index is 256 small dictionaries: one large one is rebuilt now and then, which at a million keys stops the caller
-for 55 to 270 ms. They are told apart by the first byte of the key, so keys must be digests: at least 16 bytes, the first
-as random as the rest (rule 17).
+for 55 to 270 ms. They are told apart by the first byte of the key, so keys must be digests: at least 16 bytes, the
+first as random as the rest (rule 17).
 """
 
 from array import array

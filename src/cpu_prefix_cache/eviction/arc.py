@@ -81,13 +81,12 @@ class Arc(TwoLists):
             self._destinations = []
         victims: list[int] = []
         room = len(incoming) - count  # so many find room
-        hashes = list(map(hash, incoming))
         at = ghost = 0
         while at < len(incoming):
             if at == ghost:
-                ghost = self._ghosts.first_ghost(hashes, at)
+                ghost = self._ghosts.first_ghost(incoming, at)
             if at == ghost:
-                victims += self._let_in_ghosts(hashes, at, room)
+                victims += self._let_in_ghosts(incoming, at, room)
                 ghost = len(self._destinations)
             elif at < room:
                 self._let_in_strangers(min(ghost, room) - at)
@@ -110,10 +109,8 @@ class Arc(TwoLists):
         assert 0 <= self._target <= capacity, "p is out of bounds"
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
         assert once + again + sum(counts) <= max(once + again, 2 * capacity), "the ghosts are too many"
-        here = {hash(key) for key in self._forest.key if key is not None}
-        assert here.isdisjoint(self._ghosts.hashes(ONCE) + self._ghosts.hashes(AGAIN)), (
-            "a chunk that is here is a ghost"
-        )
+        ghosts = self._ghosts.keys(ONCE) + self._ghosts.keys(AGAIN)
+        assert set(self._forest.key).isdisjoint(ghosts), "a chunk that is here is a ghost"
 
     def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
@@ -137,15 +134,14 @@ class Arc(TwoLists):
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
         """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
-        hashes = list(map(hash, keys))
-        at = self._ghosts.first_ghost(hashes, 0)
+        at = self._ghosts.first_ghost(keys, 0)
         while at < len(keys):
-            self._ghosts.take(hashes[at])
-            at = self._ghosts.first_ghost(hashes, at + 1)
+            self._ghosts.take(keys[at])
+            at = self._ghosts.first_ghost(keys, at + 1)
 
-    def _let_in_ghosts(self, hashes: Sequence[int], at: int, room: int) -> list[int]:
+    def _let_in_ghosts(self, incoming: Sequence[bytes], at: int, room: int) -> list[int]:
         """Ghosts come back, to T2: the chunk `at` and some after it. Their victims, if they are beyond `room`."""
-        which, count = self._ghosts.row(hashes, at, LONGEST_ROW)
+        which, count = self._ghosts.row(incoming, at, LONGEST_ROW)
         victims: list[int] = []
         if at < room:
             count = min(count, room - at)
@@ -157,7 +153,7 @@ class Arc(TwoLists):
             victims = victims or self._take(1, prefers_once)
             count = len(victims)
         self._target = targets[count - 1]
-        self._ghosts.take(hashes[at], count)
+        self._ghosts.take(incoming[at], count)
         if victims:
             self._remember(victims)
         self._again.expect(count)
@@ -224,26 +220,26 @@ class Arc(TwoLists):
         There is none where all is T1: the paper deletes the page for good.
         """
         once, again = self._sizes()
-        counts, capacity, keys = self._ghosts.counts, self._capacity, self._keys
-        room = 2 * capacity - once - again - sum(counts)
+        (b1, b2), capacity, keys = self._ghosts.counts, self._capacity, self._keys
+        spare = capacity - once - b1
+        room = spare + capacity - again - b2
         which = AGAIN if self._last.ring is self._again else ONCE
         if which == ONCE:
-            room = min(room, capacity - once - counts[ONCE])
-        above = keys[self._forest.parent[victims[-1]]]
-        gone = [hash(keys[block]) for block in victims[-room:]] if room > 0 else []
-        self._ghosts.add(which, gone, None if above is None else hash(above))
+            room = min(room, spare)
+        if room > 0:
+            gone = [keys[block] for block in victims[-room:]]
+            self._ghosts.add(which, gone, keys[self._forest.parent[victims[-1]]])
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        value = hash(key)
-        which = self._ghosts.find(value)
+        which = self._ghosts.find(key)
         if which == NONE:
             ending, _ = self._ghost_to_end()
             if ending != NONE:
                 self._ghosts.drop_oldest(ending, 1)
         else:
             self._target = self._adapted(which, self._target, self._ghosts.counts)
-            self._ghosts.take(value)
+            self._ghosts.take(key)
         return which
 
     def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
@@ -260,12 +256,15 @@ class Arc(TwoLists):
         """
         once, again = self._sizes()
         (b1, b2), capacity = self._ghosts.counts, self._capacity
-        spare, room = capacity - once - b1, 2 * capacity - once - again - b1 - b2
-        if b1 and (spare <= 0 or (room <= 0 and not b2)):
+        spare = capacity - once - b1
+        room = spare + capacity - again - b2
+        if spare > 0 and room > 0:
+            return NONE, min(spare, room)
+        if b1 and (spare <= 0 or not b2):
             return ONCE, b1
         if b2 and room <= 0:
             return AGAIN, min(spare, b2) if spare > 0 else b2
-        return NONE, min((each for each in (spare, room) if each > 0), default=capacity)
+        return NONE, max(spare, room) if spare > 0 or room > 0 else capacity
 
     def _sizes(self) -> tuple[int, int]:
         """|T1| and |T2|, with what is on its way there."""

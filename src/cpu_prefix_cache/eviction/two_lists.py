@@ -116,23 +116,21 @@ class TwoLists(TouchPolicy):
         return []
 
     def _begin_run(self, touch: Touch, count: int) -> list[int]:
-        block = touch.block
-        self._mark[block] = None
-        touch.ring.size -= 1
-        self._run.append(block)
-        self._last = touch
-        return [block, *self._more_of_run(touch.ring, count - 1)]
+        self._run, self._last = [], touch
+        return self._more_from(touch.block, count)
 
     def _more_of_run(self, ring: Ring, count: int) -> list[int]:
-        """Up to `count` chunks above the last victim that go next, if it was of `ring`: unpinned, not used since."""
-        run, last = self._run, self._last
-        if not run or last.ring is not ring:
+        """Up to `count` chunks above the last victim that go next, if it was of `ring`."""
+        if not self._run or self._last.ring is not ring:
             return []
-        mark, forest = self._mark, self._forest
-        parents, children, pinned = forest.parent, forest.children, forest.pinned
+        return self._more_from(self._forest.parent[self._run[-1]], count)
+
+    def _more_from(self, block: int, count: int) -> list[int]:
+        """The run goes on with `block` and those above it, up to `count`: unpinned, not used since."""
+        mark, forest, last = self._mark, self._forest, self._last
+        parents, children, pinned, ring = forest.parent, forest.children, forest.pinned, last.ring
         more: list[int] = []
-        block = parents[run[-1]]
-        while len(more) < count and children[block] == 1 and block not in pinned:
+        while len(more) < count and children[block] <= 1 and block not in pinned:
             own = mark[block]
             if own is not last:
                 if own is None or own.ring is not ring or own.stamp > last.stamp:
@@ -143,7 +141,7 @@ class TwoLists(TouchPolicy):
             more.append(block)
             block = parents[block]
         ring.size -= len(more)
-        run += more
+        self._run += more
         return more
 
     def _end_run(self) -> None:
