@@ -38,7 +38,7 @@ from cpu_prefix_cache.eviction.touches import Ring
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.forest import NONE, Forest
 
-LONGEST_ROW = 32  # ghosts that come back together: what is learned beyond the victims they find is learned in vain
+LONGEST_ROW = 32  # ghosts that come back together: what is compared beyond the victims they find is lost time
 
 
 class Arc(TwoLists):
@@ -143,16 +143,16 @@ class Arc(TwoLists):
         """Ghosts come back, to T2: the chunk `at` and some after it. Their victims, if they are beyond `room`."""
         which, count = self._ghosts.row(incoming, at, LONGEST_ROW)
         victims: list[int] = []
+        leaving = NONE
         if at < room:
             count = min(count, room - at)
-            _, targets = self._learn_row(which, count, evicts=False)
         else:
-            prefers_once, targets = self._learn_row(which, count, evicts=True)
-            count = len(targets)
-            victims = self._take_once(count) if prefers_once else self._take_again(count, or_any=False)
-            victims = victims or self._take(1, prefers_once)
+            leaving, same = self._gives_for_ghosts(which)
+            count = min(count, same)
+            victims = self._take_once(count) if leaving == ONCE else self._take_again(count, or_any=False)
+            victims = victims or self._take(1, leaving == ONCE)
             count = len(victims)
-        self._target = targets[count - 1]
+        self._learn_row(which, count, leaving)
         self._ghosts.take(incoming[at], count)
         if victims:
             self._remember(victims)
@@ -160,28 +160,29 @@ class Arc(TwoLists):
         self._destinations += [self._again] * count
         return victims
 
-    def _learn_row(self, which: int, count: int, evicts: bool) -> tuple[bool, list[float]]:
-        """What p becomes with each of `count` ghosts of a list that come back, while their victims are of one list.
+    def _gives_for_ghosts(self, which: int) -> tuple[int, int]:
+        """Which of T1 and T2 gives the victims of ghosts of a list that come back; and for how many, at least.
 
-        And whether that is T1.
+        Each one moves p by the same step, or by one that grows, and a victim makes its list smaller.
         """
-        counts, (size, again) = list(self._ghosts.counts), self._sizes()
-        if size + counts[ONCE] > self._capacity or size + again + sum(counts) > 2 * self._capacity:
-            count = 1  # there may be no room for the ghosts of their victims
-        target, prefers_once = self._target, True
-        targets: list[float] = []
+        target = self._adapted(which, self._target, self._ghosts.counts)
+        (once, again), counts, step = self._sizes(), self._ghosts.counts, abs(target - self._target)
+        leaving = ONCE if once > target or (which == AGAIN and once == int(target)) else AGAIN
+        if once + counts[ONCE] > self._capacity or once + again + sum(counts) > 2 * self._capacity:
+            return leaving, 1  # there may be no room for the ghosts of their victims
+        if leaving != which:
+            return leaving, LONGEST_ROW  # p moves away from the size of T1
+        steps = (once - target) / (step + 1) if leaving == ONCE else (target - once - 1) / step
+        return leaving, max(1, int(steps))
+
+    def _learn_row(self, which: int, count: int, leaving: int) -> None:
+        """Adapt p for `count` ghosts of a list that come back, while as many of the list `leaving` become ghosts."""
+        counts = list(self._ghosts.counts)
         for _ in range(count):
-            target = self._adapted(which, target, counts)
+            self._target = self._adapted(which, self._target, counts)
             counts[which] -= 1
-            if evicts:
-                from_once = size > target or (which == AGAIN and size == int(target))
-                if targets and from_once != prefers_once:
-                    break
-                prefers_once = from_once
-                size -= from_once
-                counts[ONCE if from_once else AGAIN] += 1
-            targets.append(target)
-        return prefers_once, targets
+            if leaving != NONE:
+                counts[leaving] += 1
 
     def _let_in_strangers(self, count: int) -> None:
         """Strangers come, to T1, and find room: `count`, or the first few of them."""
