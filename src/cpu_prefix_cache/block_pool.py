@@ -499,7 +499,9 @@ class BlockPool:
             if keys:
                 self._policy.evict(0, keys)
             return self._free.take(count)
-        blocks = self._free.take(count - short) + self._evict(short, keys)
+        blocks = self._evict(short, keys)
+        if short < count:
+            blocks += self._free.take(count - short)
         blocks.sort()
         if len(blocks) > count:
             self._free.put(blocks[count:])

@@ -22,7 +22,7 @@ of its own goes by a number beyond the blocks; chunks and checkpoints together a
 Everything here is indexed by node. Links are arrays and not lists, because a full garbage collection goes through
 lists: at a million blocks it takes 40 ms, and 6 to 20 more for each list of numbers. `children` is a list all the same:
 it is read and written so often that this makes an insertion with its eviction 15 % faster. Numbers without a sign, as
-Python stores them faster than those with one; so what is not there is told by `depth` and `children`, and links that
+Python stores them faster than those with one; what is not there is told by `children` and by the keys, and links that
 these say are none are left as they were.
 
 The key index is 256 small dictionaries: one large one is rebuilt now and then, which at a million keys stops the caller
@@ -48,14 +48,15 @@ class Forest:
         self.on_bared: Callable[[int], object] | None = None  # is told of what has lost its last child
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
-        self.parent = array("I", [0]) * size  # of what is linked
+        self.parent = array("I", [0]) * size  # of what is linked, and so is depth
         self.children = [0] * size
-        self.depth = array("I", [0]) * size  # chunks from the root to here; 0: not linked
+        self.depth = array("I", [0]) * size  # chunks from the root to here
         self.pins = array("I", [0]) * size
         self.pinned: dict[int, None] = {}  # and linked
         self.changes = 0  # of anything that bears on who may leave
         self.pinned_depth = 0  # of all pinned chunks together: an upper bound on what they hold
         self._pinned_before: set[int] = set()  # they are linked
+        self._withdrawn: set[int] = set()  # linked without a key
         self._first_child = array("I", [0]) * size  # of what has children
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
@@ -83,7 +84,9 @@ class Forest:
         shards = self._shards
         present, absent, stride = start, stop, 1
         while present < absent:
-            probe = min(present + stride, absent) - 1
+            probe = present + stride - 1
+            if probe >= absent:
+                probe = absent - 1
             key = keys[probe]
             if key not in shards[key[0]]:
                 absent = probe
@@ -142,10 +145,10 @@ class Forest:
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
-        keys, depths, children, shards = self.key, self.depth, self.children, self._shards
+        keys, children, shards = self.key, self.children, self._shards
         if children[run[0]]:
             raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
-        if not self.pinned.keys().isdisjoint(run):
+        if self.pinned and not self.pinned.keys().isdisjoint(run):
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
         self.changes += 1
         self._unlink(run[-1])
@@ -155,7 +158,6 @@ class Forest:
                 raise InternalError(f"block {block} holds no chunk and cannot leave")
             del shards[key[0]][key]
             keys[block] = None
-            depths[block] = 0
             children[block] = 0
 
     def withdraw(self, block: int) -> None:
@@ -165,12 +167,14 @@ class Forest:
             raise MisuseError(f"block {block} holds no chunk")
         del self._shards[key[0]][key]
         self.key[block] = None
+        self._withdrawn.add(block)
         self.changes += 1
 
     def prune(self, block: int) -> int:
         """Unlink a chunk without a key, if it ever was linked. The chunk it hung below, or the root."""
-        if not self.depth[block]:
+        if block not in self._withdrawn:
             return self.root
+        self._withdrawn.remove(block)
         parent = self.parent[block]
         self._unlink(block)
         self.changes += 1
@@ -181,7 +185,7 @@ class Forest:
         self.changes += 1
         if self.pins[block] > 1:
             return
-        if self.depth[block]:
+        if self.key[block] is not None or block in self._withdrawn:
             self._count_pinned(block)
         else:
             self._pinned_before.add(block)
@@ -231,8 +235,9 @@ class Forest:
         pinned = {block for block, pins in enumerate(self.pins) if pins}
         assert set(self.pinned) == pinned & linked, "pinned chunks are miscounted"
         assert self._pinned_before == pinned - linked, "what was pinned before it was linked is miscounted"
+        assert self._withdrawn == linked - set(indexed) - {self.root}, "what was withdrawn is miscounted"
         for block in set(range(len(self.key))) - linked:
-            assert not self.depth[block] and not self.children[block], f"block {block} is not linked and has links"
+            assert not self.children[block], f"block {block} is not linked and has children"
         assert self.pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
 
     def _children(self, block: int) -> Iterator[int]:
@@ -255,7 +260,6 @@ class Forest:
         if after != NONE:
             self._previous_sibling[after] = before
             self._next_sibling[block] = NONE
-        self.depth[block] = 0
         self.children[parent] -= 1
         if self.on_bared is not None and not self.children[parent]:
             self.on_bared(parent)

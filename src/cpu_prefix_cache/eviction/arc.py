@@ -53,8 +53,9 @@ class Arc(TwoLists):
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
 
     def announced(self, blocks: Sequence[int]) -> None:
+        mark = self._mark
         for block, ring in zip(blocks, self._destinations, strict=True):
-            self._mark[block] = ring
+            mark[block] = ring
 
     def abandoned(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -78,10 +78,11 @@ class TwoLists(TouchPolicy):
 
     def _take_once(self, count: int) -> list[int]:
         """Victims that T1 can give, oldest first."""
-        victims = self._more_of_run(self._once, count)
-        if victims:
-            return victims
-        self._end_run()
+        if self._run:
+            victims = self._more_of_run(self._once, count)
+            if victims:
+                return victims
+            self._end_run()
         forest, end = self._forest, self._once.end
         touch = linked(self._passed[ONCE].younger)
         while touch is not end:
