@@ -179,12 +179,17 @@ class TwoLists(TouchPolicy):
 
     def _use_again(self, block: int, touch: Touch) -> None:
         """Let `block` carry a touch of T2, and move it and all that is above it there."""
-        mark, parents, once = self._mark, self._forest.parent, self._once
-        above = block
-        while above != self._forest.root and mark[above].ring is once:
-            stamp = mark[above].stamp  # younger, where a later request used it before this one's chunks came
-            self._carry(above, touch if stamp <= touch.stamp else Touch(stamp, self._again))
+        mark, parents, root, once, again = self._mark, self._forest.parent, self._forest.root, self._once, self._again
+        above, moved = block, 0
+        while above != root and (before := mark[above]).ring is once:
+            stamp = before.stamp  # younger, where a later request used it before this one's chunks came
+            mark[above] = touch if stamp <= touch.stamp else Touch(stamp, again)
+            if before.block == above:
+                leave(before)
+            moved += 1
             above = parents[above]
+        once.size -= moved
+        again.size += moved
         is_end = above != block or self._is_end(block)
         if above == block:
             self._carry(block, touch)
