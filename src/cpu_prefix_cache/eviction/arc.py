@@ -167,9 +167,9 @@ class Arc(TwoLists):
         Each one moves p by the same step, or by one that grows, and a victim makes its list smaller.
         """
         target = self._adapted(which, self._target, self._ghosts.counts)
-        (once, again), counts, step = self._sizes(), self._ghosts.counts, abs(target - self._target)
+        once, step = self._once.size, abs(target - self._target)
         leaving = ONCE if once > target or (which == AGAIN and once == int(target)) else AGAIN
-        if once + counts[ONCE] > self._capacity or once + again + sum(counts) > 2 * self._capacity:
+        if min(self._room_for_ghosts()) < 0:
             return leaving, 1  # there may be no room for the ghosts of their victims
         if leaving != which:
             return leaving, LONGEST_ROW  # p moves away from the size of T1
@@ -221,14 +221,12 @@ class Arc(TwoLists):
 
         There is none where all is T1: the paper deletes the page for good.
         """
-        once, again = self._sizes()
-        (b1, b2), capacity, keys = self._ghosts.counts, self._capacity, self._keys
-        spare = capacity - once - b1
-        room = spare + capacity - again - b2
+        spare, room = self._room_for_ghosts()
         which = AGAIN if self._last.ring is self._again else ONCE
-        if which == ONCE:
-            room = min(room, spare)
+        if which == ONCE and spare < room:
+            room = spare
         if room > 0:
+            keys = self._keys
             gone = [keys[block] for block in victims[-room:]]
             self._ghosts.add(which, gone, keys[self._forest.parent[victims[-1]]])
 
@@ -256,17 +254,21 @@ class Arc(TwoLists):
 
         Chunks without blocks may be more than the pool has blocks, which the paper's pages never are.
         """
-        once, again = self._sizes()
-        (b1, b2), capacity = self._ghosts.counts, self._capacity
-        spare = capacity - once - b1
-        room = spare + capacity - again - b2
+        b1, b2 = self._ghosts.counts
+        spare, room = self._room_for_ghosts()
         if spare > 0 and room > 0:
             return NONE, min(spare, room)
         if b1 and (spare <= 0 or not b2):
             return ONCE, b1
         if b2 and room <= 0:
             return AGAIN, min(spare, b2) if spare > 0 else b2
-        return NONE, max(spare, room) if spare > 0 or room > 0 else capacity
+        return NONE, max(spare, room) if spare > 0 or room > 0 else self._capacity
+
+    def _room_for_ghosts(self) -> tuple[int, int]:
+        """By how much T1 and B1 are less than c, and all four lists less than 2 c."""
+        b1, b2 = self._ghosts.counts
+        spare = self._capacity - self._once.size - b1
+        return spare, spare + self._capacity - self._again.size - b2
 
     def _sizes(self) -> tuple[int, int]:
         """|T1| and |T2|, with what is on its way there."""

@@ -68,9 +68,7 @@ class TwoLists(TouchPolicy):
 
     def _take(self, count: int, prefers_once: bool) -> list[int]:
         """The next victims, 1 to `count` of one list. `_end_run` lets the last ones leave."""
-        victims: list[int] = []
-        if not prefers_once:
-            victims = self._take_again(count, or_any=False)
+        victims = [] if prefers_once else self._take_again(count, or_any=False)
         victims = victims or self._take_once(count) or self._take_again(count, or_any=True)
         if not victims:
             raise InternalError("chunks were to be evicted, but none can go")
@@ -83,17 +81,14 @@ class TwoLists(TouchPolicy):
             if victims:
                 return victims
             self._end_run()
-        forest, end = self._forest, self._once.end
-        touch = linked(self._passed[ONCE].younger)
-        while touch is not end:
-            following = linked(touch.younger)
-            if forest.children[touch.block]:
+        children, pinned, end = self._forest.children, self._forest.pinned, self._once.end
+        while (touch := linked(self._passed[ONCE].younger)) is not end:
+            if children[touch.block]:
                 leave(touch)
-            elif forest.pins[touch.block]:
+            elif touch.block in pinned:
                 self._passed[ONCE] = touch
             else:
                 return self._begin_run(touch, count)
-            touch = following
         return []
 
     def _take_again(self, count: int, or_any: bool) -> list[int]:
