@@ -514,7 +514,8 @@ class BlockPool:
         while keys or len(freed) < short:
             if self._idle:
                 freed += self._evict_useless(short - len(freed))
-            victims = self._policy.evict(-(-max(0, short - len(freed)) // self._widest), keys)
+            left = short - len(freed)
+            victims = self._policy.evict(-(-left // self._widest) if left > 0 else 0, keys)
             self._evictions += len(victims)
             freed += self._dissolve(victims, CACHED)
             keys = ()

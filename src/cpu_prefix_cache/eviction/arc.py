@@ -124,7 +124,7 @@ class Arc(TwoLists):
             mark[block] = added
         if returned:
             after = len(blocks) - rings[::-1].index(again)
-            self._use_again(blocks[after - 1], touch.found)
+            self._found_again(blocks[after - 1], touch)
         if mark[blocks[-1]] is added:
             if added.older is not None and not self._forest.children[added.block]:
                 self._branch_off(added)
@@ -246,8 +246,10 @@ class Arc(TwoLists):
         """What p becomes when a ghost of a list comes back, which `counts` still has."""
         b1, b2 = counts
         if which == ONCE:
-            return min(float(self._capacity), target + (b2 / b1 if b2 > b1 else 1.0))
-        return max(0.0, target - (b1 / b2 if b1 > b2 else 1.0))
+            more = target + (b2 / b1 if b2 > b1 else 1.0)
+            return more if more < self._capacity else float(self._capacity)
+        less = target - (b1 / b2 if b1 > b2 else 1.0)
+        return less if less > 0 else 0.0
 
     def _ghost_to_end(self) -> tuple[int, int]:
         """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so.

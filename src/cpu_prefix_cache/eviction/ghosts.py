@@ -87,12 +87,23 @@ class Ghosts:
 
     def add(self, which: int, keys: Sequence[bytes], above: bytes | None) -> None:
         """Add chunks, each the parent of the one before it, at the young end of a list. `above`: the last one's."""
-        self.counts[which] += len(keys)
         while len(keys) > LONGEST_RUN:
-            self._add_run(which, keys[:LONGEST_RUN], keys[LONGEST_RUN])
+            self.add(which, keys[:LONGEST_RUN], keys[LONGEST_RUN])
             keys = keys[LONGEST_RUN:]
-        if keys:
-            self._add_run(which, keys, above)
+        if not keys:
+            return
+        end = self._ends[which]
+        run = end.older
+        if run is not end and run.above == keys[0] and len(run.keys) + len(keys) <= LONGEST_RUN:
+            self._tops.pop(run.keys[-1], None)
+        else:
+            run = Run(which)
+            run.older, run.younger = end.older, end
+            end.older.younger = end.older = run
+        run.keys.extend(keys)
+        run.above = above
+        self._tops[keys[-1]] = run
+        self.counts[which] += len(keys)
 
     def drop_oldest(self, which: int, count: int) -> None:
         """Remove the `count` oldest chunks of a list that has as many."""
@@ -122,19 +133,6 @@ class Ghosts:
         assert tops == self._tops, "the top of a run cannot be found"
         everything = self.keys(0) + self.keys(1)
         assert len(set(everything)) == len(everything), "a key is remembered twice"
-
-    def _add_run(self, which: int, keys: Sequence[bytes], above: bytes | None) -> None:
-        end = self._ends[which]
-        run = end.older
-        if run is not end and run.above == keys[0] and len(run.keys) + len(keys) <= LONGEST_RUN:
-            self._tops.pop(run.keys[-1], None)
-        else:
-            run = Run(which)
-            run.older, run.younger = end.older, end
-            end.older.younger = end.older = run
-        run.keys.extend(keys)
-        run.above = above
-        self._tops[keys[-1]] = run
 
     def _runs(self, which: int) -> Iterator[Run]:
         run = self._ends[which].younger

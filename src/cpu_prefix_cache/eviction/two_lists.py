@@ -20,12 +20,12 @@ from cpu_prefix_cache.forest import NONE, Forest
 
 
 class ArcTouch:
-    """One request: `found` for what it used again, `added` for what it used first. One stamp."""
+    """One request: `found` for what it used again, if anything, `added` for what it used first. One stamp."""
 
     __slots__ = ("added", "found")
 
-    def __init__(self, found: Touch, added: Touch) -> None:
-        self.found = found
+    def __init__(self, added: Touch) -> None:
+        self.found: Touch | None = None
         self.added = added
 
 
@@ -42,9 +42,9 @@ class TwoLists(TouchPolicy):
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
         self._stamp += 1
-        touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
+        touch = ArcTouch(Touch(self._stamp, self._once))
         if deepest != NONE:
-            self._use_again(deepest, touch.found)
+            self._found_again(deepest, touch)
         return touch
 
     def check_valid(self) -> None:
@@ -171,6 +171,12 @@ class TwoLists(TouchPolicy):
             if was_end:
                 self._passed[AGAIN] = self._again.end
                 self._again.enter_old(self._carried(parent))
+
+    def _found_again(self, block: int, touch: ArcTouch) -> None:
+        """A request used `block` again, and with it all that is above."""
+        if touch.found is None:
+            touch.found = Touch(touch.added.stamp, self._again)
+        self._use_again(block, touch.found)
 
     def _use_again(self, block: int, touch: Touch) -> None:
         """Let `block` carry a touch of T2, and move it and all that is above it there."""
