@@ -32,6 +32,7 @@ class PoolSlots:
     def __init__(self, slots: int, policy: str = "lru") -> None:
         self.pool = BlockPool(slots, policy)
         self.device = PooledDevice(self.pool)
+        self.now = 0.0
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         return (slot,)
@@ -49,7 +50,8 @@ class PoolSlots:
                 self.pool.unpin(pin)
             return None
         path = [] if deepest is None else self.pool.path(deepest, matched)
-        return Holding(path + new, matched, self.pool.touch(deepest), pin)
+        self.now += 1.0
+        return Holding(path + new, matched, self.pool.touch(deepest, keys, self.now), pin)
 
     def publish(self, holding: Holding, keys: Sequence[bytes], chunks: int) -> None:
         """Chunk by chunk. A chunk that another request published first is that one's: ours is given up for it."""
@@ -111,6 +113,7 @@ class HybridSlots(PoolSlots):
         self.pool = new_pool(planner, blocks, on_device=True)
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
         self._last: dict[int, tuple[int, ...]] = {}
+        self.now = 0.0
         self.device = PooledDevice(self.pool) if planner.device_blocks_per_chunk <= 1 else WideDevice(self.pool)
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:

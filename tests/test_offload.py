@@ -349,3 +349,29 @@ def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
     while engine.copies():
         pass  # or it would never end
     assert engine.cache.statistics().chunks_stored < 24
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_a_system_prompt_that_all_share_outlives_the_device(mode, policy):
+    """The device never evicts it, as somebody always uses it; when the device is reset, the host has it."""
+    engine = Engine(mode, device=12, host=24, policy=policy)
+    for number in range(30):
+        engine.now += 2.0
+        engine.serves("system" + chr(ord("A") + number) * 3)
+    engine.gpu.reset()
+    assert engine.asks("systemz") == Hit(6 * GRID)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_was_declined_is_not_asked_for_in_every_step(policy):
+    """Nor does it stop the walk: what the device evicts after it is still stored."""
+    engine = Engine("lazy", device=16, host=12, policy=policy, max_step_tokens=16 * GRID)
+    for number in range(40):
+        engine.now += 3.0
+        engine.serves(chr(ord("A") + number) * 4 if number % 4 == 0 else "regular")
+    before = engine.cache.statistics()
+    for _ in range(50):
+        engine.copies()
+    after = engine.cache.statistics()
+    assert after.store_declined == before.store_declined and after.work == before.work

@@ -108,7 +108,7 @@ def test_what_cannot_be_had_is_refused_before_anything_is_learnt(policy):
 
 
 def test_a_reset_in_the_middle_of_everything(policy):
-    shelf = Shelf(4, policy=policy)
+    shelf = Shelf(5, policy=policy)
     shelf.put("ab")
     shelf.put("ab")
     writing = shelf.pool.allocate(2, chain("xy"))

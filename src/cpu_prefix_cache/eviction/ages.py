@@ -79,11 +79,10 @@ class Ages:
 
     def grow_old(self, now: float) -> list[Use]:
         """Let uses into the next bin that are old enough. Those of them that have leaves."""
-        inside, seconds, oldest = self._survival.inside, self._survival.seconds, self._oldest
         moved: list[Use] = []
+        inside, seconds, oldest = self._survival.inside, self._survival.seconds, self._oldest
         moves = 0
-        for bin in range(BINS - 1):
-            edge = EDGES[bin + 1]
+        for bin, edge in enumerate(EDGES[1:-1]):
             use = oldest[bin]
             while use is not None and now - use.at >= edge and moves < MOST_MOVES:
                 moves += 1

@@ -1,10 +1,10 @@
 """How soon what was used is used again: survival statistics, learned while serving, and what follows from them.
 
-What was used is sorted into *classes* of like uses (see adaptive.py), and by its age into *bins*, each twice as wide as
-the one before. A *bucket* is a class and a bin:
+What was used is sorted into *classes* of like uses (kinds.py), and by its age into *bins*, each wider than the one
+before. A *bucket* is a class and a bin:
 
-    age in seconds   0   .5   1   2   4   8  ...  32,768 ... 65,536
-    bin                0    1   2   3   4    ...    16    17
+    age in seconds   0   2   8   32   64   128   192   288  ...  16,607 ... 65,536
+    bin                0   1   2    3    4     5     6      ...          17
 
 For each bucket are known the reuses that happened in it, and the time that all spent in it together, those that are in
 it still included: dividing gives the rate at which a class is used again at that age. Where little is known the rate
@@ -21,16 +21,17 @@ Classes are learned anew one at a time, and what was seen long ago counts less e
 
 from collections.abc import Sequence
 from math import expm1, prod
-from operator import getitem, mul, sub
+from operator import add, getitem, mul, sub, truediv
 
-# Where bins begin and end, in seconds. Finer where caches of a useful size evict, after minutes: with each bin three
-# times as wide as the one before hits were up to .6 points fewer, and with narrower ones below two minutes no more.
-EDGES = (0.0, 2.0, 8.0, 32.0, 64.0, *(128.0 * 2 ** (step / 2) for step in range(15)), 32768.0, 65536.0)
+# Where bins begin and end, in seconds. Finer where caches of a useful size evict, after minutes: with each bin two or
+# three times as wide as the one before, some sizes had .6 points fewer hits. See docs/policies.md.
+EDGES = (0.0, 2.0, 8.0, 32.0, 64.0, *(128.0 * 1.5**step for step in range(13)), 65_536.0)
 BINS = len(EDGES) - 1
 WIDTHS = tuple(EDGES[at + 1] - EDGES[at] for at in range(BINS))
-# A bin starts with 20 segments of which 8 % are used again in it, and a class with 20 that behave like all others. Any
+# A bin starts with 40 segments of which 8 % are used again in it, and a class with 40 that behave like all others. Any
 # of these numbers a quarter or ten times as large changed the hit ratios by no more than noise, .3 points.
-PRIOR_SEGMENTS = 20.0
+PRIOR_SEGMENTS = 40.0
+PRIOR_SECONDS = tuple(width * PRIOR_SEGMENTS for width in WIDTHS)
 PRIOR_REUSES = 0.08 * PRIOR_SEGMENTS
 FACTOR_REUSES = 10.0
 HALF_LIFE_REQUESTS = 3_100  # .8 in a thousand
@@ -55,11 +56,9 @@ class Survival:
         self._is_known = bytearray(len(features))
         self._learned_at = [0] * len(features)  # in requests
         self._requests = 0
-        self._next = 0
         self._seen = [([0.0] * BINS, [0.0] * BINS)] * len(features)  # reuses and seconds, when a class was last learned
-        self._reuses = [0.0] * BINS  # sums of those
-        self._seconds = [0.0] * BINS
-        self._rate = [0.0] * BINS  # of all classes
+        self._rate: list[float] = []  # of all classes
+        self._prior: list[float] = []  # the reuses that a class begins with, were it like all
         self._came = [(0.0, 0.0)] * len(features)  # reuses of a class, and how many there would be if it were like all
         self._factors = [dict.fromkeys(levels, 1.0) for levels in zip(*features, strict=True)]
         self._product = [1.0] * len(features)  # of the factors of a class
@@ -76,46 +75,38 @@ class Survival:
         self._learned_at[each] = self._requests
         return True
 
-    def next_class(self) -> int:
-        """A request has come: the class that is to be learned anew."""
-        self._requests += 1
-        if self._next >= len(self._known):
-            self._next = 0
-            self._set_rate()
-            self._fit_factor(self._rounds % len(self._factors))
-            self._rounds += 1
-        each = self._known[self._next]
-        self._next += 1
-        return each
+    def begin_round(self, requests: int) -> list[int]:
+        """All classes that are known, each to be learned anew. So many requests have come so far."""
+        self._requests = requests
+        self._set_rate()
+        self._fit_factor(self._rounds % len(self._factors))
+        self._rounds += 1
+        return list(self._known)
 
-    def learn(self, each: int, now: float) -> list[float]:
-        """The worth of each bin of a class, from what is known at `now`."""
+    def learn(self, each: int, now: float) -> None:
+        """Set the worth of the buckets of a class from what is known at `now`."""
         first, stop = each * BINS, (each + 1) * BINS
         decay = 0.5 ** ((self._requests - self._learned_at[each]) / HALF_LIFE_REQUESTS)
         self._learned_at[each] = self._requests
         inside = [count * now for count in self.inside[first:stop]]
         reuses = [count * decay for count in self.reuses[first:stop]]
-        seconds = [(closed + still) * decay for closed, still in zip(self.seconds[first:stop], inside, strict=True)]
+        seconds = [spent * decay for spent in map(add, self.seconds[first:stop], inside)]
         self.reuses[first:stop] = reuses
         self.seconds[first:stop] = map(sub, seconds, inside)
-        before = self._seen[each]
-        self._reuses = [total + new - old for total, new, old in zip(self._reuses, reuses, before[0], strict=True)]
-        self._seconds = [total + new - old for total, new, old in zip(self._seconds, seconds, before[1], strict=True)]
         self._seen[each] = reuses, seconds
-        self._came[each] = sum(reuses), sum(map(mul, seconds, self._rate))
-        factor = self._product[each] * PRIOR_SEGMENTS
-        return worths(
-            [
-                (came + width * rate * factor) / (spent + width * PRIOR_SEGMENTS)
-                for came, spent, width, rate in zip(reuses, seconds, WIDTHS, self._rate, strict=True)
-            ]
-        )
+        like_all = list(map(mul, seconds, self._rate))
+        self._came[each] = sum(reuses), sum(like_all)
+        leaning = map(self._product[each].__mul__, self._prior)
+        self.worth[first:stop] = worths(list(map(truediv, map(add, reuses, leaning), map(add, seconds, PRIOR_SECONDS))))
 
     def _set_rate(self) -> None:
-        self._rate = [
-            (reuses + PRIOR_REUSES) / (seconds + PRIOR_SEGMENTS * width)
-            for reuses, seconds, width in zip(self._reuses, self._seconds, WIDTHS, strict=True)
-        ]
+        """The rate of all classes, as they were when they were last learned."""
+        reuses, seconds = [PRIOR_REUSES] * BINS, list(PRIOR_SECONDS)
+        for each in self._known:
+            came, spent = self._seen[each]
+            reuses, seconds = list(map(add, reuses, came)), list(map(add, seconds, spent))
+        self._rate = list(map(truediv, reuses, seconds))
+        self._prior = list(map(mul, self._rate, PRIOR_SECONDS))
 
     def _fit_factor(self, feature: int) -> None:
         """A step of backfitting: the reuses of each level come out right, given what the other features are worth."""
@@ -141,10 +132,9 @@ def worths(rates: Sequence[float]) -> list[float]:
     found = [0.0] * len(rates)
     pooled: list[tuple[float, float, float, float]] = []  # (worth, chance, seconds, chance of none) of runs of bins
     for bin in range(len(rates) - 1, -1, -1):
-        rate = rates[bin]
-        chance = -expm1(-rate * WIDTHS[bin])
-        seconds, none = chance / rate, 1.0 - chance
-        worth = rate
+        worth = rates[bin]
+        chance = -expm1(-worth * WIDTHS[bin])
+        seconds, none = chance / worth, 1.0 - chance
         while pooled and pooled[-1][0] > worth:
             _, more, longer, and_none = pooled.pop()
             chance += none * more

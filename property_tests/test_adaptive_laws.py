@@ -1,0 +1,142 @@
+"""What `adaptive` knows and does, said the slow way: what a bucket is worth, what a segment is, what was counted, and
+what is declined.
+"""
+
+import random
+from itertools import pairwise
+from math import exp
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_prefix_cache import BlockPool
+from cpu_prefix_cache.eviction import survival
+from cpu_prefix_cache.eviction.adaptive import Adaptive
+from cpu_prefix_cache.eviction.buckets import Buckets
+from cpu_prefix_cache.eviction.survival import BINS, EDGES, WIDTHS, worths
+from property_tests.strategies import chain, prompts
+
+rates = st.floats(-14, 2).map(lambda power: 10.0**power)
+
+
+@settings(max_examples=500)
+@given(st.lists(rates, min_size=BINS, max_size=BINS))
+def test_the_worth_is_the_best_ratio_over_all_times_to_give_up(rates: list[float]) -> None:
+    for begin, worth in enumerate(worths(rates)):
+        chance, seconds, ratios = 0.0, 0.0, []
+        for rate, width in list(zip(rates, WIDTHS, strict=True))[begin:]:
+            still = 1 - chance
+            ends_here = still * (1 - exp(-rate * width)) if rate * width > 1e-8 else still * rate * width
+            seconds += ends_here / rate
+            chance += ends_here
+            ratios.append(chance / seconds)
+        assert worth == pytest.approx(max(ratios), rel=1e-6)
+
+
+@settings(max_examples=300)
+@given(st.lists(prompts, min_size=1, max_size=12))
+def test_a_segment_is_what_the_same_requests_used(story: list[str]) -> None:
+    """In a cache where everything stays: a chunk is of the segment above it if no request had only that, or ended."""
+    pool = BlockPool(100, "adaptive")
+    for now, prompt in enumerate(story):
+        use(pool, prompt, float(now))
+        pool.check_valid()
+    segments = pool._policy._mark
+    for name in {prompt[:end] for prompt in story for end in range(2, len(prompt) + 1)}:
+        requests, above = ({at for at, each in enumerate(story) if each.startswith(part)} for part in (name, name[:-1]))
+        together = requests == above and name[:-1] not in story
+        assert (segments[pool.find(name.encode())] is segments[pool.find(name[:-1].encode())]) == together
+
+
+@settings(max_examples=200)
+@given(story=st.lists(st.tuples(st.sampled_from("axk"), st.integers(1, 4), st.floats(0, 400)), min_size=1, max_size=25))
+def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int, float]]) -> None:
+    """Conversations that grow, each prompt all of the last one and some more: so nothing is ever cut.
+
+    The time of a use is taken from the policy, which lets requests of one second share it.
+    """
+    with mock.patch.object(survival, "HALF_LIFE_REQUESTS", float("inf")):
+        pool, now = BlockPool(200, "adaptive"), 0.0
+        policy: Adaptive = pool._policy
+        history: dict[object, list[tuple[float, int]]] = {}  # of a segment: when it was used, and its class then
+        for who, more, pause in story:
+            now += pause
+            grown = max((len(name) for name in history if name[0] == who), default=0)
+            prompt = who * (grown + (more if more < 3 or not grown else 0))
+            use(pool, prompt, now)
+            for end in range(1, len(prompt) + 1):
+                segment = policy._mark[pool.find(prompt[:end].encode())]
+                history.setdefault(prompt[:end], []).append((segment.use.at, segment.kind))
+        reuses, seconds = [0.0] * len(policy._buckets._survival.reuses), [0.0] * len(policy._buckets._survival.reuses)
+        for name, uses in history.items():
+            if policy._mark[pool.find(name.encode())].first != name.encode():
+                continue  # counted with the first chunk of its segment
+            for (begin, kind), (end, _) in pairwise([*uses, (now, -1)]):
+                for bin in range(BINS):
+                    inside = min(end - begin, EDGES[bin + 1]) - EDGES[bin]
+                    seconds[kind * BINS + bin] += max(0.0, inside)
+            for (begin, kind), (end, _) in pairwise(uses):
+                reuses[kind * BINS + bin_of(end - begin)] += 1
+        known = policy._buckets._survival
+        assert known.reuses == reuses
+        so_far = [spent + inside * now for spent, inside in zip(known.seconds, known.inside, strict=True)]
+        assert so_far == pytest.approx(seconds, abs=1e-6)
+
+
+def bin_of(age: float) -> int:
+    return max(bin for bin in range(BINS) if EDGES[bin] <= age)
+
+
+@settings(max_examples=300)
+@given(story=st.lists(prompts, min_size=4, max_size=20), blocks=st.integers(4, 12), seed=st.integers(0, 10**6))
+def test_what_is_declined_is_worth_less_than_what_would_leave(story: list[str], blocks: int, seed: int) -> None:
+    """Whatever the buckets are worth: one by one, the least of what is here and of the end of what comes goes."""
+    pool = BlockPool(blocks, "adaptive")
+    policy: Adaptive = pool._policy
+    with mock.patch.object(Buckets, "_learn"):  # it stays as it is here
+        worth = policy._buckets._survival.worth
+        worth[:] = random.Random(seed).choices([1.0, 2.0, 3.0], k=len(worth))
+        for now, prompt in enumerate(story):
+            keys = chain(prompt)[:blocks]
+            have = pool.resident_run(keys, 0, len(keys))
+            deepest = pool.find(keys[have - 1]) if have else None
+            touch = pool.touch(deepest, chain(prompt), float(now))
+            pin = pool.pin() if deepest is None else pool.pin(deepest)
+            parent, new = pool.root if deepest is None else deepest, keys[have:]
+            accepted = pool.accepted(parent, new)
+            assert accepted == slow_answer(pool, new)
+            gone_first = [pool.key(block) for block in pool.soonest_evicted()]
+            before = pool.statistics().evictions
+            pool.commit(pool.allocate(accepted, new[:accepted]), new[:accepted], parent, touch)
+            evicted = pool.statistics().evictions - before
+            assert all(pool.find(key) is None for key in gone_first[:evicted])
+            pool.unpin(pin)
+            pool.check_valid()
+
+
+def slow_answer(pool: BlockPool, new: list[bytes]) -> int:
+    """How many of these chunks stay, if the least one goes again and again; of what comes, the last one first."""
+    policy: Adaptive = pool._policy
+    starts = sorted(new.index(key) for segments in policy._segments._by_first for key in segments if key in new)
+    owner = [next((new[at] for at in reversed(starts) if at <= each), None) for each in range(len(new))]
+    above = policy._mark[pool.find(new[0][:-1])] if new and len(new[0]) > 1 and owner[0] is None else None
+    here = [policy._buckets.rank(policy._mark[block]) for block in pool.soonest_evicted()]
+    coming = [policy._buckets.rank(policy._segments.find(key) if key is not None else above) for key in owner]
+    short = len(new) - pool.statistics().free
+    while short > 0:
+        if here and here[0] <= coming[-1]:
+            here.pop(0)
+        else:
+            coming.pop()
+        short -= 1
+    return len(coming)
+
+
+def use(pool: BlockPool, prompt: str, now: float) -> None:
+    keys = chain(prompt)
+    have = pool.resident_run(keys, 0, len(keys))
+    deepest = pool.find(keys[have - 1]) if have else None
+    touch = pool.touch(deepest, keys, now)
+    pool.commit(pool.allocate(len(keys) - have), keys[have:], pool.root if deepest is None else deepest, touch)

@@ -1,0 +1,148 @@
+"""Buckets: what is of one class and in one bin of ages, in the order in which it is to be evicted.
+
+Of each bucket the segments that can be evicted from, its *leaves*, stand in a ring, as they came. The rings are sorted
+by *rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its
+bucket when it is used, and when what was used with it is old enough for the next bin (ages.py); a bucket changes its
+rank when its class is learned anew.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from sortedcontainers import SortedList
+
+from cpu_prefix_cache.eviction.ages import Ages, Use
+from cpu_prefix_cache.eviction.segments import Segment, enter, leave, members, new_ring, used
+from cpu_prefix_cache.eviction.survival import BINS, Survival
+
+# Classes are learned anew in rounds, one with each request: that takes 20 us. A round begins so many requests after the
+# one before; half or twice as many gave the same hits.
+ROUND, EARLY_ROUND = 200, 32
+EARLY = 512  # requests
+
+TOGETHER = 1.0  # second, half of the first bin: the error of an age
+
+Rank = tuple[float, int, int]  # worth, bin from the last to the first, bucket: who has the least goes first
+
+
+class Buckets:
+    """`features[c]`: the levels of the features of class c (survival.py)."""
+
+    def __init__(self, features: Sequence[tuple[int, ...]]) -> None:
+        self._survival = Survival(features)
+        self._ages = Ages(self._survival)
+        self._rings: dict[int, Segment] = {}  # by bucket
+        self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
+        self._is_ranked = bytearray(len(features) * BINS)
+        self._use = Use(0.0)  # the last one
+        self._requests = self._next_round = 0
+        self._to_learn: list[int] = []  # classes, the last one next
+
+    def rank(self, segment: Segment) -> Rank:
+        return self._rank(segment.kind * BINS + used(segment).bin)
+
+    def ends(self) -> Iterator[tuple[Rank, int]]:
+        """The deepest chunks of all leaves, by rank. Changes nothing."""
+        for rank in self._ranks:
+            for segment in members(self._rings[rank[2]]):
+                yield rank, segment.deepest
+
+    def begin(self, now: float) -> Use:
+        """Something is used now. Everything else has grown older.
+
+        Requests that come within a second share a use: this is what bounds the work where there are many.
+        """
+        if now - self._use.at < TOGETHER and self._use.members:
+            return self._use
+        for grown in self._ages.grow_old(now):
+            for segment in grown.leaves:
+                self._stand(segment, grown)
+        self._use = Use(now)
+        self._ages.begin(self._use)
+        return self._use
+
+    def use(self, segment: Segment, kind: int, use: Use) -> None:
+        """A segment has this use now, and is of this class. It was used before if it had another one."""
+        before = segment.use
+        if before is not None:
+            self._survival.reuses[segment.kind * BINS + before.bin] += 1
+        self._ages.join(use, kind)
+        if before is not None:
+            self._ages.part(before, segment.kind, use.at)
+        segment.use, segment.kind = use, kind
+        if self._survival.begin(kind):
+            self._learn(kind, use.at)
+        if before is not None and segment in before.leaves:
+            del before.leaves[segment]
+            self.enter(segment)
+
+    def stand_beside(self, segment: Segment, other: Segment) -> None:
+        """A new segment begins with the use and the class of another."""
+        segment.use, segment.kind = used(other), other.kind
+        self._ages.join(segment.use, segment.kind)
+
+    def forget(self, segment: Segment, now: float) -> None:
+        """A segment that is no leaf is not known any more."""
+        self._ages.part(used(segment), segment.kind, now)
+
+    def enter(self, segment: Segment) -> None:
+        """It is a leaf."""
+        use = used(segment)
+        use.leaves[segment] = None
+        self._stand(segment, use)
+
+    def leave(self, segment: Segment) -> None:
+        """It is none any more."""
+        leave(segment)
+        del used(segment).leaves[segment]
+
+    def a_request_came(self, now: float) -> None:
+        """Learn something: a little each time, so that no call takes long."""
+        self._requests += 1
+        if self._to_learn:
+            self._learn(self._to_learn.pop(), now)
+        elif self._requests >= self._next_round:
+            self._to_learn = self._survival.begin_round(self._requests)
+            self._next_round = self._requests + (EARLY_ROUND if self._requests < EARLY else ROUND)
+
+    def check_valid(self, known: Sequence[Segment]) -> None:
+        """Assert that each of these, which are all, is where it belongs. For tests."""
+        self._ages.check_valid()
+        uses = set(self._ages)
+        for segment in known:
+            use = used(segment)
+            assert use in uses, "a segment has a use that has ended"
+            if segment in use.leaves:
+                assert segment.ring is self._rings[segment.kind * BINS + use.bin], "a leaf stands in the wrong ring"
+        kinds = Counter((used(segment), segment.kind) for segment in known)
+        assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
+        ranked = {bucket for bucket, ranked in enumerate(self._is_ranked) if ranked}
+        assert list(self._ranks) == sorted(map(self._rank, ranked)), "buckets are out of order"
+        assert ranked >= {at for at, ring in self._rings.items() if ring.younger is not ring}, "a bucket is forgotten"
+
+    def _stand(self, segment: Segment, use: Use) -> None:
+        """Stand as the youngest in the ring of its bucket, and in no other."""
+        bucket = segment.kind * BINS + use.bin
+        ring = self._rings.get(bucket)
+        if ring is None:
+            ring = self._rings[bucket] = new_ring()
+        enter(ring, segment)
+        if not self._is_ranked[bucket]:
+            self._is_ranked[bucket] = True
+            self._ranks.add(self._rank(bucket))
+
+    def _learn(self, each: int, now: float) -> None:
+        """Learn what the buckets of a class are worth now, and put them in their places."""
+        first, stop = each * BINS, (each + 1) * BINS
+        ranked = [bucket for bucket in range(first, stop) if self._is_ranked[bucket]]
+        for bucket in ranked:
+            self._ranks.remove(self._rank(bucket))
+            self._is_ranked[bucket] = False
+        self._survival.learn(each, now)
+        for bucket in ranked:
+            if self._rings[bucket].younger is not self._rings[bucket]:
+                self._ranks.add(self._rank(bucket))
+                self._is_ranked[bucket] = True
+
+    def _rank(self, bucket: int) -> Rank:
+        return self._survival.worth[bucket], -(bucket % BINS), bucket

@@ -1,0 +1,43 @@
+"""What kind of use a request makes of each segment of its prompt.
+
+    turn    how many prompts had ended above its last segment: the turn of a conversation
+    role    of the segment: several segments have begun below it, and how many; or it was passed; or it is the last one,
+            and then whether this prompt came before, whether it continues a conversation, or branches off a document
+    gap     how long the segment had waited when it was used before, if it is shared; else how long the last one had
+
+The three together are its *class*. That they tell apart who comes back when, in conversations, is from "KVCache in the
+wild" (USENIX ATC '25); gaps are what serves agents, whose tools take their time. See docs/policies.md.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from cpu_prefix_cache.eviction.segments import Segment, used
+from cpu_prefix_cache.eviction.survival import BINS
+
+TURNS, ROLES, GAPS = 6, 10, 6
+FEATURES = [(turn, role, gap) for turn in range(TURNS) for role in range(ROLES) for gap in range(GAPS)]  # by class
+TURN_OF = (0, 0, 1, 2, 2, *[3] * 6, *[4] * 20, 5)  # turn 1 | 2 | 3 to 4 | 5 to 10 | 11 to 30 | 31 and more
+SHARED_OF = (0, 0, 2, 4, 4, 4, 5)  # by 2 | 3 to 5 | 6 and more segments
+REPEATED_OF = (0, 0, 6, 7, 7, *[8] * 6, 9)  # the prompt comes for the 2nd time | 3rd to 4th | 5th to 10th | after that
+CONTINUES, PASSED, DOCUMENT = 0, 1, 3
+DOCUMENT_CHUNKS = 2  # a first turn that shares as many with others has something to branch off
+GAP_OF = (1, 2, 3, 4, *[5] * (BINS - 4))  # by bin, and so by seconds: up to 2 | 8 | 32 | 64 | more. 0: not used before
+UNKNOWN = FEATURES.index((0, CONTINUES, 0))
+
+
+def measure_gap(segment: Segment) -> None:
+    """It is about to be used again: how long has it waited?"""
+    segment.gap = GAP_OF[used(segment).bin]
+
+
+def kinds_of(path: Sequence[Segment], matched: int) -> Iterator[int]:
+    """The class that a prompt gives each of its segments, from the last to the first. `matched` chunks were known."""
+    last = path[-1]
+    turn = TURN_OF[min(last.turn, len(TURN_OF) - 1)]
+    alone = DOCUMENT if last.turn == 1 and matched >= DOCUMENT_CHUNKS else CONTINUES
+    own = REPEATED_OF[min(last.ended, len(REPEATED_OF) - 1)] or alone
+    for segment in reversed(path):
+        role, gap = SHARED_OF[min(segment.children, len(SHARED_OF) - 1)], segment.gap
+        if not role:
+            role, gap = own if segment is last else PASSED, last.gap
+        yield (turn * ROLES + role) * GAPS + gap

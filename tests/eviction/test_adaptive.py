@@ -1,0 +1,146 @@
+"""`adaptive` as a story: what it learns, what it declines, and what it asks for."""
+
+import pytest
+
+from cpu_prefix_cache import BlockPool, MisuseError
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
+from tests.story import Shelf, chain
+
+
+def test_conversations_stay_and_one_off_prompts_go():
+    """Ten conversations go on every minute; between their turns come three times as many prompts that never return."""
+    hits = {policy: share_of_hits(policy) for policy in ("lru", "adaptive")}
+    assert hits["lru"] == 0 and hits["adaptive"] > 0.7
+
+
+def share_of_hits(policy):
+    shelf, hits, chunks = Shelf(60, policy=policy), 0, 0
+    for turn in range(60):
+        for number in range(10):
+            prompt = chr(ord("a") + number) * min(3 + turn // 20, 5)
+            if turn > 30:
+                hits += shelf.pool.resident_run(chain(prompt), 0, len(prompt))
+                chunks += len(prompt)
+            shelf.put(prompt, after=3.0)
+            for once in range(2):
+                shelf.put(chr(1000 + turn * 20 + number * 2 + once) * 5, after=1.5)
+    return hits / chunks
+
+
+@pytest.mark.parametrize("length", [1, 5, 40, 200])
+@pytest.mark.parametrize("policy", ["arc", "adaptive"])
+def test_a_scan_of_one_off_prompts_leaves_what_is_used_again(policy, length):
+    """A burst of prompts that never come back, of any length, longer than the cache too: eight caches full of them."""
+    shelf, regulars = Shelf(40, policy=policy), "abcde"
+    for turn in range(30):
+        for each in regulars:
+            shelf.put(each * 3)
+        shelf.put(chr(5000 + turn) * 2)
+    for number in range(-(-320 // length)):
+        shelf.put(chr(1000 + number) * min(length, 40), after=0.01)
+    there = sum(shelf.pool.resident_run(chain(each * 3), 0, 3) for each in regulars)
+    assert there >= 15 - 40 // 5
+    lru = Shelf(40)
+    for prompt in (*(each * 3 for each in regulars), *(chr(1000 + number) * 40 for number in range(8))):
+        lru.put(prompt)
+    assert not lru.pool.resident_run(chain("aaa"), 0, 1)
+
+
+def test_what_is_declined_is_the_end_of_a_prompt():
+    shelf = Shelf(10, policy="adaptive")
+    for _ in range(20):
+        shelf.put("aaaaaaaa", after=3.0)
+    shelf.put("zzzzz", after=0.1)
+    assert "a" * 8 in shelf.names and {"z", "zz"} <= shelf.names and "zzz" not in shelf.names
+
+
+def test_room_that_is_free_is_given_to_anybody():
+    shelf = Shelf(10, policy="adaptive")
+    for _ in range(20):
+        shelf.put("aaaa")
+    shelf.put("zzzzzz")
+    assert {"a" * 4, "z" * 6} <= shelf.names
+
+
+def test_a_checkpoint_is_declined_with_its_chunks():
+    """It hangs below the last of them; alone it could never be found (rule 9)."""
+    pool = BlockPool(8, "adaptive", needs_checkpoint=lambda depth: True)
+    for turn in range(20):
+        stores_with_checkpoint(pool, "aaaaa", 3.0 * turn)
+    before = pool.statistics()
+    keys = chain("zz")
+    pool.touch(None, keys, 57.1)
+    assert pool.accepted(pool.root, [*keys, checkpoint_key(keys[-1])], [PieceNeed("state of z", 2)]) < 3
+    assert pool.statistics() == before
+
+
+def stores_with_checkpoint(pool, prompt, now):
+    keys = chain(prompt)
+    there = pool.find(checkpoint_key(keys[-1]))
+    touch = pool.touch(there, keys, now)
+    if there is None:
+        new = pool.allocate_checkpoint([PieceNeed(prompt, 2)], [*keys, checkpoint_key(keys[-1])], chunks=len(keys))
+        pool.commit([*new.chunks, new.node], [*keys, checkpoint_key(keys[-1])], pool.root, touch)
+    pool.check_valid()
+
+
+def test_a_checkpoint_that_is_resumed_from_is_used_again():
+    pool = BlockPool(8, "adaptive", needs_checkpoint=lambda depth: True)
+    stores_with_checkpoint(pool, "aaaaa", 0.0)
+    checkpoint = pool._policy._mark[pool.find(checkpoint_key(b"aaaaa"))]
+    before = checkpoint.use
+    stores_with_checkpoint(pool, "aaaaa", 9.0)
+    assert checkpoint.use is not before and checkpoint.use.at == 9.0
+
+
+def test_ghosts_are_learned_from_and_are_few():
+    """A prompt that comes back after all of it was evicted is not a first turn, and says how long that took."""
+    shelf = Shelf(9, policy="adaptive")
+    shelf.put("aaa")
+    for number in range(30):
+        shelf.put(chr(1000 + number) * 9)
+    assert shelf.pool._policy._num_ghosts <= 3
+    shelf.put("bbb")
+    pool = shelf.pool
+    pool.reset()
+    reuses = sum(pool._policy._buckets._survival.reuses)
+    shelf.put("bbb")
+    assert sum(pool._policy._buckets._survival.reuses) > 0.9 * reuses + 0.9
+
+
+def test_the_answer_of_a_request_belongs_to_its_prompt():
+    """Its chunks come one at a time while it decodes, and no prompt has told of them: one segment all the same."""
+    pool = BlockPool(20, "adaptive")
+    keys = chain("promptanswer")
+    touch = pool.touch(None, keys[:6], 0.0)
+    pool.commit(pool.allocate(6), keys[:6], pool.root, touch)
+    for at in range(6, 12):
+        pool.commit(pool.allocate(1), [keys[at]], pool.find(keys[at - 1]), touch)
+        pool.check_valid()
+    assert len({pool._policy._mark[pool.find(key)] for key in keys}) == 1
+    pool.touch(pool.find(keys[-1]), [*keys, b"promptanswerx"], 5.0)
+    pool.check_valid()
+
+
+def test_it_needs_to_know_who_asks_and_when():
+    pool = BlockPool(4, "adaptive")
+    pool.commit(pool.allocate(1), [b"a"], pool.root, pool.touch(None))  # nobody's
+    with pytest.raises(MisuseError, match="needs the keys of every request and the time"):
+        pool.touch(pool.find(b"a"))
+    with pytest.raises(MisuseError, match="needs the keys"):
+        pool.touch(None, [b"a"])
+    pool.touch(None, [b"a"], 5.0)
+    with pytest.raises(MisuseError, match=r"admitted at 4.0 s, after one at 5.0 s"):
+        pool.touch(None, [b"a"], 4.0)
+
+
+def test_time_that_stood_still_for_long_is_caught_up_with():
+    """After a pause of a day many uses are old at once; no call moves all of them, and none is lost."""
+    shelf = Shelf(1_000, policy="adaptive")
+    for number in range(300):
+        shelf.put(chr(1000 + number), after=0.01)
+    ages = shelf.pool._policy._buckets._ages
+    for _ in range(60):
+        shelf.put("a", after=86_400.0)
+    assert {use.bin for use in ages if use.at < 4.0} == {len(ages._oldest) - 1}

@@ -1,0 +1,67 @@
+"""What kind of use each segment of a prompt gets: (turn, role, gap), worked by hand."""
+
+import pytest
+
+from cpu_prefix_cache.eviction.kinds import CONTINUES, DOCUMENT, FEATURES, PASSED
+from tests.story import Shelf, chain
+
+SHARED_BY_TWO, SECOND_TIME = 2, 6
+
+
+@pytest.fixture
+def shelf():
+    return Shelf(100, policy="adaptive")
+
+
+def kinds(shelf, prompt):
+    """Of the segments of a prompt, in order: their last chunk, and their kind."""
+    marks = shelf.pool._policy._mark
+    segments = dict.fromkeys(marks[shelf.pool.find(key)] for key in chain(prompt))
+    return {segment.last.decode()[-1]: FEATURES[segment.kind] for segment in segments}
+
+
+def test_a_first_prompt(shelf):
+    shelf.put("ab")
+    assert kinds(shelf, "ab") == {"b": (0, CONTINUES, 0)}
+
+
+def test_a_conversation_goes_on(shelf):
+    """The second turn, 5 seconds after the first: what went before was passed."""
+    shelf.put("ab")
+    shelf.put("abcd", after=5.0)
+    assert kinds(shelf, "abcd") == {"b": (1, PASSED, 2), "d": (1, CONTINUES, 2)}
+    shelf.put("abcdef", after=40.0)
+    assert kinds(shelf, "abcdef") == {"b": (2, PASSED, 4), "d": (2, PASSED, 4), "f": (2, CONTINUES, 4)}
+
+
+def test_a_conversation_goes_on_in_two_ways(shelf):
+    """What both share has waited 40 seconds, by its own clock; a third way comes much later."""
+    shelf.put("ab")
+    shelf.put("abcd", after=5.0)
+    shelf.put("abxy", after=40.0)
+    assert kinds(shelf, "abxy") == {"b": (1, SHARED_BY_TWO, 4), "y": (1, CONTINUES, 4)}
+    shelf.put("abcde", after=100.0)
+    assert kinds(shelf, "abcde") == {"b": (2, SHARED_BY_TWO, 5), "d": (2, PASSED, 5), "e": (2, CONTINUES, 5)}
+
+
+def test_a_document_is_asked_about_twice(shelf):
+    """No prompt ended where they part, so both are first turns."""
+    shelf.put("pqrst")
+    shelf.put("pqruv", after=1.0)
+    assert kinds(shelf, "pqruv") == {"r": (0, SHARED_BY_TWO, 1), "v": (0, DOCUMENT, 0)}
+
+
+def test_the_same_prompt_comes_again(shelf):
+    shelf.put("ab")
+    shelf.put("ab", after=9.0)
+    assert kinds(shelf, "ab") == {"b": (0, SECOND_TIME, 3)}
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_turn_whose_last_chunk_was_cut_short(shelf, is_here):
+    """The answer filled it up, so it came back as another chunk. It is the second turn, even if nothing is here."""
+    shelf.put("abcdX")
+    if not is_here:
+        shelf.pool.reset()
+    shelf.put("abcdyz", after=9.0)
+    assert kinds(shelf, "abcdyz") == {"d": (1, SHARED_BY_TWO, 3), "z": (1, CONTINUES, 3)}
