@@ -89,7 +89,7 @@ def tell(story: list[tuple[str, int, int, int]]) -> None:
                 assert ghosts.first_ghost(coming, at) == ghost
                 if ghost == len(coming):
                     break
-                had, row = ghosts.row(coming, ghost)
+                had, row = ghosts.row(coming, ghost, len(coming))
                 assert ghosts.find(coming[ghost]) == had
                 assert ghosts.take(coming[ghost], row) == had
                 at = ghost + row
@@ -97,4 +97,4 @@ def tell(story: list[tuple[str, int, int, int]]) -> None:
                     lists[had].remove(each)
         ghosts.check_valid()
         assert ghosts.counts == [len(lists[0]), len(lists[1])]
-        assert [ghosts.hashes(which) for which in (0, 1)] == [*lists]
+        assert [ghosts.keys(which) for which in (0, 1)] == [*lists]

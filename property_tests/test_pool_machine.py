@@ -246,11 +246,11 @@ class ArcMachine(PoolMachine):
     @invariant()
     def the_lists_are_as_long_as_the_papers(self) -> None:
         arc = self.pool._policy
-        assert [ring.chunks + ring.coming for ring in arc._rings] == [self.model.size("T1"), self.model.size("T2")]
+        assert [ring.size for ring in arc._rings] == [self.model.size("T1"), self.model.size("T2")]
         assert arc._ghosts.counts == [len(names) for names in self.model.ghosts.values()]
         assert arc._target == pytest.approx(self.model.p)
         for which, names in enumerate(self.model.ghosts.values()):
-            assert arc._ghosts.hashes(which) == [hash(name.encode()) for name in names]
+            assert arc._ghosts.keys(which) == [name.encode() for name in names]
 
 
 class AdaptiveMachine(PoolMachine):

@@ -320,11 +320,10 @@ class BlockPool:
         if keys and len(keys) != count:
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks")
         per_chunk = self.blocks_per_chunk
-        if count * per_chunk > len(self._free):
-            available = self.available(count)
-            if available < count:
-                raise PoolExhausted(count, available)
-        blocks = self._take(count * per_chunk, keys)
+        wanted = count * per_chunk
+        if self._available_blocks(wanted) < wanted:
+            raise PoolExhausted(count, self.available(count))
+        blocks = self._take(wanted, keys)
         self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk] if per_chunk else self._number(count)
         state = self._state
@@ -500,7 +499,9 @@ class BlockPool:
             if keys:
                 self._policy.evict(0, keys)
             return self._free.take(count)
-        blocks = self._free.take(count - short) + self._evict(short, keys)
+        blocks = self._evict(short, keys)
+        if short < count:
+            blocks += self._free.take(count - short)
         blocks.sort()
         if len(blocks) > count:
             self._free.put(blocks[count:])
@@ -513,7 +514,8 @@ class BlockPool:
         while keys or len(freed) < short:
             if self._idle:
                 freed += self._evict_useless(short - len(freed))
-            victims = self._policy.evict(-(-max(0, short - len(freed)) // self._widest), keys)
+            left = short - len(freed)
+            victims = self._policy.evict(-(-left // self._widest) if left > 0 else 0, keys)
             self._evictions += len(victims)
             freed += self._dissolve(victims, CACHED)
             keys = ()

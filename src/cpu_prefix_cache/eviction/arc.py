@@ -35,13 +35,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
 from cpu_prefix_cache.eviction.touches import Ring
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.forest import NONE, Forest
 
+LONGEST_ROW = 32  # ghosts that come back together: what is compared beyond the victims they find is lost time
 LEAST_SHARE = 5  # T1 can have a fifth of the blocks in any case. With a tenth some sizes had .4 points fewer hits
 
 
@@ -57,29 +57,30 @@ class Arc(TwoLists):
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
 
     def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
-        once, _ = self._sizes()
-        due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once)
-        strangers = len(incoming) - count + self._once.chunks + due
+        once = self._once
+        due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once.size)
+        strangers = len(incoming) - count + once.size - once.coming + due
         if strangers >= len(incoming):
             return len(incoming)
-        hashes, at = list(map(hash, incoming)), 0
+        at = 0
         while at < len(incoming):
-            ghost = self._ghosts.first_ghost(hashes, at)
+            ghost = self._ghosts.first_ghost(incoming, at)
             if ghost - at > strangers:
                 return at + strangers
             strangers -= ghost - at
-            at = ghost if ghost == len(incoming) else ghost + self._ghosts.row(hashes, ghost)[1]
+            at = ghost if ghost == len(incoming) else ghost + self._ghosts.row(incoming, ghost, len(incoming))[1]
         return len(incoming)
 
     def announced(self, blocks: Sequence[int]) -> None:
+        mark = self._mark
         for block, ring in zip(blocks, self._destinations, strict=True):
-            self._mark[block] = ring
+            mark[block] = ring
 
     def abandoned(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             ring = self._mark[block]
             if ring is not None:
-                ring.coming -= 1
+                ring.expect(-1)
                 self._mark[block] = None
 
     def inserted(self, blocks: Sequence[int], touch: ArcTouch) -> None:
@@ -91,7 +92,7 @@ class Arc(TwoLists):
         for block, ring in zip(blocks, rings, strict=True):
             if ring is None:  # it was not announced
                 ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
-                ring.coming += 1
+                ring.expect(1)
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
@@ -100,13 +101,12 @@ class Arc(TwoLists):
             self._destinations = []
         victims: list[int] = []
         room = len(incoming) - count  # so many find room
-        hashes = list(map(hash, incoming))
         at = ghost = 0
         while at < len(incoming):
             if at == ghost:
-                ghost = self._ghosts.first_ghost(hashes, at)
+                ghost = self._ghosts.first_ghost(incoming, at)
             if at == ghost:
-                victims += self._let_in_ghosts(hashes, at, room)
+                victims += self._let_in_ghosts(incoming, at, room)
                 ghost = len(self._destinations)
             elif at < room:
                 self._let_in_strangers(min(ghost, room) - at)
@@ -129,23 +129,21 @@ class Arc(TwoLists):
         assert 0 <= self._target <= capacity, "p is out of bounds"
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
         assert once + again + sum(counts) <= max(once + again, 2 * capacity), "the ghosts are too many"
-        here = {hash(key) for key in self._forest.key if key is not None}
-        assert here.isdisjoint(self._ghosts.hashes(ONCE) + self._ghosts.hashes(AGAIN)), (
-            "a chunk that is here is a ghost"
-        )
+        ghosts = self._ghosts.keys(ONCE) + self._ghosts.keys(AGAIN)
+        assert set(self._forest.key).isdisjoint(ghosts), "a chunk that is here is a ghost"
 
     def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
         mark, once, again, added = self._mark, self._once, self._again, touch.added
         returned = rings.count(again)
-        again.coming -= returned
-        once.coming -= len(blocks) - returned
-        once.chunks += len(blocks)
+        again.expect(-returned)
+        once.expect(returned - len(blocks))
+        once.size += len(blocks)
         for block in blocks:
             mark[block] = added
         if returned:
             after = len(blocks) - rings[::-1].index(again)
-            self._use_again(blocks[after - 1], touch.found)
+            self._found_again(blocks[after - 1], touch)
         if mark[blocks[-1]] is added:
             if added.older is not None and not self._forest.children[added.block]:
                 self._branch_off(added)
@@ -156,55 +154,55 @@ class Arc(TwoLists):
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
         """End those that became ghosts since they were announced: others wrote them too, faster, and were evicted."""
-        hashes = list(map(hash, keys))
-        at = self._ghosts.first_ghost(hashes, 0)
+        at = self._ghosts.first_ghost(keys, 0)
         while at < len(keys):
-            self._ghosts.take(hashes[at])
-            at = self._ghosts.first_ghost(hashes, at + 1)
+            self._ghosts.take(keys[at])
+            at = self._ghosts.first_ghost(keys, at + 1)
 
-    def _let_in_ghosts(self, hashes: Sequence[int], at: int, room: int) -> list[int]:
+    def _let_in_ghosts(self, incoming: Sequence[bytes], at: int, room: int) -> list[int]:
         """Ghosts come back, to T2: the chunk `at` and some after it. Their victims, if they are beyond `room`."""
-        which, count = self._ghosts.row(hashes, at)
+        which, count = self._ghosts.row(incoming, at, LONGEST_ROW)
         victims: list[int] = []
+        leaving = NONE
         if at < room:
             count = min(count, room - at)
-            _, targets = self._learn_row(which, count, evicts=False)
         else:
-            prefers_once, targets = self._learn_row(which, count, evicts=True)
-            count = len(targets)
-            victims = self._take_once(count) if prefers_once else self._take_again(count, or_any=False)
-            victims = victims or self._victims(1, prefers_once)
+            leaving, same = self._gives_for_ghosts(which)
+            count = min(count, same)
+            victims = self._take_once(count) if leaving == ONCE else self._take_again(count, or_any=False)
+            victims = victims or self._take(1, leaving == ONCE)
             count = len(victims)
-        self._target = targets[count - 1]
-        self._ghosts.take(hashes[at], count)
+        self._learn_row(which, count, leaving)
+        self._ghosts.take(incoming[at], count)
         if victims:
             self._remember(victims)
-        self._again.coming += count
+        self._again.expect(count)
         self._destinations += [self._again] * count
         return victims
 
-    def _learn_row(self, which: int, count: int, evicts: bool) -> tuple[bool, list[float]]:
-        """What p becomes with each of `count` ghosts of a list that come back, while their victims are of one list.
+    def _gives_for_ghosts(self, which: int) -> tuple[int, int]:
+        """Which of T1 and T2 gives the victims of ghosts of a list that come back; and for how many, at least.
 
-        And whether that is T1.
+        Each one moves p by the same step, or by one that grows, and a victim makes its list smaller.
         """
-        counts, (size, again) = list(self._ghosts.counts), self._sizes()
-        if size + counts[ONCE] > self._capacity or size + again + sum(counts) > 2 * self._capacity:
-            count = 1  # there may be no room for the ghosts of their victims
-        target, prefers_once = self._target, True
-        targets: list[float] = []
+        target = self._adapted(which, self._target, self._ghosts.counts)
+        once, step = self._once.size, abs(target - self._target)
+        leaving = ONCE if once > target or (which == AGAIN and once == int(target)) else AGAIN
+        if min(self._room_for_ghosts()) < 0:
+            return leaving, 1  # there may be no room for the ghosts of their victims
+        if leaving != which:
+            return leaving, LONGEST_ROW  # p moves away from the size of T1
+        steps = (once - target) / (step + 1) if leaving == ONCE else (target - once - 1) / step
+        return leaving, max(1, int(steps))
+
+    def _learn_row(self, which: int, count: int, leaving: int) -> None:
+        """Adapt p for `count` ghosts of a list that come back, while as many of the list `leaving` become ghosts."""
+        counts = list(self._ghosts.counts)
         for _ in range(count):
-            target = self._adapted(which, target, counts)
+            self._target = self._adapted(which, self._target, counts)
             counts[which] -= 1
-            if evicts:
-                from_once = size > target or (which == AGAIN and size == int(target))
-                if targets and from_once != prefers_once:
-                    break
-                prefers_once = from_once
-                size -= from_once
-                counts[ONCE if from_once else AGAIN] += 1
-            targets.append(target)
-        return prefers_once, targets
+            if leaving != NONE:
+                counts[leaving] += 1
 
     def _let_in_strangers(self, count: int) -> None:
         """Strangers come, to T1, and find room: `count`, or the first few of them."""
@@ -214,11 +212,11 @@ class Arc(TwoLists):
     def _evict_for_strangers(self, count: int) -> list[int]:
         """Strangers come, to T1, and find no room: `count`, or the first few of them. The victims."""
         ending, same = self._ghost_to_end()
-        size, target = self._sizes()[ONCE], self._target
+        size, target = self._once.size, self._target
         count = min(count, same)
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
-        victims = self._victims(count, size > target)
+        victims = self._take(count, size > target)
         self._expect(len(victims), ending)
         self._remember(victims)
         return victims
@@ -227,20 +225,14 @@ class Arc(TwoLists):
         """Strangers are on their way to T1. For each one the oldest ghost of the list `ending` ends."""
         if ending != NONE:
             self._ghosts.drop_oldest(ending, count)
-        self._once.coming += count
+        self._once.expect(count)
         self._destinations += [self._once] * count
 
     def _evict_for_nobody(self, count: int) -> list[int]:
         """Up to `count` victims, while nothing comes."""
-        excess = self._sizes()[ONCE] - self._target
-        victims = self._victims(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
+        excess = self._once.size - self._target
+        victims = self._take(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
         self._remember(victims)
-        return victims
-
-    def _victims(self, count: int, prefers_once: bool) -> list[int]:
-        victims = self._take(count, prefers_once)
-        if not victims:
-            raise InternalError("chunks were to be evicted, but none can go")
         return victims
 
     def _remember(self, victims: Sequence[int]) -> None:
@@ -248,51 +240,57 @@ class Arc(TwoLists):
 
         There is none where all is T1: the paper deletes the page for good.
         """
-        once, again = self._sizes()
-        counts, capacity, keys = self._ghosts.counts, self._capacity, self._keys
-        room = 2 * capacity - once - again - sum(counts)
+        spare, room = self._room_for_ghosts()
         which = AGAIN if self._last.ring is self._again else ONCE
-        if which == ONCE:
-            room = min(room, capacity - once - counts[ONCE])
-        above = keys[self._forest.parent[victims[-1]]]
-        gone = [hash(keys[block]) for block in victims[-room:]] if room > 0 else []
-        self._ghosts.add(which, gone, None if above is None else hash(above))
+        if which == ONCE and spare < room:
+            room = spare
+        if room > 0:
+            keys = self._keys
+            gone = [keys[block] for block in victims[-room:]]
+            self._ghosts.add(which, gone, keys[self._forest.parent[victims[-1]]])
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        value = hash(key)
-        which = self._ghosts.find(value)
+        which = self._ghosts.find(key)
         if which == NONE:
             ending, _ = self._ghost_to_end()
             if ending != NONE:
                 self._ghosts.drop_oldest(ending, 1)
         else:
             self._target = self._adapted(which, self._target, self._ghosts.counts)
-            self._ghosts.take(value)
+            self._ghosts.take(key)
         return which
 
     def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
         """What p becomes when a ghost of a list comes back, which `counts` still has."""
         b1, b2 = counts
         if which == ONCE:
-            return min(float(self._capacity), target + max(b2 / b1, 1.0))
-        return max(0.0, target - max(b1 / b2, 1.0))
+            more = target + (b2 / b1 if b2 > b1 else 1.0)
+            return more if more < self._capacity else float(self._capacity)
+        less = target - (b1 / b2 if b1 > b2 else 1.0)
+        return less if less > 0 else 0.0
 
     def _ghost_to_end(self) -> tuple[int, int]:
         """The list whose oldest ghost ends when a stranger comes (the paper's case IV), and for how many it is so.
 
         Chunks without blocks may be more than the pool has blocks, which the paper's pages never are.
         """
-        once, again = self._sizes()
-        (b1, b2), capacity = self._ghosts.counts, self._capacity
-        spare, room = capacity - once - b1, 2 * capacity - once - again - b1 - b2
-        if b1 and (spare <= 0 or (room <= 0 and not b2)):
+        b1, b2 = self._ghosts.counts
+        spare, room = self._room_for_ghosts()
+        if spare > 0 and room > 0:
+            return NONE, min(spare, room)
+        if b1 and (spare <= 0 or not b2):
             return ONCE, b1
         if b2 and room <= 0:
             return AGAIN, min(spare, b2) if spare > 0 else b2
-        return NONE, min((each for each in (spare, room) if each > 0), default=capacity)
+        return NONE, max(spare, room) if spare > 0 or room > 0 else self._capacity
+
+    def _room_for_ghosts(self) -> tuple[int, int]:
+        """By how much T1 and B1 are less than c, and all four lists less than 2 c."""
+        b1, b2 = self._ghosts.counts
+        spare = self._capacity - self._once.size - b1
+        return spare, spare + self._capacity - self._again.size - b2
 
     def _sizes(self) -> tuple[int, int]:
         """|T1| and |T2|, with what is on its way there."""
-        once, again = self._once, self._again
-        return once.chunks + once.coming, again.chunks + again.coming
+        return self._once.size, self._again.size

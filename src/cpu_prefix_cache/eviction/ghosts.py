@@ -12,11 +12,11 @@ That no chunk within a run is ever asked for follows from rule 3: a chunk comes 
 it and after it, and what is here or has come is no ghost. So a run loses chunks at its two ends only; and what a
 prompt of strangers costs is one look at the tops, of which there are few.
 
-Of a key only Python's 64-bit hash is kept: among a million ghosts one lookup in 10^13 finds a wrong one, which costs a
-chunk in the wrong list, or a ghost that is not found. This takes 8 bytes a ghost and about 350 a run.
+The keys themselves are kept, about 72 bytes a ghost where a key has 16, and 350 a run. Their hashes would take 8 bytes
+a ghost, and a tenth more of the time of an eviction: Python has them at hand in the keys, and makes a number of each
+one that it is asked for.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.forest import NONE
@@ -25,26 +25,26 @@ LONGEST_RUN = 4_096  # to end the oldest of a run moves the others: at most 32 K
 
 
 class Run:
-    """Hashes of keys, the oldest first; and of the parent of the last one, if that one had any."""
+    """Keys, the oldest first; and that of the parent of the last one, if that one had any."""
 
-    __slots__ = ("above", "hashes", "older", "which", "younger")
+    __slots__ = ("above", "keys", "older", "which", "younger")
 
     def __init__(self, which: int) -> None:
         self.which = which
-        self.hashes = array("q")
-        self.above: int | None = None
+        self.keys: list[bytes] = []
+        self.above: bytes | None = None
         self.older = self.younger = self
 
 
 class Ghosts:
-    """`counts[which]` keys, given by their hashes, in list 0 and in list 1."""
+    """`counts[which]` keys in list 0 and in list 1."""
 
     def __init__(self) -> None:
         self.counts = [0, 0]
         self._ends = (Run(0), Run(1))  # each closes the ring of the runs of a list
-        self._tops: dict[int, Run] = {}
+        self._tops: dict[bytes, Run] = {}
 
-    def first_ghost(self, wanted: Sequence[int], start: int) -> int:
+    def first_ghost(self, wanted: Sequence[bytes], start: int) -> int:
         """Where in `wanted[start:]`, chunks one below the other, the first ghost is; `len(wanted)` if there is none.
 
         The chunk above `wanted[start]` is no ghost.
@@ -56,80 +56,83 @@ class Ghosts:
             return end
         return next(at for at in range(start, end) if wanted[at] in tops)
 
-    def find(self, value: int) -> int:
+    def find(self, key: bytes) -> int:
         """The list that has a chunk whose parent is no ghost; NONE if neither does."""
-        run = self._tops.get(value)
+        run = self._tops.get(key)
         return NONE if run is None else run.which
 
-    def row(self, wanted: Sequence[int], start: int) -> tuple[int, int]:
-        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's."""
+    def row(self, wanted: Sequence[bytes], start: int, most: int) -> tuple[int, int]:
+        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's.
+
+        Counts to `most`.
+        """
         run = self._tops[wanted[start]]
-        hashes, most = run.hashes, min(len(run.hashes), len(wanted) - start)
+        keys, most = run.keys, min(most, len(run.keys), len(wanted) - start)
         count = 1
-        while count < most and hashes[-1 - count] == wanted[start + count]:
+        while count < most and keys[-1 - count] == wanted[start + count]:
             count += 1
         return run.which, count
 
-    def take(self, value: int, count: int = 1) -> int:
+    def take(self, key: bytes, count: int = 1) -> int:
         """Remove `count` ghosts: one whose parent is none, and those of its run below it. The list that had them."""
-        run = self._tops.pop(value)
-        run.above = run.hashes[-count]
-        del run.hashes[-count:]
-        if run.hashes:
-            self._tops[run.hashes[-1]] = run
+        run = self._tops.pop(key)
+        run.above = run.keys[-count]
+        del run.keys[-count:]
+        if run.keys:
+            self._tops[run.keys[-1]] = run
         else:
             _leave(run)
         self.counts[run.which] -= count
         return run.which
 
-    def add(self, which: int, values: Sequence[int], above: int | None) -> None:
+    def add(self, which: int, keys: Sequence[bytes], above: bytes | None) -> None:
         """Add chunks, each the parent of the one before it, at the young end of a list. `above`: the last one's."""
-        for at in range(0, len(values), LONGEST_RUN):
-            end = at + LONGEST_RUN
-            self._add_run(which, values[at:end], values[end] if end < len(values) else above)
-        self.counts[which] += len(values)
+        while len(keys) > LONGEST_RUN:
+            self.add(which, keys[:LONGEST_RUN], keys[LONGEST_RUN])
+            keys = keys[LONGEST_RUN:]
+        if not keys:
+            return
+        end = self._ends[which]
+        run = end.older
+        if run is not end and run.above == keys[0] and len(run.keys) + len(keys) <= LONGEST_RUN:
+            self._tops.pop(run.keys[-1], None)
+        else:
+            run = Run(which)
+            run.older, run.younger = end.older, end
+            end.older.younger = end.older = run
+        run.keys.extend(keys)
+        run.above = above
+        self._tops[keys[-1]] = run
+        self.counts[which] += len(keys)
 
     def drop_oldest(self, which: int, count: int) -> None:
         """Remove the `count` oldest chunks of a list that has as many."""
         self.counts[which] -= count
         while count:
             run = self._ends[which].younger
-            if len(run.hashes) > count:
-                del run.hashes[:count]
+            if len(run.keys) > count:
+                del run.keys[:count]
                 return
-            count -= len(run.hashes)
-            self._tops.pop(run.hashes[-1], None)
+            count -= len(run.keys)
+            self._tops.pop(run.keys[-1], None)
             _leave(run)
 
-    def hashes(self, which: int) -> list[int]:
-        """What is kept of the keys of a list, the oldest first. For tests."""
-        return [value for run in self._runs(which) for value in run.hashes]
+    def keys(self, which: int) -> list[bytes]:
+        """The keys of a list, the oldest first. For tests."""
+        return [key for run in self._runs(which) for key in run.keys]
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests."""
         tops = {}
         for which in (0, 1):
             for run in self._runs(which):
-                assert run.which == which and run.hashes, "a run is empty, or in the wrong list"
+                assert run.which == which and run.keys, "a run is empty, or in the wrong list"
                 assert run.younger.older is run, "a run is linked one way only"
-                tops[run.hashes[-1]] = run
-            assert self.counts[which] == len(self.hashes(which)), "ghosts are miscounted"
+                tops[run.keys[-1]] = run
+            assert self.counts[which] == len(self.keys(which)), "ghosts are miscounted"
         assert tops == self._tops, "the top of a run cannot be found"
-        everything = self.hashes(0) + self.hashes(1)
+        everything = self.keys(0) + self.keys(1)
         assert len(set(everything)) == len(everything), "a key is remembered twice"
-
-    def _add_run(self, which: int, values: Sequence[int], above: int | None) -> None:
-        end = self._ends[which]
-        run = end.older
-        if run is not end and run.above == values[0] and len(run.hashes) + len(values) <= LONGEST_RUN:
-            self._tops.pop(run.hashes[-1], None)
-        else:
-            run = Run(which)
-            run.older, run.younger = end.older, end
-            end.older.younger = end.older = run
-        run.hashes.extend(values)
-        run.above = above
-        self._tops[values[-1]] = run
 
     def _runs(self, which: int) -> Iterator[Run]:
         run = self._ends[which].younger

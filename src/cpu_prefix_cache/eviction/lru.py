@@ -31,7 +31,7 @@ class Lru(TouchPolicy):
             self._branch_off(touch)
         for block in blocks:
             self._mark[block] = touch
-        self._ring.chunks += len(blocks)
+        self._ring.size += len(blocks)
         touch.block = blocks[-1]
         if touch.older is None:
             self._ring.enter_young(touch)
@@ -81,12 +81,12 @@ class Lru(TouchPolicy):
     def _evict_run(self, touch: Touch, count: int) -> list[int]:
         """Evict the chunk of `touch` and, up to `count`, the chunks above it that nobody else used since."""
         forest, touches = self._forest, self._mark
-        parents, children, pins = forest.parent, forest.children, forest.pins
+        parents, children, pinned = forest.parent, forest.children, forest.pinned
         block = touch.block
         parent = parents[block]
         run = [block]
         touches[block] = None
-        while len(run) < count and children[parent] == 1 and not pins[parent]:
+        while len(run) < count and children[parent] == 1 and parent not in pinned:
             own = touches[parent]
             if own is not touch:
                 if own is None or own.stamp > touch.stamp:
@@ -96,7 +96,7 @@ class Lru(TouchPolicy):
             touches[parent] = None
             run.append(parent)
             parent = parents[parent]
-        self._ring.chunks -= len(run)
+        self._ring.size -= len(run)
         forest.remove_run(run)
         if touches[parent] is touch and not children[parent]:
             touch.block = parent

@@ -20,7 +20,7 @@ class Outlook:
         self._forest = forest
         self._forks = forks
         self._target = target
-        self._size = rings[ONCE].chunks + rings[ONCE].coming
+        self._size = rings[ONCE].size
         self._again = rings[AGAIN]
         self._ends = [ring.end for ring in rings]
         self._ahead = [linked(end.younger) for end in self._ends]

@@ -44,13 +44,13 @@ class Touch:
 class Ring:
     """Touches by age, between the two sides of `end`.
 
-    `chunks` counts the chunks that carry a touch of this ring, `coming` those that are being written and will.
+    `coming` counts the chunks that are being written and will carry a touch of this ring, `size` those and all that do.
     """
 
     def __init__(self) -> None:
         self.end = Touch(0, self)
         self.end.older = self.end.younger = self.end
-        self.chunks = 0
+        self.size = 0
         self.coming = 0
 
     def __iter__(self) -> Iterator[Touch]:
@@ -58,6 +58,11 @@ class Ring:
         while touch is not self.end:
             yield touch
             touch = linked(touch.younger)
+
+    def expect(self, count: int) -> None:
+        """So many chunks more are on their way here, or fewer, if negative."""
+        self.coming += count
+        self.size += count
 
     def enter_young(self, touch: Touch) -> None:
         """Put `touch` in its place, looking from the young end: a few concurrent requests away at most."""
@@ -90,7 +95,7 @@ class TouchPolicy:
     def removed(self, block: int) -> None:
         touch = self._carried(block)
         self._mark[block] = None
-        touch.ring.chunks -= 1
+        touch.ring.size -= 1
         if touch.block == block:
             leave(touch)
         self._inherit(self._forest.parent[block], touch)
@@ -115,8 +120,8 @@ class TouchPolicy:
                 standing.add(touch.block)
                 stamp = touch.stamp
             carrying = sum(isinstance(mark, Touch) and mark.ring is ring for mark in self._mark)
-            assert ring.chunks == carrying, "the chunks of a ring are miscounted"
             assert ring.coming == sum(mark is ring for mark in self._mark), "chunks on their way are miscounted"
+            assert ring.size == carrying + ring.coming, "the chunks of a ring are miscounted"
         for block, key in enumerate(forest.key):
             assert (key is not None) == isinstance(self._mark[block], Touch), f"block {block}: a key without a touch"
             if key is not None and not forest.children[block]:
@@ -156,8 +161,8 @@ class TouchPolicy:
         before = self._mark[block]
         if before is touch:
             return
-        before.ring.chunks -= 1
-        touch.ring.chunks += 1
+        before.ring.size -= 1
+        touch.ring.size += 1
         self._mark[block] = touch
         if before.block == block:
             leave(before)

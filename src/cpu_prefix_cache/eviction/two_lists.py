@@ -13,18 +13,19 @@ other, and leave the forest together.
 
 from collections.abc import Sequence
 
+from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
 from cpu_prefix_cache.eviction.touches import Ring, Touch, TouchPolicy, leave, linked
 from cpu_prefix_cache.forest import NONE, Forest
 
 
 class ArcTouch:
-    """One request: `found` for what it used again, `added` for what it used first. One stamp."""
+    """One request: `found` for what it used again, if anything, `added` for what it used first. One stamp."""
 
     __slots__ = ("added", "found")
 
-    def __init__(self, found: Touch, added: Touch) -> None:
-        self.found = found
+    def __init__(self, added: Touch) -> None:
+        self.found: Touch | None = None
         self.added = added
 
 
@@ -41,9 +42,9 @@ class TwoLists(TouchPolicy):
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
         self._stamp += 1
-        touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
+        touch = ArcTouch(Touch(self._stamp, self._once))
         if deepest != NONE:
-            self._use_again(deepest, touch.found)
+            self._found_again(deepest, touch)
         return touch
 
     def check_valid(self) -> None:
@@ -66,29 +67,28 @@ class TwoLists(TouchPolicy):
         self._passed = [self._once.end, self._again.end]
 
     def _take(self, count: int, prefers_once: bool) -> list[int]:
-        """The next victims, 1 to `count` of one list, or none if none can go. `_end_run` lets the last ones leave."""
-        victims: list[int] = []
-        if not prefers_once:
-            victims = self._take_again(count, or_any=False)
-        return victims or self._take_once(count) or self._take_again(count, or_any=True)
+        """The next victims, 1 to `count` of one list. `_end_run` lets the last ones leave."""
+        victims = [] if prefers_once else self._take_again(count, or_any=False)
+        victims = victims or self._take_once(count) or self._take_again(count, or_any=True)
+        if not victims:
+            raise InternalError("chunks were to be evicted, but none can go")
+        return victims
 
     def _take_once(self, count: int) -> list[int]:
         """Victims that T1 can give, oldest first."""
-        victims = self._more_of_run(self._once, count)
-        if victims:
-            return victims
-        self._end_run()
-        forest, end = self._forest, self._once.end
-        touch = linked(self._passed[ONCE].younger)
-        while touch is not end:
-            following = linked(touch.younger)
-            if forest.children[touch.block]:
+        if self._run:
+            victims = self._more_of_run(self._once, count)
+            if victims:
+                return victims
+            self._end_run()
+        children, pinned, end = self._forest.children, self._forest.pinned, self._once.end
+        while (touch := linked(self._passed[ONCE].younger)) is not end:
+            if children[touch.block]:
                 leave(touch)
-            elif forest.pins[touch.block]:
+            elif touch.block in pinned:
                 self._passed[ONCE] = touch
             else:
                 return self._begin_run(touch, count)
-            touch = following
         return []
 
     def _take_again(self, count: int, or_any: bool) -> list[int]:
@@ -112,22 +112,21 @@ class TwoLists(TouchPolicy):
         return []
 
     def _begin_run(self, touch: Touch, count: int) -> list[int]:
-        block = touch.block
-        self._mark[block] = None
-        touch.ring.chunks -= 1
-        self._run.append(block)
-        self._last = touch
-        return [block, *self._more_of_run(touch.ring, count - 1)]
+        self._run, self._last = [], touch
+        return self._more_from(touch.block, count)
 
     def _more_of_run(self, ring: Ring, count: int) -> list[int]:
-        """Up to `count` chunks above the last victim that go next, if it was of `ring`: unpinned, not used since."""
-        run, last = self._run, self._last
-        if not run or last.ring is not ring:
+        """Up to `count` chunks above the last victim that go next, if it was of `ring`."""
+        if not self._run or self._last.ring is not ring:
             return []
-        mark, parents, children, pins = self._mark, self._forest.parent, self._forest.children, self._forest.pins
+        return self._more_from(self._forest.parent[self._run[-1]], count)
+
+    def _more_from(self, block: int, count: int) -> list[int]:
+        """The run goes on with `block` and those above it, up to `count`: unpinned, not used since."""
+        mark, forest, last = self._mark, self._forest, self._last
+        parents, children, pinned, ring = forest.parent, forest.children, forest.pinned, last.ring
         more: list[int] = []
-        block = parents[run[-1]]
-        while len(more) < count and children[block] == 1 and not pins[block]:
+        while len(more) < count and children[block] <= 1 and block not in pinned:
             own = mark[block]
             if own is not last:
                 if own is None or own.ring is not ring or own.stamp > last.stamp:
@@ -137,8 +136,8 @@ class TwoLists(TouchPolicy):
             mark[block] = None
             more.append(block)
             block = parents[block]
-        ring.chunks -= len(more)
-        run += more
+        ring.size -= len(more)
+        self._run += more
         return more
 
     def _end_run(self) -> None:
@@ -173,14 +172,25 @@ class TwoLists(TouchPolicy):
                 self._passed[AGAIN] = self._again.end
                 self._again.enter_old(self._carried(parent))
 
+    def _found_again(self, block: int, touch: ArcTouch) -> None:
+        """A request used `block` again, and with it all that is above."""
+        if touch.found is None:
+            touch.found = Touch(touch.added.stamp, self._again)
+        self._use_again(block, touch.found)
+
     def _use_again(self, block: int, touch: Touch) -> None:
         """Let `block` carry a touch of T2, and move it and all that is above it there."""
-        mark, parents, once = self._mark, self._forest.parent, self._once
-        above = block
-        while above != self._forest.root and mark[above].ring is once:
-            stamp = mark[above].stamp  # younger, where a later request used it before this one's chunks came
-            self._carry(above, touch if stamp <= touch.stamp else Touch(stamp, self._again))
+        mark, parents, root, once, again = self._mark, self._forest.parent, self._forest.root, self._once, self._again
+        above, moved = block, 0
+        while above != root and (before := mark[above]).ring is once:
+            stamp = before.stamp  # younger, where a later request used it before this one's chunks came
+            mark[above] = touch if stamp <= touch.stamp else Touch(stamp, again)
+            if before.block == above:
+                leave(before)
+            moved += 1
             above = parents[above]
+        once.size -= moved
+        again.size += moved
         is_end = above != block or self._is_end(block)
         if above == block:
             self._carry(block, touch)
