@@ -3,6 +3,7 @@ what is declined.
 """
 
 import random
+from contextlib import suppress
 from itertools import pairwise
 from math import exp
 from unittest import mock
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import BlockPool
+from cpu_prefix_cache import BlockPool, PoolExhausted
 from cpu_prefix_cache.eviction import survival
 from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, WIDTHS, worths
+from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.pieces import PieceNeed
 from property_tests.strategies import chain, prompts
 
 rates = st.floats(-14, 2).map(lambda power: 10.0**power)
@@ -132,6 +135,57 @@ def slow_answer(pool: BlockPool, new: list[bytes]) -> int:
             coming.pop()
         short -= 1
     return len(coming)
+
+
+@settings(max_examples=400)
+@given(seed=st.integers(0, 2**32), blocks=st.integers(3, 14), has_checkpoints=st.booleans())
+def test_nothing_is_lost_by_what_was_forgotten(seed: int, blocks: int, has_checkpoints: bool) -> None:
+    """Requests store late, in parts, after others have cut their segments or these were forgotten, and what they store
+    is withdrawn under them. With so few ghosts that most of what comes is unknown.
+    """
+    chance = random.Random(seed)
+    pool = BlockPool(blocks, "adaptive", needs_checkpoint=(lambda depth: True) if has_checkpoints else None)
+    now, requests = 0.0, []
+    for _ in range(50):
+        what = chance.choices(["asks", "stores", "is withdrawn", "all is withdrawn"], [8, 12, 1, 0.3])[0]
+        if what == "asks":
+            now += chance.choice([0.0, 0.5, 3.0, 40.0, 4_000.0])
+            requests.append(asks(pool, "".join(chance.choices("ab", k=chance.randint(1, 6))), now))
+        elif what == "stores" and requests:
+            stores(pool, chance, chance.choice(requests[-6:]))
+        elif what == "is withdrawn" and (there := list(pool.soonest_evicted())):
+            pool.withdraw(pool.path(chance.choice(there), 1)[0])
+        elif what == "all is withdrawn":
+            pool.reset()
+        pool.check_valid()
+
+
+def asks(pool: BlockPool, prompt: str, now: float) -> list[bytes]:
+    keys = chain(prompt)
+    have = pool.resident_run(keys, 0, len(keys))
+    deepest = pool.find(keys[have - 1]) if have else None
+    pool.touch(pool.find(checkpoint_key(keys[have - 1])) or deepest if have else None, keys, now)
+    return keys
+
+
+def stores(pool: BlockPool, chance: random.Random, keys: list[bytes]) -> None:
+    """A few of the chunks that a request lacks, one more that it decoded perhaps, perhaps with a checkpoint."""
+    if chance.random() < 0.2:
+        keys = [*keys, keys[-1] + b"z"]
+    have = pool.resident_run(keys, 0, len(keys))
+    new = keys[have : have + chance.randint(1, 3)]
+    parent = pool.find(keys[have - 1]) if have else pool.root
+    pin = pool.pin(parent) if have else pool.pin()
+    checkpoint = checkpoint_key(new[-1] if new else keys[have - 1])
+    with suppress(PoolExhausted):
+        if pool.needs_checkpoint(1) and chance.random() < 0.5 and pool.find(checkpoint) is None:
+            needs = [PieceNeed(checkpoint, chance.randint(1, 2))]
+            both = pool.allocate_checkpoint(needs, [*new, checkpoint], chunks=len(new))
+            pool.commit([*both.chunks, both.node], [*new, checkpoint], parent, None)
+        else:
+            new = new[: pool.accepted(parent, new)]
+            pool.commit(pool.allocate(len(new), new), new, parent, None)
+    pool.unpin(pin)
 
 
 def use(pool: BlockPool, prompt: str, now: float) -> None:

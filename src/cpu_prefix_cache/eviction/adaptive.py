@@ -80,8 +80,8 @@ class Adaptive:
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""
         path, matched, cuts = self._segments.walk(keys)
-        for upper, lower in cuts:
-            self._was_cut(upper, lower)
+        for cut in cuts:
+            self._was_cut(*cut)
         for segment in path:
             measure_gap(segment)
         if matched < len(keys):
@@ -101,13 +101,15 @@ class Adaptive:
         self._place(segment)
         return segment
 
-    def _was_cut(self, upper: Segment, lower: Segment) -> None:
-        """A segment has become two: the upper part shares its past."""
+    def _was_cut(self, upper: Segment, lower: Segment, displaced: Segment | None) -> None:
+        """A segment has become two: the upper part shares its past. A ghost may have lost its place to it."""
         self._buckets.stand_beside(upper, lower)
         self._place(lower)
         self._place(upper)
         if not lower.first:
             self._forget(lower)
+        if displaced is not None:
+            self._forget(displaced)
 
     # What is here
 
@@ -137,6 +139,8 @@ class Adaptive:
             mark[block] = segment
         segment.resident += count
         segment.deepest = blocks[count - 1]
+        if segment.resident == segment.length:
+            segment.last = self._key(segment.deepest)  # it is what is here, whatever a forgotten request had told
         self._place(segment)
         return count
 
@@ -144,19 +148,20 @@ class Adaptive:
         """The segment of these chunks, or of the first of them: below or within the one above."""
         if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[0])) is None:
             if above.resident == above.length and not above.children:
-                above.extend([self._key(block) for block in blocks])  # the answer of a request belongs to its prompt
+                above.extend(self._unknown_keys(blocks))  # the answer of a request belongs to its prompt
             if above.resident < above.length:
                 return above
         return self._segment(blocks, above)
 
     def _segment(self, blocks: Sequence[int], above: Segment | None) -> Segment:
-        """The segment that begins with the first of these chunks; if no request told of it, a new one of all of them.
+        """The segment that begins with the first of these chunks; a new one if no request told of it.
 
         That has the class and the age of the one above.
         """
         segment = self._segments.find(self._key(blocks[0]))
         if segment is None:
-            segment = Segment([self._key(block) for block in blocks], 0, len(blocks))
+            keys = self._unknown_keys(blocks)
+            segment = Segment(keys, 0, len(keys))
             self._segments.add(segment)
             if above is None:
                 self._buckets.use(segment, UNKNOWN, self._buckets.begin(self._now))
@@ -164,6 +169,12 @@ class Adaptive:
                 segment.turn, segment.gap = above.turn, above.gap
                 self._buckets.stand_beside(segment, above)
         return segment
+
+    def _unknown_keys(self, blocks: Sequence[int]) -> list[bytes]:
+        """The keys of the first of these chunks and of those after it, up to where a known segment begins."""
+        keys = [self._key(block) for block in blocks]
+        known = (at for at in range(1, len(keys)) if self._segments.find(keys[at]) is not None)
+        return keys[: next(known, len(keys))]
 
     def removed(self, block: int) -> None:
         segment = self._mark[block]
@@ -339,7 +350,8 @@ class Adaptive:
         mark, children = self._mark, self._forest.children
         ghosts = list(members(self._ghosts))
         here: set[Segment] = {segment for segment in mark if segment is not None}
-        assert len(ghosts) == self._num_ghosts <= self._most_ghosts, "ghosts are miscounted, or too many"
+        assert len(ghosts) == self._num_ghosts, "ghosts are miscounted"
+        assert self._num_ghosts <= self._most_ghosts, "there are too many ghosts"
         assert here.isdisjoint(ghosts), "a segment that is here is a ghost"
         known = [*here, *ghosts]
         self._buckets.check_valid(known)

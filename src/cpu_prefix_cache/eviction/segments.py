@@ -14,8 +14,9 @@ here. Beyond that it is known only whether it left at the last chunk, as prompts
 last chunk was cut short; otherwise the segment ends where it is here, and the rest of it is forgotten.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.ages import Use
@@ -100,6 +101,17 @@ def members(ring: Segment) -> Iterator[Segment]:
         segment = segment.younger
 
 
+class Cut(NamedTuple):
+    """A segment is `lower` now, without its first key if that is not known, and `upper` is what it begins with.
+
+    `displaced` is a ghost that begins as `lower` does: one that was there before what was above it was forgotten.
+    """
+
+    upper: Segment
+    lower: Segment
+    displaced: Segment | None
+
+
 class Segments:
     """All known segments, by their first keys."""
 
@@ -121,15 +133,11 @@ class Segments:
         if first and self.find(first) is segment:
             del self._by_first[first[0]][first]
 
-    def walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int, list[tuple[Segment, Segment]]]:
-        """The segments of a prompt from its beginning on, how many chunks those have, and which were cut for it.
-
-        A cut is a new upper part and the segment that was, which is the lower part now; if it has no key to be found
-        by any more, its length is 0.
-        """
+    def walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int, list[Cut]]:
+        """The segments of a prompt from its beginning on, how many chunks those have, and which were cut for it."""
         by_first, stop, at = self._by_first, len(keys), 0
         path: list[Segment] = []
-        cuts: list[tuple[Segment, Segment]] = []
+        cuts: list[Cut] = []
         while at < stop:
             key = keys[at]
             segment = by_first[key[0]].get(key)
@@ -140,9 +148,9 @@ class Segments:
                 at = end
             else:
                 length = self._common(segment, keys, at)
-                upper = self._cut(segment, keys, at, length)
-                cuts.append((upper, segment))
-                segment = upper
+                cut = self._cut(segment, keys, at, length)
+                cuts.append(cut)
+                segment = cut.upper
                 at += length
             path.append(segment)
         return path, at, cuts
@@ -151,7 +159,7 @@ class Segments:
         """How many chunks, one or more, a prompt shares with a segment that it leaves or ends in."""
         left = len(keys) - at
         here = min(segment.resident, left)
-        common = self._forest.resident_run(keys, at, at + here) - at
+        common = bisect_left(range(here), True, key=lambda more: not self._has(segment, keys[at + more]))
         if common < here or common == left:
             return common
         length = segment.length
@@ -159,7 +167,12 @@ class Segments:
             return length - 1
         return max(1, common)
 
-    def _cut(self, segment: Segment, keys: Sequence[bytes], at: int, length: int) -> Segment:
+    def _has(self, segment: Segment, key: bytes) -> bool:
+        """Whether the chunk with this key is here, and of this segment."""
+        node = self._forest.find(key)
+        return node != NONE and self._mark[node] is segment
+
+    def _cut(self, segment: Segment, keys: Sequence[bytes], at: int, length: int) -> Cut:
         """Cut a segment after `length` chunks, `keys` from `at` on. The new upper part; it is the lower one now."""
         parents, mark = self._forest.parent, self._mark
         upper = Segment(keys, at, at + length)
@@ -180,11 +193,13 @@ class Segments:
         segment.length -= length
         if not segment.resident:
             segment.deepest = NONE
-        if not first and segment.length == 1:
-            first = segment.last
         if segment.length == 1:
             segment.last_but_one = b""
+            first = first or segment.last
+        other = self.find(first) if first else None
+        if other is not None and other.resident:
+            first, other = b"", None  # it has been taken to be of another segment
         segment.first = first
         if first:
             self.add(segment)
-        return upper
+        return Cut(upper, segment, other)
