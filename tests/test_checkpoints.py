@@ -765,3 +765,16 @@ def test_a_piece_that_is_held_already_takes_no_room():
 def test_a_pool_of_chunks_only_has_no_checkpoints():
     with pytest.raises(MisuseError, match="without needs_checkpoint"):
         BlockPool(2).allocate_checkpoint([PieceNeed("x", 1)])
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
+    """The policy would take its chunks, but these are of no use without it (rule 9)."""
+    engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_step_tokens=16 * GRID)
+    engine.cache.pool.accepted = lambda parent, keys, needs=None: len(keys) - (needs is not None)
+    engine.serves("abcd", keep=[4])
+    engine.gpu.allocate(engine.gpu.statistics().free)
+    engine.copies()
+    statistics = engine.cache.statistics()
+    assert statistics.checkpoints_stored == 0 and statistics.store_declined > 0
+    assert mode == "eager" or statistics.chunks_stored == 0

@@ -375,3 +375,22 @@ def test_what_was_declined_is_not_asked_for_in_every_step(policy):
         engine.copies()
     after = engine.cache.statistics()
     assert after.store_declined == before.store_declined and after.work == before.work
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_a_policy_hears_of_what_the_device_had(mode):
+    engine = Engine(mode, policy="adaptive")
+    engine.serves("ab")
+    engine.now = 9.0
+    engine.serves("ab")
+    assert engine.cache.statistics().chunks_loaded == 0
+    assert engine.cache.pool._policy._segments.find(b"a").use.at == 9.0
+
+
+def test_a_chunk_that_is_declined_does_not_stop_the_walk():
+    engine = Engine("lazy", device=6, host=12)
+    engine.cache.pool.accepted = lambda parent, keys, needs=None: 0 if keys[0].startswith(b"x") else len(keys)
+    for prompt in ("xy", "ab", "cd"):
+        engine.serves(prompt)
+    engine.copies()
+    assert engine.host == {"a", "ab"} and engine.cache.statistics().store_declined > 0

@@ -1,9 +1,12 @@
 """`adaptive` as a story: what it learns, what it declines, and what it asks for."""
 
+from unittest import mock
+
 import pytest
 
 from cpu_prefix_cache import BlockPool, MisuseError
-from cpu_prefix_cache.eviction.survival import BINS
+from cpu_prefix_cache.eviction.buckets import Buckets
+from cpu_prefix_cache.eviction.survival import BINS, EDGES, HALF_LIFE_REQUESTS, Survival
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
 from tests.story import Shelf, chain
@@ -140,11 +143,34 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
     """After a pause of a day many uses are old at once; no call moves all of them, and none is lost."""
     shelf = Shelf(1_000, policy="adaptive")
     for number in range(300):
-        shelf.put(chr(1000 + number), after=0.01)
+        shelf.put(chr(1000 + number), after=1.5)
     ages = shelf.pool._policy._buckets._ages
+    began_before = shelf.now
+    shelf.put("a", after=86_400.0)
+    assert any(use.bin < BINS - 1 for use in ages if use.at < began_before)
     for _ in range(60):
         shelf.put("a", after=86_400.0)
-    assert {use.bin for use in ages if use.at < 4.0} == {len(ages._oldest) - 1}
+    assert {use.bin for use in ages if use.at < began_before} == {BINS - 1}
+
+
+def test_what_is_cut_has_been_in_its_bin_since_it_came_there():
+    """Both parts of a prompt of 100 seconds ago have spent 36 of them in the bin that begins at 64."""
+    shelf = Shelf(20, policy="adaptive")
+    shelf.put("abcd")
+    kind = shelf.pool._policy._mark[shelf.at("abcd")].kind
+    with mock.patch.object(Buckets, "_learn"):
+        shelf.put("abxy", after=100.0)
+    survival, bucket = shelf.pool._policy._buckets._survival, kind * BINS + EDGES.index(64.0)
+    assert survival.seconds[bucket] + survival.inside[bucket] * shelf.now == pytest.approx(2 * 36)
+
+
+def test_what_was_seen_long_ago_counts_less():
+    survival = Survival([(0,)])
+    survival.begin(0)
+    survival.reuses[0] = 8.0
+    survival.begin_round(HALF_LIFE_REQUESTS)
+    survival.learn(0, now=1.0)
+    assert survival.reuses[0] == pytest.approx(4.0)
 
 
 def test_a_chunk_does_not_leave_for_what_is_to_hang_below_it():
