@@ -180,7 +180,7 @@ def measure_loads(cache: CPUPrefixCache, chains: list[list[bytes]]) -> None:
     destinations = [list(range(CHAIN))]
     for at, keys in enumerate(chains):
         request = Request(f"load-{at}", keys, CHAIN * 16 + 1)
-        cache.admit(request, 0, CHAIN * 16)
+        cache.admit(request, 0, CHAIN * 16, time.monotonic())
         seconds.append(timed(lambda request=request: cache.load(request.id, CHAIN * 16, destinations, 0.0)))
     print(f"\nload, per chunk                   {1e6 * median(seconds) / CHAIN:7.3f} us")
     plan = cache.step()
@@ -207,11 +207,13 @@ def split(keys: bytes) -> list[bytes]:
 
 
 def measure_churn(name: str, pool: BlockPool, prompts: Iterator[list[bytes]]) -> None:
-    blocks, allocations, commits = 0, [], []
+    blocks, touches, allocations, commits = 0, [], [], []
     for keys in prompts:
         have = pool.resident_run(keys, 0, RUN)
         deepest = pool.find(keys[have - 1]) if have else pool.root
-        touch = pool.touch(deepest if have else None)
+        begin = time.monotonic()
+        touch = pool.touch(deepest if have else None, keys, begin)
+        touches.append(time.monotonic() - begin)
         if have == RUN:
             continue
         pin = pool.pin(deepest) if have else pool.pin()
@@ -226,17 +228,17 @@ def measure_churn(name: str, pool: BlockPool, prompts: Iterator[list[bytes]]) ->
         allocations.append(middle - begin)
         commits.append(end - middle)
     print(f"\n{RUN} blocks, evicting as many: {name:<12} per block  longest call")
-    for what, seconds in (("allocate", allocations), ("commit", commits)):
+    for what, seconds in (("touch", touches), ("allocate", allocations), ("commit", commits)):
         print(f"  {what:<38}{1e6 * sum(seconds) / blocks:10.3f} us {1e3 * max(seconds):8.1f} ms")
 
 
 def measure_memory(blocks: int, policy: str) -> None:
     before = resident_bytes()
     pool = BlockPool(blocks, policy)
-    for keys in mix(blocks):
+    for now, keys in enumerate(mix(blocks)):
         have = pool.resident_run(keys, 0, RUN)
         deepest = pool.find(keys[have - 1]) if have else pool.root
-        touch = pool.touch(deepest if have else None)
+        touch = pool.touch(deepest if have else None, keys, float(now))
         pin = pool.pin(deepest) if have else pool.pin()
         pool.commit(pool.allocate(RUN - have, keys[have:]), keys[have:], deepest, touch)
         pool.unpin(pin)
