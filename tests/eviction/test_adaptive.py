@@ -153,6 +153,51 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
     assert {use.bin for use in ages if use.at < began_before} == {BINS - 1}
 
 
+def test_many_requests_of_one_moment_do_not_upset_what_is_learned():
+    """Of 500 requests a second most come after what they share was learned, in this very second."""
+    shelf = Shelf(50, policy="adaptive")
+    for number in range(1_500):
+        shelf.now += 0.002
+        shelf.put(chr(1000 + number % 40) + "a" + chr(5000 + number), after=0.0)
+
+
+def test_what_was_late_takes_no_time_back():
+    """After a long pause a class is learned while many uses still wait for their next bin."""
+    pool = BlockPool(1_000, "adaptive")
+    buckets, now = pool._policy._buckets, 0.0
+    for number in range(480):
+        now += 2.5
+        asks_alone(pool, number, now)
+    now += 100_000.0
+    for _ in range(60):
+        now += 1.0
+        asks_alone(pool, 5_000, now)
+        buckets._survival.check_valid(now)
+
+
+def asks_alone(pool, number, now):
+    """One chunk that nobody else has."""
+    key = number.to_bytes(16, "little")
+    there = pool.find(key)
+    touch = pool.touch(there, [key], now)
+    if there is None:
+        pool.commit(pool.allocate(1, [key]), [key], pool.root, touch)
+
+
+def test_requests_of_one_moment_grow_old_a_part_in_each_call():
+    """10,000 at once, and then one an hour: none of these has to wait until all the others have moved."""
+    pool = BlockPool(20_000, "adaptive")
+    for number in range(10_000):
+        asks_alone(pool, number, 0.0)
+    stand, moved = Buckets._stand, []
+    with mock.patch.object(Buckets, "_stand", lambda *args: moved.append(stand(*args))):
+        for hour in range(1, 200):
+            began = len(moved)
+            pool.touch(None, [b"a"], hour * 3_600.0)
+            assert len(moved) - began <= 4_000
+        assert len(moved) >= 10_000 * (BINS - 1)
+
+
 def test_what_is_cut_has_been_in_its_bin_since_it_came_there():
     """Both parts of a prompt of 100 seconds ago have spent 36 of them in the bin that begins at 64."""
     shelf = Shelf(20, policy="adaptive")

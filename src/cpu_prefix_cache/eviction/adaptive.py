@@ -75,7 +75,7 @@ class Adaptive:
         if deepest != NONE and self._is_checkpoint(deepest):
             self._buckets.use(self._mark[deepest], path[-1].kind, use)
         self._forget_ghosts()
-        self._buckets.a_request_came(now)
+        self._buckets.a_request_came()
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""
