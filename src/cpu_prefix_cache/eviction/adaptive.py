@@ -62,8 +62,8 @@ class Adaptive:
             return
         if not keys or now is None:
             raise MisuseError("the policy 'adaptive' needs the keys of every request and the time of its admission")
-        if now < self._now:
-            raise MisuseError(f"a request was admitted at {now} s, after one at {self._now} s")
+        if not self._now <= now < inf:
+            raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._now} s already")
         self._now = now
         self._foreseen = (NONE, [])
         use = self._buckets.begin(now)
