@@ -1,5 +1,6 @@
 """`adaptive` as a story: what it learns, what it declines, and what it asks for."""
 
+from math import inf, nan
 from unittest import mock
 
 import pytest
@@ -135,8 +136,9 @@ def test_it_needs_to_know_who_asks_and_when():
     with pytest.raises(MisuseError, match="needs the keys"):
         pool.touch(None, [b"a"])
     pool.touch(None, [b"a"], 5.0)
-    with pytest.raises(MisuseError, match=r"admitted at 4.0 s, after one at 5.0 s"):
-        pool.touch(None, [b"a"], 4.0)
+    for now in (4.0, nan, inf):
+        with pytest.raises(MisuseError, match=f"cannot be admitted at {now} s: it is 5.0 s already"):
+            pool.touch(None, [b"a"], now)
 
 
 def test_time_that_stood_still_for_long_is_caught_up_with():
@@ -151,6 +153,51 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
     for _ in range(60):
         shelf.put("a", after=86_400.0)
     assert {use.bin for use in ages if use.at < began_before} == {BINS - 1}
+
+
+def test_many_requests_of_one_moment_do_not_upset_what_is_learned():
+    """Of 500 requests a second most come after what they share was learned, in this very second."""
+    shelf = Shelf(50, policy="adaptive")
+    for number in range(1_500):
+        shelf.now += 0.002
+        shelf.put(chr(1000 + number % 40) + "a" + chr(5000 + number), after=0.0)
+
+
+def test_what_was_late_takes_no_time_back():
+    """After a long pause a class is learned while many uses still wait for their next bin."""
+    pool = BlockPool(1_000, "adaptive")
+    buckets, now = pool._policy._buckets, 0.0
+    for number in range(480):
+        now += 2.5
+        asks_alone(pool, number, now)
+    now += 100_000.0
+    for _ in range(60):
+        now += 1.0
+        asks_alone(pool, 5_000, now)
+        buckets._survival.check_valid(now)
+
+
+def asks_alone(pool, number, now):
+    """One chunk that nobody else has."""
+    key = number.to_bytes(16, "little")
+    there = pool.find(key)
+    touch = pool.touch(there, [key], now)
+    if there is None:
+        pool.commit(pool.allocate(1, [key]), [key], pool.root, touch)
+
+
+def test_requests_of_one_moment_grow_old_a_part_in_each_call():
+    """10,000 at once, and then one an hour: none of these has to wait until all the others have moved."""
+    pool = BlockPool(20_000, "adaptive")
+    for number in range(10_000):
+        asks_alone(pool, number, 0.0)
+    stand, moved = Buckets._stand, []
+    with mock.patch.object(Buckets, "_stand", lambda *args: moved.append(stand(*args))):
+        for hour in range(1, 200):
+            began = len(moved)
+            pool.touch(None, [b"a"], hour * 3_600.0)
+            assert len(moved) - began <= 4_000
+        assert len(moved) >= 10_000 * (BINS - 1)
 
 
 def test_what_is_cut_has_been_in_its_bin_since_it_came_there():

@@ -62,8 +62,8 @@ class Adaptive:
             return
         if not keys or now is None:
             raise MisuseError("the policy 'adaptive' needs the keys of every request and the time of its admission")
-        if now < self._now:
-            raise MisuseError(f"a request was admitted at {now} s, after one at {self._now} s")
+        if not self._now <= now < inf:
+            raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._now} s already")
         self._now = now
         self._foreseen = (NONE, [])
         use = self._buckets.begin(now)
@@ -75,7 +75,7 @@ class Adaptive:
         if deepest != NONE and self._is_checkpoint(deepest):
             self._buckets.use(self._mark[deepest], path[-1].kind, use)
         self._forget_ghosts()
-        self._buckets.a_request_came(now)
+        self._buckets.a_request_came()
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""
@@ -124,43 +124,43 @@ class Adaptive:
         top: Segment | None = self._mark[parent]
         above, at, stop = top, 0, len(blocks) - self._is_checkpoint(blocks[-1])
         while at < stop:
-            above = self._next_segment(blocks[at:stop], blocks[at - 1] if at else parent, above)
-            at += self._arrive(above, blocks[at:stop])
+            above = self._next_segment(blocks, at, stop, blocks[at - 1] if at else parent, above)
+            at += self._arrive(above, blocks, at, stop)
         if stop < len(blocks):
-            self._arrive(self._segment(blocks[-1:], above), blocks[-1:])
+            self._arrive(self._segment(blocks, stop, len(blocks), above), blocks, stop, len(blocks))
         if top is not None:
             self._place(top)
 
-    def _arrive(self, segment: Segment, blocks: Sequence[int]) -> int:
-        """The next chunks of a segment are here. How many of these are of it."""
+    def _arrive(self, segment: Segment, blocks: Sequence[int], at: int, stop: int) -> int:
+        """The next chunks of a segment are here. How many of `blocks[at:stop]` are of it."""
         mark = self._mark
-        count = min(len(blocks), segment.length - segment.resident)
-        for block in blocks[:count]:
+        count = min(stop - at, segment.length - segment.resident)
+        for block in blocks[at : at + count]:
             mark[block] = segment
         segment.resident += count
-        segment.deepest = blocks[count - 1]
+        segment.deepest = blocks[at + count - 1]
         if segment.resident == segment.length:
             segment.last = self._key(segment.deepest)  # it is what is here, whatever a forgotten request had told
         self._place(segment)
         return count
 
-    def _next_segment(self, blocks: Sequence[int], parent: int, above: Segment | None) -> Segment:
-        """The segment of these chunks, or of the first of them: below or within the one above."""
-        if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[0])) is None:
+    def _next_segment(self, blocks: Sequence[int], at: int, stop: int, parent: int, above: Segment | None) -> Segment:
+        """The segment of `blocks[at:stop]`, or of the first of them: below or within the one above."""
+        if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[at])) is None:
             if above.resident == above.length and not above.children:
-                above.extend(self._unknown_keys(blocks))  # the answer of a request belongs to its prompt
+                above.extend(self._unknown_keys(blocks, at, stop))  # the answer of a request belongs to its prompt
             if above.resident < above.length:
                 return above
-        return self._segment(blocks, above)
+        return self._segment(blocks, at, stop, above)
 
-    def _segment(self, blocks: Sequence[int], above: Segment | None) -> Segment:
-        """The segment that begins with the first of these chunks; a new one if no request told of it.
+    def _segment(self, blocks: Sequence[int], at: int, stop: int, above: Segment | None) -> Segment:
+        """The segment that begins with the first of `blocks[at:stop]`; a new one if no request told of it.
 
         That has the class and the age of the one above.
         """
-        segment = self._segments.find(self._key(blocks[0]))
+        segment = self._segments.find(self._key(blocks[at]))
         if segment is None:
-            keys = self._unknown_keys(blocks)
+            keys = self._unknown_keys(blocks, at, stop)
             segment = Segment(keys, 0, len(keys))
             self._segments.add(segment)
             if above is None:
@@ -170,11 +170,10 @@ class Adaptive:
                 self._buckets.stand_beside(segment, above)
         return segment
 
-    def _unknown_keys(self, blocks: Sequence[int]) -> list[bytes]:
-        """The keys of the first of these chunks and of those after it, up to where a known segment begins."""
-        keys = [self._key(block) for block in blocks]
-        known = (at for at in range(1, len(keys)) if self._segments.find(keys[at]) is not None)
-        return keys[: next(known, len(keys))]
+    def _unknown_keys(self, blocks: Sequence[int], at: int, stop: int) -> list[bytes]:
+        """The keys of the first of `blocks[at:stop]` and of those after it, up to where a known segment begins."""
+        known = (each for each in range(at + 1, stop) if self._segments.find(self._key(blocks[each])) is not None)
+        return [self._key(block) for block in blocks[at : next(known, stop)]]
 
     def removed(self, block: int) -> None:
         segment = self._mark[block]

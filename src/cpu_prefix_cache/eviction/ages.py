@@ -12,20 +12,24 @@ from cpu_prefix_cache.eviction.survival import BINS, EDGES, Survival
 if TYPE_CHECKING:
     from cpu_prefix_cache.eviction.segments import Segment
 
-MOST_MOVES = 200  # uses into the next bin, in one call: .2 ms. After a long pause it takes several to catch up
+# In one call: so many uses go into the next bin, .2 ms, or fewer that have many leaves, each of which moves as well, so
+# that it takes 1 ms at most. After a long pause it takes several calls to catch up.
+MOST_MOVES = 200
+LEAVES_OF_A_MOVE = 10
 
 
 class Use:
-    """What was last used at `at` seconds, by one request.
+    """What was last used at `at` seconds, by one request, or by `shared_by` that came within a second.
 
     `members` counts its segments by class, and `leaves` are those of them that can be evicted from.
     """
 
-    __slots__ = ("after", "at", "before", "bin", "leaves", "members")
+    __slots__ = ("after", "at", "before", "bin", "leaves", "members", "shared_by")
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.bin = 0
+        self.shared_by = 1
         self.members: dict[int, int] = {}
         self.leaves: dict[Segment, None] = {}
         self.before = self.after = self
@@ -80,19 +84,21 @@ class Ages:
     def grow_old(self, now: float) -> list[Use]:
         """Let uses into the next bin that are old enough. Those of them that have leaves."""
         moved: list[Use] = []
-        inside, seconds, oldest = self._survival.inside, self._survival.seconds, self._oldest
+        inside, seconds, since = self._survival.inside, self._survival.seconds, self._survival.since
+        oldest = self._oldest
         moves = 0
         for bin, edge in enumerate(EDGES[1:-1]):
             use = oldest[bin]
             while use is not None and now - use.at >= edge and moves < MOST_MOVES:
-                moves += 1
+                moves += 1 + len(use.leaves) // LEAVES_OF_A_MOVE
                 then = use.at + edge
                 for each, count in use.members.items():
                     bucket = each * BINS + bin
+                    left = then if then > since[each] else since[each]  # what was learned of it is not taken back
                     inside[bucket] -= count
-                    seconds[bucket] += count * then
+                    seconds[bucket] += count * left
                     inside[bucket + 1] += count
-                    seconds[bucket + 1] -= count * then
+                    seconds[bucket + 1] -= count * left
                 if use.leaves:
                     moved.append(use)
                 use.bin = bin + 1

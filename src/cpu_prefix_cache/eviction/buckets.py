@@ -21,6 +21,7 @@ ROUND, EARLY_ROUND = 200, 32
 EARLY = 512  # requests
 
 TOGETHER = 1.0  # second, half of the first bin: the error of an age
+MOST_TOGETHER = 500  # requests: what they used grows old in one call
 
 Rank = tuple[float, int, int]  # worth, bin from the last to the first, bucket: who has the least goes first
 
@@ -52,8 +53,10 @@ class Buckets:
 
         Requests that come within a second share a use: this is what bounds the work where there are many.
         """
-        if now - self._use.at < TOGETHER and self._use.members:
-            return self._use
+        use = self._use
+        if use.members and now - use.at < TOGETHER and use.shared_by < MOST_TOGETHER:
+            use.shared_by += 1
+            return use
         for grown in self._ages.grow_old(now):
             for segment in grown.leaves:
                 self._stand(segment, grown)
@@ -96,11 +99,11 @@ class Buckets:
         leave(segment)
         del used(segment).leaves[segment]
 
-    def a_request_came(self, now: float) -> None:
+    def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""
         self._requests += 1
         if self._to_learn:
-            self._learn(self._to_learn.pop(), now)
+            self._learn(self._to_learn.pop(), self._use.at)
         elif self._requests >= self._next_round:
             self._to_learn = self._survival.begin_round(self._requests)
             self._next_round = self._requests + (EARLY_ROUND if self._requests < EARLY else ROUND)
@@ -108,6 +111,7 @@ class Buckets:
     def check_valid(self, known: Sequence[Segment]) -> None:
         """Assert that each of these, which are all, is where it belongs. For tests."""
         self._ages.check_valid()
+        self._survival.check_valid(self._use.at)
         uses = set(self._ages)
         for segment in known:
             use = used(segment)

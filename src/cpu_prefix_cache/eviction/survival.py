@@ -42,7 +42,8 @@ class Survival:
 
     `reuses`, `inside` (how many are in a bucket now) and `seconds` are for the policy to keep: of what enters a bucket
     at time t, t is subtracted from `seconds`, and when it leaves, its time is added; a reuse counts in the bucket that
-    it ends.
+    it ends. Nothing of class c may leave before `since[c]`, when it was last learned: its time until then counts less
+    from then on, and would be taken back in full.
     """
 
     def __init__(self, features: Sequence[tuple[int, ...]]) -> None:
@@ -51,6 +52,7 @@ class Survival:
         self.reuses = [0.0] * buckets
         self.inside = [0] * buckets
         self.seconds = [0.0] * buckets
+        self.since = [0.0] * len(features)
         self.worth = [0.0] * buckets
         self._known: list[int] = []  # classes
         self._is_known = bytearray(len(features))
@@ -88,6 +90,7 @@ class Survival:
         first, stop = each * BINS, (each + 1) * BINS
         decay = 0.5 ** ((self._requests - self._learned_at[each]) / HALF_LIFE_REQUESTS)
         self._learned_at[each] = self._requests
+        self.since[each] = now
         inside = [count * now for count in self.inside[first:stop]]
         reuses = [count * decay for count in self.reuses[first:stop]]
         seconds = [spent * decay for spent in map(add, self.seconds[first:stop], inside)]
@@ -98,6 +101,11 @@ class Survival:
         self._came[each] = sum(reuses), sum(like_all)
         leaning = map(self._product[each].__mul__, self._prior)
         self.worth[first:stop] = worths(list(map(truediv, map(add, reuses, leaning), map(add, seconds, PRIOR_SECONDS))))
+
+    def check_valid(self, now: float) -> None:
+        """Assert that nothing has spent less than no time anywhere. For tests."""
+        for spent, inside in zip(self.seconds, self.inside, strict=True):
+            assert spent + inside * now > -1e-6 * max(1.0, inside * now), "time was taken back"
 
     def _set_rate(self) -> None:
         """The rate of all classes, as they were when they were last learned."""
