@@ -262,9 +262,9 @@ class BlockPool:
     ) -> Any:
         """A request uses the prefix that ends at `deepest` (None: nothing). Its touch, to be given to `commit`.
 
-        `keys`: of all chunks of its prompt, here or not; `now`: seconds, on a clock that does not run backwards. A
-        policy that learns from requests needs both; a touch without keys is that of no request. `num_tokens`: of the
-        prompt; raises MisuseError without it where `min_store_tokens` asks for a number.
+        `keys`: of all chunks of its prompt, here or not; `now`: seconds, 0 or more, on a clock that does not run
+        backwards. A policy that learns from requests needs both; a touch without keys is that of no request.
+        `num_tokens`: of the prompt; raises MisuseError without it where `min_store_tokens` asks for a number.
         """
         if self._admission is not None and keys:
             self._admission.told(keys, num_tokens)

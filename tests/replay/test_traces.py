@@ -83,7 +83,7 @@ BAD = [
     ("[]", "not a JSON object"),
     ("[" * 100_000, "not JSON"),
     ("", "not JSON"),
-    (without("timestamp"), "timestamp must be a number of milliseconds, got nothing"),
+    (without("timestamp"), "timestamp must be a number of milliseconds, 0 or more, got nothing"),
     ({**GOOD, "timestamp": "now"}, 'timestamp must be .* got "now"'),
     ({**GOOD, "timestamp": True}, "timestamp must be"),
     (json.dumps(GOOD).replace("1500", "NaN"), "timestamp must be"),

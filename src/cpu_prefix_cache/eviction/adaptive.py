@@ -38,6 +38,7 @@ from cpu_prefix_cache.forest import NONE, Forest
 from cpu_prefix_cache.hashing import checkpoint_key
 
 NOBODY: tuple[Rank, Sequence[int]] = ((inf, 0, 0), ())
+MOST_AT_ONCE = 200  # requests at one moment, to the last digit: that is a log without times
 
 
 class Adaptive:
@@ -52,7 +53,9 @@ class Adaptive:
         self._most_ghosts = max(1, forest.root // 3)
         self._num_ghosts = 0
         self._ghosts = new_ring()
-        self._now = 0.0
+        self._now = self._told = 0.0  # by our clock, and by the engine's
+        self._ahead = 0  # seconds that ours is ahead of it
+        self._at_once = 0  # requests at this very moment
         self._foreseen: tuple[int, list[Sequence[int]]] = (NONE, [])  # by `accepts`, and how old the forest was then
 
     # A request
@@ -62,11 +65,9 @@ class Adaptive:
             return
         if not keys or now is None:
             raise MisuseError("the policy 'adaptive' needs the keys of every request and the time of its admission")
-        if not self._now <= now < inf:
-            raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._now} s already")
-        self._now = now
+        self._tell_time(now)
         self._foreseen = (NONE, [])
-        use = self._buckets.begin(now)
+        use = self._buckets.begin(self._now)
         path, matched = self._walk(keys)
         for segment, kind in zip(reversed(path), kinds_of(path, matched), strict=True):
             self._buckets.use(segment, kind, use)
@@ -76,6 +77,15 @@ class Adaptive:
             self._buckets.use(self._mark[deepest], path[-1].kind, use)
         self._forget_ghosts()
         self._buckets.a_request_came()
+
+    def _tell_time(self, now: float) -> None:
+        """It is `now`. A clock that stands still while many requests come shows no ages: then they count as seconds."""
+        if not self._told <= now < inf:
+            raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._told} s already")
+        self._at_once = self._at_once + 1 if now == self._told else 0
+        self._ahead += self._at_once > MOST_AT_ONCE
+        self._told = now
+        self._now = now + self._ahead
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""

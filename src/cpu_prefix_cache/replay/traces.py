@@ -245,8 +245,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _timestamp(values: dict[str, Any]) -> float:
     value = values.get("timestamp")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < NO_TIME:
-        raise _BadLine(f"timestamp must be a number of milliseconds, got {_shown(values, 'timestamp')}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < NO_TIME:
+        raise _BadLine(f"timestamp must be a number of milliseconds, 0 or more, got {_shown(values, 'timestamp')}")
     return float(value)
 
 
