@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test lint test-vllm clean
+.PHONY: demo test lint test-vllm test-gpu clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -21,6 +21,10 @@ lint: $(VENV)/installed
 # vLLM's real scheduler around our deciding half; CPU only.
 test-vllm: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests_vllm
+
+# On a machine with a CUDA device, in an environment that has torch and Triton for it.
+test-gpu:
+	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu tests/copier/test_contract.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'

@@ -2,4 +2,5 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+if os.environ.get("COPIER_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"

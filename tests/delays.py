@@ -6,12 +6,21 @@ among all that may go on. A queue stops at a wait until its mark is passed, wher
 
 import random
 from collections import deque
+from contextlib import nullcontext
 
 from cpu_prefix_cache.copier.queues import Lane, Queues
 
 
 class DelayedMark:
-    passed = False
+    def __init__(self, queue):
+        self.queue, self.has_passed = queue, False
+
+    def passed(self):
+        return self.has_passed
+
+    def until_passed(self):
+        while not self.has_passed:
+            self.queue.world.step()
 
 
 class DelayedQueue:
@@ -21,8 +30,11 @@ class DelayedQueue:
     def submit(self, work):
         self.entries.append(work)
 
+    def current(self):
+        return nullcontext()
+
     def mark(self):
-        mark = DelayedMark()
+        mark = DelayedMark(self)
         self.entries.append(mark)
         return mark
 
@@ -35,14 +47,14 @@ class DelayedQueue:
 
     @property
     def may_go_on(self):
-        return bool(self.entries) and not (isinstance(self.entries[0], tuple) and not self.entries[0][1].passed)
+        return bool(self.entries) and not (isinstance(self.entries[0], tuple) and not self.entries[0][1].passed())
 
     def step(self):
         entry = self.entries.popleft()
         if isinstance(entry, DelayedMark):
-            entry.passed = True
+            entry.has_passed = True
         elif callable(entry):
-            entry()
+            entry(0)
             self.world.ran.append(self.name)
 
 
@@ -54,7 +66,7 @@ class DelayedQueues:
         self.compute, *rest = [DelayedQueue(self, name) for name in ("compute", "pack", "out", "in", "unpack")]
         pack, out, into, unpack = rest
         self.all = [self.compute, *rest]
-        self.queues = Queues(self.compute, stores=Lane(pack, out), loads=Lane(unpack, into))
+        self.queues = Queues(self.compute.mark, stores=Lane(pack, out), loads=Lane(unpack, into))
 
     def step(self):
         ready = {queue.name: queue for queue in self.all if queue.may_go_on}

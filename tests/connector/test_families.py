@@ -18,7 +18,7 @@ import pytest
 
 from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, GroupKind
-from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
 from cpu_prefix_cache.hashing import ChainHasher, checkpoint_key
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
 
@@ -132,11 +132,11 @@ BOUNDARY = 80
 EIGHT = [(300 + seed, BOUNDARY + 1 + seed) for seed in range(8)]
 
 
-class StaleCopier:
+class StaleCopier(MeddlingCopier):
     """Loads of one group bring the piece that was stored last but one: of a state, that of another boundary."""
 
     def __init__(self, copier, group) -> None:
-        self.copier = copier
+        super().__init__(copier)
         self.group = group
         self.stored = []
         self.corrupted = 0

@@ -13,6 +13,7 @@ from transformers import (
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.copier.faults import MeddlingCopier
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 
@@ -73,11 +74,11 @@ def test_a_prompt_may_fill_the_pool_to_the_last_block_again_and_again(generator)
         generator.answer(list(range(48)), 18)
 
 
-class Interrupted:
+class Interrupted(MeddlingCopier):
     """A copier that is interrupted once."""
 
     def __init__(self, copier):
-        self.copier = copier
+        super().__init__(copier)
         self.armed = False
 
     def copy(self, direction, copies):

@@ -12,7 +12,7 @@ import torch
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
 from cpu_prefix_cache import ConfigurationError, Direction
-from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
 from tests.sizes import sizes_of_containers
 
 TOLERANCE = 1e-4
@@ -155,11 +155,11 @@ def test_control_a_damaged_block_shows_in_the_logits(model, offload):
     assert seen >= 7
 
 
-class FailingLoads:
+class FailingLoads(MeddlingCopier):
     """A copier whose loads raise."""
 
     def __init__(self, copier) -> None:
-        self.copier = copier
+        super().__init__(copier)
         self.failed = 0
 
     def copy(self, direction, copies):

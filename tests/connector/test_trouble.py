@@ -10,7 +10,7 @@ import torch
 from connector.transformers import PrefixCachedGenerator, PromptRefused
 from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, Direction
-from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
 from cpu_prefix_cache.hashing import checkpoint_key
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
 
@@ -19,11 +19,11 @@ WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
 modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
 
 
-class InterruptedCopier:
+class InterruptedCopier(MeddlingCopier):
     """Raises at the next copy in `direction`: before a byte has moved, or after all have."""
 
     def __init__(self, copier) -> None:
-        self.copier = copier
+        super().__init__(copier)
         self.direction = None
         self.late = False
         self.interrupted = 0
@@ -65,12 +65,12 @@ def test_after_an_interrupted_load_the_prompt_is_answered(family, mode, late):
     assert pair.is_at_rest()
 
 
-class TearingCopier:
+class TearingCopier(MeddlingCopier):
     """Damages what every load fills, and then says that it has failed."""
 
     def __init__(self, copier, tensors) -> None:
         groups = range(len(tensors))
-        self.copier = copier
+        super().__init__(copier)
         self.damages = [CorruptingCopier(copier, tensors, at, loads=None, blocks=slice(None)) for at in groups]
 
     def copy(self, direction, copies):

@@ -1,5 +1,9 @@
-"""Device memory, a host region, and what a planner would say of them: for tests of copiers."""
+"""Device memory, a host region, and what a planner would say of them: for tests of copiers.
 
+Device memory is host memory, unless COPIER_DEVICE names another device: on a GPU, `make test-gpu` does.
+"""
+
+import os
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +11,7 @@ import torch
 from cpu_prefix_cache import Group, GroupKind, Piece
 
 POISON = 0xAB
+DEVICE = torch.device(os.environ.get("COPIER_DEVICE", "cpu"))
 
 
 @dataclass
@@ -32,12 +37,14 @@ def shapes_of(tensors, device_blocks, host_block_bytes):
 
 
 def poisoned(*shape):
-    return torch.full(shape, POISON, dtype=torch.uint8)
+    """Host memory."""
+    return torch.full(shape, POISON, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda")
 
 
 def randoms(*shape, seed=0, dtype=torch.uint8):
+    """Device memory."""
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=_seeded(seed))
-    return raw.view(dtype)
+    return raw.to(DEVICE).view(dtype)
 
 
 def raw(tensor):

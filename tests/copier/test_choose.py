@@ -28,7 +28,8 @@ def test_tensors_in_host_memory_are_copied_by_the_reference(arguments):
 def test_a_name_is_obeyed(arguments):
     choice = choose_copier(*arguments, name="staged")
     assert isinstance(choice.copier, StagedCopier)
-    assert (choice.name, choice.reason) == ("staged", "it was asked for")
+    assert choice.name == "staged"
+    assert choice.reason.startswith("it was asked for; directly: no group; through the ring: 1 groups; calibration: ")
     assert isinstance(choose_copier(*arguments, name="reference").copier, ReferenceCopier)
 
 

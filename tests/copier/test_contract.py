@@ -7,7 +7,7 @@ from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseErr
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
-from tests.copier.bench import POISON, poisoned, randoms, raw, shapes_of
+from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
 
 RING = 64 * 1024
 
@@ -118,7 +118,7 @@ def layouts(fp8=torch.float8_e4m3fn):
 
 def storages(tensors):
     flat = [part for each in tensors for part in (each if isinstance(each, tuple) else (each,))]
-    return [torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in flat]
+    return [torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()) for tensor in flat]
 
 
 @pytest.mark.parametrize("device_blocks", [1, 3])
@@ -252,7 +252,7 @@ def test_a_copy_of_nothing_does_nothing(build):
         (lambda bench: ([bench.wide], bench.host), "groups"),
         (lambda bench: ([bench.wide, bench.narrow], bench.host[:, :60]), "host blocks of 64"),
         (lambda bench: ([bench.wide, bench.narrow], bench.host.view(torch.int8)), "int8"),
-        (lambda bench: ([bench.wide, [torch.zeros(1, 8, 2).expand(5, 8, 2)]], bench.host), "overlap"),
+        (lambda bench: ([bench.wide, [torch.zeros(1, 8, 2, device=DEVICE).expand(5, 8, 2)]], bench.host), "overlap"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(build, change, reason):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
-from cpu_prefix_cache.copier import staged, triton_staging
+from cpu_prefix_cache.copier import link, ring, staged, triton_staging
+from cpu_prefix_cache.copier.calibration import SHIPPED, Thresholds
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
@@ -15,6 +16,7 @@ from tests.copier.bench import POISON, poisoned, randoms, shapes_of
 from tests.delays import DelayedQueues
 
 BLOCKS = 24
+LONE_FROM_60 = Thresholds(lone_part_bytes=60, each_part_bytes=10_000)
 
 
 class Bench:
@@ -27,7 +29,7 @@ class Bench:
         self.host = poisoned(BLOCKS, 1024)
         self.delays = delays
         self.copier = StagedCopier(
-            self.shapes, [self.parts], self.host, ring_bytes=2 * slots * 1024, queues=delays.queues
+            self.shapes, [self.parts], self.host, ring_bytes=2 * slots * 1024, slots=slots, queues=delays.queues
         )
 
     def copy(self, direction, host_blocks, device_blocks):
@@ -66,7 +68,7 @@ def test_while_one_slot_crosses_the_next_is_packed():
 
 def test_a_store_takes_what_compute_wrote_before_it_was_asked_for():  # L5.16
     bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
-    bench.delays.compute.submit(lambda: bench.parts[0].fill_(7))
+    bench.delays.compute.submit(lambda _: bench.parts[0].fill_(7))
     bench.copy(Direction.STORE, range(4), range(4))
     assert (bench.host[:4, :1000] == 7).all()
 
@@ -75,46 +77,93 @@ def test_a_load_comes_after_the_last_reader_and_after_zeroing():
     bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
     read = []
-    bench.delays.compute.submit(lambda: read.append(bench.parts[0][8:12].clone()))
-    bench.delays.compute.submit(lambda: bench.parts[0].zero_())
+    bench.delays.compute.submit(lambda _: read.append(bench.parts[0][8:12].clone()))
+    bench.delays.compute.submit(lambda _: bench.parts[0].zero_())
     bench.copy(Direction.LOAD, range(4), range(8, 12))
     bench.delays.compute.drain()
     assert torch.equal(read[0], bench.before[0][8:12])
     assert torch.equal(bench.parts[0][8:12], bench.before[0][:4])
 
 
-def test_blocks_that_cross_as_they_are_wait_for_compute_too(monkeypatch):
-    monkeypatch.setattr(staged, "DIRECT_BYTES", 64)
+def test_blocks_that_cross_as_they_are_wait_for_compute_too():
     delays = DelayedQueues(("pack", "in", "out", "unpack"))
     part = randoms(6, 64)
-    copier = StagedCopier(shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues)
-    delays.compute.submit(lambda: part.fill_(7))
+    copier = StagedCopier(
+        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues, thresholds=LONE_FROM_60
+    )
+    delays.compute.submit(lambda _: part.fill_(7))
     copier.copy(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))])
     assert (host[1:3] == 7).all()
-    delays.compute.submit(lambda: part.zero_())
+    delays.compute.submit(lambda _: part.zero_())
     copier.copy(Direction.LOAD, [GroupCopy(0, (1, 2), (4, 5))])
     delays.compute.drain()
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
-def test_nothing_is_under_way_when_copy_returns_or_raises(monkeypatch):  # S7.45, L5.34
+def test_submit_waits_for_nothing_and_its_mark_is_passed_at_the_end():
     bench = Bench(DelayedQueues(("pack", "in")))
+    copies = [GroupCopy(0, (0, 1, 2, 3), (3, 2, 1, 0))]
+    mark = bench.copier.submit(Direction.STORE, copies, bench.copier.here())
+    assert not mark.passed() and (bench.host == POISON).all()
+    mark.until_passed()
+    assert mark.passed()
+    assert torch.equal(bench.host[:4, :1000], bench.before[0][:4].flip(0))
+
+
+def test_stores_and_loads_do_not_wait_for_each_other():
+    bench = Bench(DelayedQueues(("in", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
-    assert not any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
+    store = bench.copier.submit(Direction.STORE, [GroupCopy(0, (8, 9), (8, 9))], bench.copier.here())
+    bench.copy(Direction.LOAD, range(4), range(12, 16))
+    assert torch.equal(bench.parts[0][12:16], bench.before[0][:4])
+    assert not store.passed()
+    store.until_passed()
 
-    fail_at = iter([False, False, True])
 
-    def failing(*args, **options):
-        if next(fail_at):
-            raise RuntimeError("no memory")
-        return cuts(*args, **options)
+def under_way(bench):
+    return any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
 
-    cuts = staged.join
-    monkeypatch.setattr(staged, "join", failing)
-    with pytest.raises(RuntimeError, match="no memory"):
-        bench.copy(Direction.LOAD, range(4), range(8, 12))
-    assert not any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
-    bench.copier.copy(Direction.LOAD, [])
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("what", ["kernel", "link"])
+def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
+    monkeypatch, direction, at, what
+):  # S7.45, L5.34
+    bench = Bench(DelayedQueues(("pack", "in")))
+    ids = list(range(BLOCKS))
+    bench.copy(Direction.STORE, ids, ids)
+    queue = bench.delays.all[{"kernel": (1, 4), "link": (2, 3)}[what][direction is Direction.LOAD]]
+    submitted, right = [], queue.submit
+
+    def failing(work):
+        submitted.append(work)
+        if len(submitted) == at + 1:
+            raise RuntimeError("out of resources")
+        right(work)
+
+    monkeypatch.setattr(queue, "submit", failing)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        bench.copy(direction, ids, ids)
+    assert not under_way(bench)
+    for part in (*bench.parts, bench.host):
+        part.fill_(POISON)
+    for part, was in zip(bench.parts, bench.before, strict=True):
+        part.copy_(was)
+    bench.copy(Direction.STORE, ids, ids)
+    for part in bench.parts:
+        part.fill_(POISON)
+    bench.copy(Direction.LOAD, ids, ids)
+    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+
+
+def test_the_host_runs_ahead_of_the_device_no_further_than_it_may(monkeypatch):
+    monkeypatch.setattr(ring, "RUN_AHEAD", 3)
+    bench = Bench(DelayedQueues(("pack", "out")))
+    ids = list(range(12))
+    mark = bench.copier.submit(Direction.STORE, [GroupCopy(0, tuple(ids), tuple(ids))], bench.copier.here())
+    assert bench.delays.ran.count("out") == 12 - 3
+    mark.until_passed()
 
 
 # Slices
@@ -146,13 +195,43 @@ def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
     StagedCopier(shapes_of([parts], [1], 700), [parts], poisoned(5, 700), ring_bytes=4096)
 
 
+@pytest.mark.parametrize("seam", [64, 100, 1000, 1024, 5000])
+@pytest.mark.parametrize("direct", [False, True])
+def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
+    seen = []
+
+    class Watching(link.MemoryLink):
+        def cross(self, direction, moves, stream):
+            seen.append(moves)
+            super().cross(direction, moves, stream)
+
+    monkeypatch.setattr(staged, "MemoryLink", Watching)
+    parts = [randoms(9, 300), randoms(9, 200, seed=1)]
+    shapes = shapes_of([parts], [2], 600)
+    host, expected = poisoned(30, 600), poisoned(30, 600)
+    thresholds = Thresholds(1, 1) if direct else SHIPPED.thresholds
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=1 << 14, seam_bytes=seam, thresholds=thresholds)
+    copies = [GroupCopy(0, (4, 5, 6, 7, 20, 3, 21, 22), (8, 0, 1, 2, 5, 4, 3, 7))]
+    copier.copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part[[8, 0, 1, 2, 5, 4, 3, 7]] = POISON
+    copier.copy(Direction.LOAD, copies)
+    assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
+    for moves in seen:
+        first, last = moves.host - host.data_ptr(), moves.host + moves.size - 1 - host.data_ptr()
+        assert (moves.size > 0).all() and torch.equal(first // seam, last // seam)
+
+
 def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     part = randoms(6, 200, 1024)
-    assert part[0].numel() >= staged.DIRECT_BYTES
+    assert part[0].numel() >= SHIPPED.thresholds.lone_part_bytes
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
-    monkeypatch.setattr(staged, "_upload", None)  # what only staging needs
+    monkeypatch.setattr(triton_staging, "gather", None)  # what only staging needs
     copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
     assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
     assert (host[[0, 4, 5, 6]] == POISON).all()
@@ -162,32 +241,32 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     assert (part[1:5] == POISON).all()
 
 
-def test_nor_are_layers_that_lie_together_in_every_block(monkeypatch):
-    monkeypatch.setattr(staged, "DIRECT_BYTES", 60)
+def test_nor_are_layers_that_lie_together_in_every_block():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
-    copier = StagedCopier(shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0)
+    copier = StagedCopier(
+        shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0, thresholds=LONE_FROM_60
+    )
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
     assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
 
 
-def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them(monkeypatch):
-    monkeypatch.setattr(staged, "DIRECT_BYTES", 60)
+def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     host, expected = poisoned(6, 60), poisoned(6, 60)
     shapes = shapes_of([layers], [2], 60)
     copies = [GroupCopy(0, (3, 1), (0, 5))]
-    StagedCopier(shapes, [layers], host, ring_bytes=4096).copy(Direction.STORE, copies)
+    StagedCopier(shapes, [layers], host, ring_bytes=4096, thresholds=LONE_FROM_60).copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [layers], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
 
 
-def test_several_parts_are_not_staged_when_all_are_large(monkeypatch):
-    monkeypatch.setattr(staged, "LARGE_BYTES", 60)
+def test_several_parts_are_not_staged_when_all_are_large():
+    large = Thresholds(lone_part_bytes=10_000, each_part_bytes=60)
     parts = [randoms(6, 60), randoms(6, 70, seed=1)]
     host = poisoned(12, 100)
-    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, thresholds=large)
     copies = [GroupCopy(0, (7, 3, 0, 1, 11, 9), (0, 5, 2, 1))]
     copier.copy(Direction.STORE, copies)
     expected = poisoned(12, 100)
@@ -200,9 +279,9 @@ def test_several_parts_are_not_staged_when_all_are_large(monkeypatch):
     for part, was in zip(parts, before, strict=True):
         assert torch.equal(part[[0, 5, 2, 1]], was[[0, 5, 2, 1]])
         assert (part[[3, 4]] == POISON).all()
-    monkeypatch.setattr(staged, "LARGE_BYTES", 61)  # one is not
+    one_is_not = Thresholds(lone_part_bytes=10_000, each_part_bytes=61)
     with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
-        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0)
+        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, thresholds=one_is_not)
 
 
 def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():

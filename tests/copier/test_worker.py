@@ -1,31 +1,41 @@
 """The copying half: every transfer of a plan ends as done or failed, and is said again until it is heard."""
 
+import threading
+import time
+from threading import Semaphore
+
 import pytest
 
 from cpu_prefix_cache import Direction, MisuseError, StepPlan, TransferPlan
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 
 
-class Copier:
+class CountingCopier(Copier):
     """Counts what it is asked to copy, and fails when told to."""
 
     def __init__(self) -> None:
         self.copied = 0
         self.broken = False
 
-    def copy(self, direction, copies):
+    def here(self):
+        return Passed()
+
+    def submit(self, direction, copies, after):
         if self.broken:
             raise RuntimeError("the link is down")
         self.copied += 1
+        return Passed()
 
 
-def plan(*ids, failed=False, **fields):
-    return StepPlan(0, tuple(TransferPlan(id, Direction.LOAD, (), 0, failed) for id in ids), **fields)
+def plan(*ids, failed=False, direction=Direction.LOAD, **fields):
+    return StepPlan(0, tuple(TransferPlan(id, direction, (), 0, failed) for id in ids), **fields)
 
 
 @pytest.fixture
 def copier():
-    return Copier()
+    return CountingCopier()
 
 
 @pytest.fixture
@@ -83,12 +93,159 @@ def test_what_is_settled_one_by_one_is_not_repeated_either(worker):
 
 
 def test_an_interrupt_leaves_nothing_that_nobody_will_report(worker, copier):
-    def interrupted(direction, copies):
+    def interrupted(direction, copies, after):
         raise KeyboardInterrupt
 
     worker.run(plan(0))
-    copier.copy = interrupted
+    copier.submit = interrupted
     with pytest.raises(KeyboardInterrupt):
         worker.run(plan(1, 2))
     assert worker.report().done == {0}
     assert worker.report().failed == {1, 2}
+
+
+# With threads
+
+
+class HeldCopier(CountingCopier):
+    """Every submission waits until it is let through; its marks are passed when `passed` says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.let_through, self.ended, self.threads = Semaphore(0), Semaphore(0), set(), set()
+
+    def submit(self, direction, copies, after):
+        self.threads.add((direction, threading.current_thread().name))
+        self.began.release()
+        assert self.let_through.acquire(timeout=10)
+        super().submit(direction, copies, after)
+        return HeldMark(self.ended, self.copied - 1)
+
+
+class HeldMark:
+    def __init__(self, ended, number):
+        self.ended, self.number = ended, number
+
+    def passed(self):
+        if self.number == "broken" or (self.number, "broken") in self.ended:
+            raise RuntimeError("the device is gone")
+        return self.number in self.ended
+
+    def until_passed(self):
+        pass
+
+
+@pytest.fixture
+def held():
+    return HeldCopier()
+
+
+@pytest.fixture
+def threaded(held):
+    worker = CopyWorker(0, held, threads=True)
+    yield worker
+    for _ in range(20):
+        held.let_through.release()
+    worker.close()
+
+
+def eventually(condition):
+    for _ in range(1000):
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_run_returns_while_a_transfer_is_being_submitted(threaded, held):
+    threaded.run(plan(0))
+    assert held.began.acquire(timeout=10)
+    assert not threaded.report().done
+    held.let_through.release()
+    assert eventually(lambda: held.copied == 1) and not threaded.report().done  # submitted, not ended
+    held.ended.add(0)
+    assert eventually(lambda: threaded.report().done == {0})
+
+
+def test_a_load_does_not_wait_for_the_submission_of_stores(threaded, held):
+    threaded.run(plan(0, 1, direction=Direction.STORE))
+    threaded.run(plan(2))
+    assert held.began.acquire(timeout=10) and held.began.acquire(timeout=10)
+    assert {direction for direction, _ in held.threads} == set(Direction)
+    assert len({name for _, name in held.threads}) == 2
+
+
+def test_a_load_that_is_cancelled_while_it_waits_is_not_begun(threaded, held):
+    threaded.run(plan(0, 1))
+    assert held.began.acquire(timeout=10)
+    threaded.run(plan(cancelled=(1,)))
+    held.let_through.release()
+    assert eventually(lambda: threaded.report().failed == {1})
+    held.ended.add(0)
+    assert eventually(lambda: threaded.report().done == {0})
+    assert held.copied == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.filterwarnings("error")
+def test_a_copy_thread_survives_whatever_is_raised(threaded, held, error):  # rule 11
+    def failing(direction, copies, after):
+        raise error("out of resources")
+
+    works, held.submit = held.submit, failing
+    threaded.run(plan(0))
+    assert eventually(lambda: threaded.report().failed == {0})
+    held.submit = works
+    held.let_through.release()
+    threaded.run(plan(1))
+    held.ended.add(0)
+    assert eventually(lambda: threaded.report().done == {1})
+
+
+def test_a_transfer_whose_end_cannot_be_seen_has_failed_and_the_others_have_not(threaded, held):
+    threaded.run(plan(0, 1))
+    held.let_through.release()
+    held.let_through.release()
+    held.ended.add((0, "broken"))
+    assert eventually(lambda: threaded.report().failed == {0})
+    held.ended.add(1)
+    assert eventually(lambda: threaded.report().done == {1})
+
+
+def test_what_was_cancelled_is_forgotten_when_it_is_settled(threaded):
+    threaded.run(plan(cancelled=(3, 4)))
+    threaded.run(plan(settled_below=4, settled=(4,)))
+    assert not threaded._cancelled
+
+
+# The host region
+
+
+class FakeArena:
+    ready_blocks = 0
+
+    def __init__(self):
+        self.log = []
+
+    def register(self):
+        self.log.append("register")
+
+    def close(self):
+        self.log.append("close")
+
+
+def test_the_host_region_is_pinned_from_the_first_plan_on_even_an_empty_one(copier):
+    arena = FakeArena()
+    worker = CopyWorker(0, copier, arena)
+    assert arena.log == []
+    assert worker.report().ready_blocks == 0
+    worker.run(plan())
+    assert arena.log == ["register"]
+    arena.ready_blocks = 7
+    assert worker.report().ready_blocks == 7
+    worker.close()
+    assert arena.log == ["register", "close"]
+
+
+def test_without_one_it_says_nothing_of_blocks(worker):
+    assert worker.report().ready_blocks is None

@@ -1,13 +1,22 @@
-"""The host region: the right shape, and refused in time when it is too large."""
+"""The host region: the right shape, refused in time when too large, pinned from the first block up, given back."""
 
 import gc
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.memory import arena
+from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.driver import DriverError
+from cpu_prefix_cache.memory.numa import processors_near
+
+CUDA = torch.device("cuda", 0)
+SLICE = 1 << 16
 
 
 def test_blocks_are_rows_of_bytes_one_after_another():
@@ -24,77 +33,281 @@ def test_what_is_written_to_one_block_stays_out_of_the_others():
     assert blocks[0].tolist() == blocks[2].tolist() == [7] * 10
 
 
+def test_a_region_for_tensors_in_host_memory_is_ready_at_once():
+    arena = HostArena(num_blocks=3, block_bytes=10)
+    arena.wait_until_ready()
+    assert arena.ready_blocks == 3 and arena.registration is None
+    arena.close()
+
+
 def test_more_than_the_machine_may_use_is_refused_with_the_number_that_fits():
     with pytest.raises(ConfigurationError, match=r"ask for at most \d+ bytes"):
         HostArena(num_blocks=1 << 30, block_bytes=1 << 20)
 
 
-class CudaRuntime:
-    """Says yes to everything, or `error`."""
+# Pinning
 
-    def __init__(self, error=0):
-        self.error, self.registered = error, {}
 
-    def cudaHostRegister(self, address, num_bytes, flags):
+class FakeDriver:
+    """A CUDA driver that keeps book. It says no from byte `refuses_from` on."""
+
+    has_batches = True
+
+    def __init__(self):
+        self.registered, self.order, self.gate = {}, [], threading.Semaphore(1000)
+        self.refuses_after, self.beside = None, 0
+
+    def beside_captures(self):
+        return self
+
+    def __enter__(self):
+        self.beside += 1
+
+    def __exit__(self, *_):
+        self.beside -= 1
+
+    def register(self, address, num_bytes):
+        assert self.gate.acquire(timeout=10) and self.beside
+        if self.refuses_after is not None and len(self.order) >= self.refuses_after:
+            raise DriverError("pin host memory", 2)
+        assert not any(start <= address < start + size for start, size in self.registered.items())
         self.registered[address] = num_bytes
-        return self.error
+        self.order.append(address)
 
-    def cudaHostUnregister(self, address):
+    def unregister(self, address):
         del self.registered[address]
-        return self.error
+
+    def pci_address(self, device):
+        return "0000:00:00.0"
 
 
 @pytest.fixture
-def runtime(monkeypatch):
-    runtime = CudaRuntime()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return runtime
+def driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
+    return FakeDriver()
 
 
-def test_a_pinned_region_is_registered_until_it_is_closed(runtime):
-    region = HostArena(num_blocks=3, block_bytes=1000, pinned=True)
-    address = region.blocks.data_ptr()
-    assert runtime.registered == {address: 3000}
-    blocks = region.blocks
-    del region  # whoever forgets the arena leaves CUDA no address without memory behind it
+def arena_of(driver, num_blocks=10, block_bytes=30_000):
+    return HostArena(num_blocks, block_bytes, pinned_for=CUDA, driver=driver, slice_bytes=SLICE)
+
+
+def test_nothing_is_pinned_before_it_is_asked_for(driver):
+    arena = arena_of(driver)
+    assert arena.ready_blocks == 0
+    arena.registration._pages.wait_for(0)
+    assert not driver.registered
+    arena.close()
+
+
+def test_it_is_pinned_slice_by_slice_from_the_first_block_up(driver):
+    driver.gate = threading.Semaphore(0)
+    arena = arena_of(driver)
+    first = arena.blocks.data_ptr()
+    arena.register()
+    arena.register()
+    for count in range(1, 6):
+        driver.gate.release()
+        while arena.registration.num_bytes < min(count * SLICE, 300_000):
+            pass
+        assert arena.ready_blocks == min(count * SLICE, 300_000) // 30_000
+    arena.wait_until_ready()
+    assert arena.registration.is_whole and arena.ready_blocks == 10
+    assert driver.order == [first + at for at in range(0, 300_000, SLICE)]
+    assert sum(driver.registered.values()) == 300_000
+    arena.close()
+
+
+def test_closing_unpins_everything_once_and_ends_its_threads(driver):
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    arena.close()
+    assert not driver.registered
+    arena.close()
+    assert not {thread.name for thread in threading.enumerate()} & {"pin-host-memory", "take-pages"}
+
+
+def test_closing_stops_what_is_being_pinned(driver):
+    driver.gate = threading.Semaphore(1)
+    arena = arena_of(driver)
+    arena.register()
+    while not driver.registered:
+        pass
+    threading.Timer(0.05, driver.gate.release, [5]).start()
+    arena.close()
+    assert not driver.registered
+
+
+def test_whoever_forgets_the_arena_leaves_nothing_pinned(driver):
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    del arena
     gc.collect()
-    blocks.fill_(1)
-    assert address in arena._PINNED
+    assert not driver.registered
 
 
-def test_closing_unpins_once_and_an_ordinary_region_needs_none(runtime):
-    region = HostArena(num_blocks=3, block_bytes=1000, pinned=True)
-    region.close()
-    assert not runtime.registered and region.blocks.data_ptr() not in arena._PINNED
-    region.close()
-    HostArena(num_blocks=3, block_bytes=1000).close()
+def mapped(address):
+    with open("/proc/self/maps") as maps:
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    return any(low <= address < high for low, high in spans)
 
 
-def test_what_cuda_will_not_pin_is_refused_with_its_error(runtime):
-    runtime.error = 2
-    with pytest.raises(ConfigurationError, match=r"would not pin 0.00 GB .*error 2"):
-        HostArena(num_blocks=3, block_bytes=1000, pinned=True)
-    assert not arena._PINNED.keys() & runtime.registered.keys()
+def test_after_close_the_region_is_unmapped_once_its_last_tensor_is_gone(driver):
+    arena = arena_of(driver, num_blocks=1000)
+    arena.wait_until_ready()
+    blocks = arena.blocks
+    address = blocks.data_ptr() + 20_000_000
+    arena.close()
+    gc.collect()
+    assert mapped(address)
+    del blocks
+    gc.collect()
+    assert not mapped(address)
+
+
+def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog):
+    driver.refuses_after = 2
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    assert arena.registration.num_bytes == 2 * SLICE and not arena.registration.is_whole
+    assert arena.ready_blocks == 10
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "ulimit -l" in record.getMessage()
+    arena.close()
+    assert not driver.registered
+
+
+def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch, caplog):
+    monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first >= 2 * SLICE else 0)
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    assert arena.registration.num_bytes <= 2 * SLICE
+    assert arena.ready_blocks == arena.registration.num_bytes // 30_000
+    assert "no more host memory" in caplog.text
+    arena.close()
+
+
+def test_pages_are_there_before_they_are_pinned(driver):
+    resident = []
+    register = driver.register
+
+    def watching(address, num_bytes):
+        with open("/proc/self/smaps") as smaps:
+            text = smaps.read()
+        resident.append("Rss:" in text)
+        register(address, num_bytes)
+
+    driver.register = watching
+    arena = arena_of(driver, num_blocks=100)
+    for first in range(0, 3_000_000, SLICE):
+        assert arena.registration._pages.wait_for(first)
+    assert rss_of(arena.blocks.data_ptr()) >= 3_000_000
+    arena.close()
+
+
+def rss_of(address):
+    """Bytes in memory of the mapping that holds `address`."""
+    with open("/proc/self/smaps") as smaps:
+        inside = False
+        for line in smaps:
+            head = line.split()[0]
+            if "-" in head and ":" not in head:
+                low, high = (int(end, 16) for end in head.split("-"))
+                inside = low <= address < high
+            elif inside and head == "Rss:":
+                return int(line.split()[1]) * 1024
+    raise AssertionError("not mapped")
 
 
 def test_pinned_memory_needs_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="pinned=False"):
-        HostArena(num_blocks=3, block_bytes=1000, pinned=True)
+    with pytest.raises(ConfigurationError, match="leave out pinned_for"):
+        HostArena(num_blocks=3, block_bytes=1000, pinned_for=CUDA)
+
+
+def test_processors_near_the_device_are_those_of_its_node(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpu_prefix_cache.memory.numa.PCI", tmp_path / "pci")
+    monkeypatch.setattr("cpu_prefix_cache.memory.numa.NODES", tmp_path / "nodes")
+    (tmp_path / "pci" / "0000:1b:00.0").mkdir(parents=True)
+    (tmp_path / "nodes" / "node1").mkdir(parents=True)
+    (tmp_path / "nodes" / "node1" / "cpulist").write_text("2-3,6\n")
+    (tmp_path / "pci" / "0000:1b:00.0" / "numa_node").write_text("1\n")
+    assert processors_near("0000:1b:00.0") == {2, 3, 6}
+    (tmp_path / "pci" / "0000:1b:00.0" / "numa_node").write_text("-1\n")
+    assert processors_near("0000:1b:00.0") == set()
+    assert processors_near("0000:99:00.0") == set()
+
+
+def test_pages_are_taken_by_threads_near_the_device(monkeypatch):
+    near = {min(os.sched_getaffinity(0))}
+    seen = []
+    monkeypatch.setattr(pages, "_populate", lambda *_: seen.append(os.sched_getaffinity(0)) or 0)
+    taking = pages.Pages(torch.empty(10 * SLICE, dtype=torch.uint8), near, SLICE)
+    assert taking.wait_for(9 * SLICE)
+    taking.close()
+    assert seen and all(each == near for each in seen)
+    assert len(os.sched_getaffinity(0)) == os.cpu_count() or near != os.sched_getaffinity(0)
+
+
+# Shared by several ranks
+
+
+@pytest.fixture
+def name():
+    name = f"cpu-prefix-cache-test-{os.getpid()}"
+    yield name
+    mapping.forget(name)
+
+
+def test_ranks_that_give_one_name_have_one_region(name):
+    one, other = (HostArena(4, 1000, shared_as=name) for _ in range(2))
+    one.blocks[2] = 7
+    assert (other.blocks[2] == 7).all() and one.blocks.data_ptr() != other.blocks.data_ptr()
+    program = (
+        "import sys; from cpu_prefix_cache.memory.arena import HostArena\n"
+        "blocks = HostArena(4, 1000, shared_as=sys.argv[1]).blocks\n"
+        "assert (blocks[2] == 7).all(); blocks[3] = 9\n"
+    )
+    subprocess.run([sys.executable, "-c", program, name], check=True)
+    assert (one.blocks[3] == 9).all()
+
+
+def test_its_name_is_forgotten_and_the_region_stays(name):
+    one, other = (HostArena(4, 1000, shared_as=name) for _ in range(2))
+    one.forget_name()
+    assert not (mapping.SHARED / name).exists()
+    one.blocks[0] = 3
+    assert (other.blocks[0] == 3).all()
+    other.close()
+    assert not (mapping.SHARED / name).exists()
+
+
+def test_ranks_that_differ_in_size_are_told_so(name):
+    HostArena(4, 1000, shared_as=name)
+    with pytest.raises(ConfigurationError, match="4000 bytes, but 5000 were asked for"):
+        HostArena(5, 1000, shared_as=name)
+    with pytest.raises(ConfigurationError, match="plain name"):
+        HostArena(5, 1000, shared_as="../x")
+
+
+def test_a_shared_region_larger_than_shared_memory_is_refused(name):
+    with pytest.raises(ConfigurationError, match=r"shared host memory .* ask for at most \d+ bytes"):
+        HostArena(1 << 30, 1 << 20, shared_as=name)
+
+
+# What the machine may use
 
 
 def test_a_control_group_counts_what_is_used_already(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000000\n")
     (tmp_path / "memory.current").write_text("600000000\n")
-    monkeypatch.setattr(arena, "CGROUP", tmp_path)
-    assert arena.usable_bytes() == 400_000_000 - arena.RESERVED_BYTES
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    assert limits.usable_bytes() == 400_000_000 - limits.RESERVED_BYTES
 
 
 def test_a_control_group_without_a_limit_is_none(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(arena, "CGROUP", tmp_path)
-    unlimited = arena.usable_bytes()
-    monkeypatch.setattr(arena, "CGROUP", tmp_path / "missing")
-    assert abs(arena.usable_bytes() - unlimited) < 1 << 30
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    unlimited = limits.usable_bytes()
+    monkeypatch.setattr(limits, "CGROUP", tmp_path / "missing")
+    assert abs(limits.usable_bytes() - unlimited) < 1 << 30

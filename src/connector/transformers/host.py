@@ -42,9 +42,13 @@ class HostTier:
                 f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} "
                 f'bytes, got {host_bytes}; without host memory say offload="off"'
             )
-        on_cuda = tensors[0][0].is_cuda
+        device_of_tensors = tensors[0][0].device
         # first: it refuses what the machine does not have
-        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned=on_cuda)
+        arena = HostArena(
+            num_blocks,
+            planner.host_block_bytes,
+            pinned_for=device_of_tensors if device_of_tensors.type == "cuda" else None,
+        )
         self.cache = CPUPrefixCache(
             planner,
             device,
@@ -56,8 +60,9 @@ class HostTier:
             max_step_tokens=max_step_tokens,
             checkpoint_interval=checkpoint_interval,
         )
-        copier = choose_copier(planner, tensors, self._arena.blocks).copier
-        self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors))
+        copier = choose_copier(planner, tensors, arena.blocks, pinned=arena.registration).copier
+        self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors), arena)
+        arena.wait_until_ready()  # an offline run has no graphs to capture, and no launches to delay yet
 
     def boundary(self, request: Request, n0: int) -> int:
         """How far the device and the host together reach; n0 when the host adds nothing."""
@@ -81,6 +86,7 @@ class HostTier:
         """One engine step of the cache. The loads that ended well."""
         try:
             self._worker.run(self.cache.step())
+            self._worker.drain()
         finally:  # what an interrupt cut short is resolved as failed
             resolved = self.cache.report(self._worker.report())
         return {each.id for each in resolved if each.ok and each.direction is Direction.LOAD}

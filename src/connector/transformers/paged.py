@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from connector.transformers.past import ModelPast, Part
 from cpu_prefix_cache import Group, GroupKind
-from cpu_prefix_cache.memory.arena import check_fits
+from cpu_prefix_cache.memory.limits import check_fits
 
 ALIGNMENT = 16  # bytes: any type may be viewed in a row, and a copy may take wide words
 

@@ -1,22 +1,25 @@
-"""What every copier does, and the checks none of them may skip."""
+"""What every copier does."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from cpu_prefix_cache.errors import MisuseError
+from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 
 class Copier(Protocol):
     """Moves pieces between device tensors and the host region. Bound to both when it is built."""
 
+    def here(self) -> Mark:
+        """Where the engine's compute stands: passed when all it has been given so far has run."""
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+        """Begin one transfer, whose device blocks are touched only once `after` is passed. The mark of its end.
+
+        All ids are checked before any byte moves; MisuseError otherwise (rule 16). When it raises, whatever it raises,
+        nothing of this transfer is under way any more. One thread may submit stores and another loads.
+        """
+
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        """Carry out one transfer. All ids are checked before any byte moves; MisuseError otherwise (rule 16)."""
-
-
-def check_ids(what: str, ids: Sequence[int], limit: int, *, distinct: bool) -> None:
-    """Raise MisuseError unless all `ids` are in [0, limit), and none comes twice where they are destinations."""
-    if ids and not (min(ids) >= 0 and max(ids) < limit):
-        raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {min(ids)} to {max(ids)}")
-    if distinct and len(set(ids)) != len(ids):
-        raise MisuseError(f"a {what} block is written twice in one copy")
+        """Carry out one transfer after all that compute has been given, and return when it has ended."""
+        self.submit(direction, copies, self.here()).until_passed()

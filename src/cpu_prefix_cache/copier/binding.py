@@ -4,13 +4,13 @@ Every copier is built on a Binding and asks it before it moves anything: what pa
 exist, writes none twice, and writes no null block (rules 7 and 16).
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.copier.base import check_ids
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.parts import block_bytes, check_apart
@@ -41,15 +41,14 @@ class BoundGroup:
         """How many device blocks there are."""
         return self.parts[0].shape[0]
 
-    def pieces_of(self, copy: GroupCopy) -> int:
-        """How many pieces `copy` has. Raises MisuseError unless they are whole on both sides."""
-        pieces, rest = divmod(len(copy.host_blocks), self.piece.host_blocks)
-        if rest or len(copy.device_blocks) != pieces * self.piece.device_blocks:
-            raise MisuseError(
-                f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
-                f"of {self.piece.host_blocks} and {self.piece.device_blocks}"
-            )
-        return pieces
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedCopy:
+    """A copy whose ids may be used: int64 in host memory, [pieces, host blocks] and [pieces, device blocks] of each."""
+
+    group: int
+    host: torch.Tensor
+    device: torch.Tensor
 
 
 class Binding:
@@ -81,22 +80,53 @@ class Binding:
             )
         (self.device,) = devices
 
-    def check(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        """Raise MisuseError unless every id of a transfer may be copied. Nothing has moved then."""
-        for copy in copies:
-            self._group(copy).pieces_of(copy)
-        for index, group in enumerate(self.groups):
-            ids = [block for copy in copies if copy.group == index for block in copy.device_blocks]
-            check_ids("device", ids, group.num_blocks, distinct=direction is Direction.LOAD)
-            if self._null_block in ids:
+    def checked(self, direction: Direction, copies: Sequence[GroupCopy]) -> list[CheckedCopy]:
+        """The copies of a transfer that have any blocks. MisuseError unless all of their ids may be copied."""
+        checked = [self._whole_pieces(copy) for copy in copies]
+        for index in {copy.group for copy in copies}:
+            group, ids = self.groups[index], [copy.device_blocks for copy in copies if copy.group == index]
+            if direction is Direction.LOAD:
+                _check_distinct("device", ids)
+            if self._null_block is not None and any(self._null_block in some for some in ids):
                 raise MisuseError(f"block {self._null_block} of group {group.piece.group.name!r} is the null block")
-        host = [block for copy in copies for block in copy.host_blocks]
-        check_ids("host", host, self.host.shape[0], distinct=direction is Direction.STORE)
+        if direction is Direction.STORE:
+            _check_distinct("host", [copy.host_blocks for copy in copies])
+        return [copy for copy in checked if len(copy.host)]
 
-    def _group(self, copy: GroupCopy) -> BoundGroup:
+    def _whole_pieces(self, copy: GroupCopy) -> CheckedCopy:
         if not 0 <= copy.group < len(self.groups):
             raise MisuseError(f"there are {len(self.groups)} groups, numbered from 0; got group {copy.group}")
-        return self.groups[copy.group]
+        group = self.groups[copy.group]
+        piece = group.piece
+        pieces, rest = divmod(len(copy.host_blocks), piece.host_blocks)
+        if rest or len(copy.device_blocks) != pieces * piece.device_blocks:
+            raise MisuseError(
+                f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
+                f"of {piece.host_blocks} and {piece.device_blocks}"
+            )
+        host = _in_range("host", copy.host_blocks, self.host.shape[0]).view(pieces, piece.host_blocks)
+        device = _in_range("device", copy.device_blocks, group.num_blocks).view(pieces, piece.device_blocks)
+        return CheckedCopy(copy.group, host, device)
+
+
+def _in_range(what: str, ids: Sequence[int], limit: int) -> torch.Tensor:
+    """As int64: through an array, because torch itself takes eight times as long, 0.5 ms for 4,096."""
+    if not ids:
+        return torch.empty(0, dtype=torch.int64)
+    try:
+        checked = torch.frombuffer(array("q", ids), dtype=torch.int64)
+    except (OverflowError, TypeError) as error:
+        raise MisuseError(f"a block is numbered by an integer of at most 63 bits: {error}") from error
+    least, most = (int(end) for end in torch.aminmax(checked))
+    if least < 0 or most >= limit:
+        raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
+    return checked
+
+
+def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
+    """Raise MisuseError when a destination comes twice."""
+    if len(set().union(*ids)) != sum(map(len, ids)):
+        raise MisuseError(f"a {what} block is written twice in one copy")
 
 
 def _check_region(shapes: Shapes, num_groups: int, host: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Which copier, and why: by what the device tensors are, or by name.
 
 reference   torch indexing, on any device; what every other copier must match
-staged      Triton gather and scatter with a staging ring, for CUDA tensors
+staged      Triton gather and scatter with a staging ring, for CUDA tensors; large blocks cross without it
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes
+from cpu_prefix_cache.copier.calibration import calibration_for
+from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.errors import ConfigurationError
 
@@ -33,9 +35,11 @@ def choose_copier(
     *,
     name: str = "auto",
     null_block: int | None = None,
+    pinned: Pinned | None = None,
     ring_bytes: int | None = None,
 ) -> Choice:
-    """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default.
+    """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
+    `host` is pinned by now (`HostArena.registration`); None says as a whole, or that nothing needs to be.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """
@@ -46,7 +50,7 @@ def choose_copier(
         name, reason = _fitting(tensors)
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
-    return Choice(_staged(shapes, tensors, host, null_block, ring_bytes), name, reason)
+    return _staged(shapes, tensors, host, null_block, pinned, ring_bytes, reason)
 
 
 def _fitting(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[str, str]:
@@ -63,11 +67,22 @@ def _staged(
     tensors: Sequence[Sequence[torch.Tensor]],
     host: torch.Tensor,
     null_block: int | None,
+    pinned: Pinned | None,
     ring_bytes: int | None,
-) -> Copier:
+    reason: str,
+) -> Choice:
     try:
         from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
     except ImportError as missing:
         raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
-    size = RING_BYTES if ring_bytes is None else ring_bytes
-    return StagedCopier(shapes, tensors, host, null_block=null_block, ring_bytes=size)
+    calibration, origin = calibration_for(tensors[0][0].device)
+    copier = StagedCopier(
+        shapes,
+        tensors,
+        host,
+        null_block=null_block,
+        pinned=pinned,
+        ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
+        thresholds=calibration.thresholds,
+    )
+    return Choice(copier, "staged", f"{reason}; {copier.ways}; calibration: {calibration} ({origin})")

@@ -1,6 +1,6 @@
-"""A copier that damages what it loads, on purpose: the negative control of every test that compares outputs.
+"""Copiers that stand around another one: the negative control of every test that compares outputs.
 
-A comparison that passes while this is in place compares nothing.
+A comparison that passes while a CorruptingCopier is in place compares nothing.
 """
 
 from collections.abc import Sequence
@@ -8,11 +8,30 @@ from collections.abc import Sequence
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Mark, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 
-class CorruptingCopier:
+class MeddlingCopier(Copier):
+    """Whoever derives from it says in `copy` what becomes of a transfer; it has ended when `submit` returns."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+
+    def here(self) -> Mark:
+        return self.copier.here()
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+        after.until_passed()
+        self.copy(direction, copies)
+        return Passed()
+
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
+        self.copier.copy(direction, copies)
+
+
+class CorruptingCopier(MeddlingCopier):
     """Copies like `copier`, then zeroes device blocks of one group, in the first `loads` loads (None: all).
 
     `blocks` says which of those that a load fills for the group: the first one, as it is. Of a piece that takes d
@@ -28,7 +47,7 @@ class CorruptingCopier:
         loads: int | None = 1,
         blocks: slice = slice(1),
     ) -> None:
-        self._copier = copier
+        super().__init__(copier)
         self._parts = [block_bytes(tensor) for tensor in tensors[group]]
         self._group = group
         self._loads = loads
@@ -36,7 +55,7 @@ class CorruptingCopier:
         self.corrupted = 0  # loads
 
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        self._copier.copy(direction, copies)
+        super().copy(direction, copies)
         if direction is not Direction.LOAD or self.corrupted == self._loads:
             return
         for copy in copies:
@@ -44,3 +63,4 @@ class CorruptingCopier:
                 for part in self._parts:
                     part[list(copy.device_blocks[self._blocks])] = 0
                 self.corrupted += 1
+        self.here().until_passed()

@@ -9,24 +9,33 @@ On CUDA a queue is a stream and a mark an event. Without a GPU work runs as it i
 that the same code runs on both. A test can give queues that put work off as long as these four sentences let them.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-Mark = Any  # only the queues look inside
+
+class Mark(Protocol):
+    def passed(self) -> bool: ...
+
+    def until_passed(self) -> None:
+        """The caller sleeps until then."""
 
 
 class Queue(Protocol):
-    def submit(self, work: Callable[[], object]) -> None: ...
+    def submit(self, work: Callable[[int], object]) -> None:
+        """`work` is told the queue's handle: of its CUDA stream, or 0."""
 
     def mark(self) -> Mark: ...
 
     def wait(self, mark: Mark) -> None: ...
 
     def drain(self) -> None: ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """What this thread asks of torch or Triton meanwhile goes to this queue, and so does memory it lets go of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,56 +45,111 @@ class Lane:
     kernels: Queue
     copies: Queue
 
+    def mark(self) -> Mark:
+        """Where both stand. Neither waits for the other because of it."""
+        return _Both(self.kernels.mark(), self.copies.mark())
+
+    def drain(self) -> None:
+        """Leaves nothing under way, even if one of the two fails."""
+        try:
+            self.kernels.drain()
+        finally:
+            self.copies.drain()
+
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """What a staged copier works with. `compute` is the engine's own: it is only marked, never made to wait."""
+    """What a staged copier works with. Of the engine's own, `compute`, it sees only where it stands."""
 
-    compute: Queue
+    compute: Callable[[], Mark]
     stores: Lane
     loads: Lane
+
+
+class Passed:
+    """The mark of what has run already."""
+
+    def passed(self) -> bool:
+        return True
+
+    def until_passed(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    one: Mark
+    other: Mark
+
+    def passed(self) -> bool:
+        return self.one.passed() and self.other.passed()
+
+    def until_passed(self) -> None:
+        self.one.until_passed()
+        self.other.until_passed()
 
 
 class ImmediateQueue:
     """Runs work as it is submitted. For tensors in host memory."""
 
-    def submit(self, work: Callable[[], object]) -> None:
-        work()
+    def submit(self, work: Callable[[int], object]) -> None:
+        work(0)
 
     def mark(self) -> Mark:
-        return None
+        return Passed()
 
     def wait(self, mark: Mark) -> None:
         pass
 
     def drain(self) -> None:
         pass
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class CudaMark:
+    """An event. Whoever waits for it leaves the processor to others."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)
+        self.event.record(stream)
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+    def until_passed(self) -> None:
+        self.event.synchronize()
 
 
 class CudaQueue:
-    """A CUDA stream; without one, whichever is current on `device` when the queue is used."""
+    """A CUDA stream."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._device = device
-        self._stream = stream
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._handle = stream, stream.cuda_stream
 
-    def submit(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._current()):
-            work()
+    def submit(self, work: Callable[[int], object]) -> None:
+        work(self._handle)
 
-    def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(self._current())
-        return event
+    def mark(self) -> CudaMark:
+        return CudaMark(self._stream)
 
     def wait(self, mark: Mark) -> None:
-        self._current().wait_event(mark)
+        if isinstance(mark, CudaMark):
+            self._stream.wait_event(mark.event)
+        else:
+            mark.until_passed()
 
     def drain(self) -> None:
-        self._current().synchronize()
+        self._stream.synchronize()
 
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if self._stream is None else self._stream
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+
+def compute_mark(device: torch.device) -> Mark:
+    """Where the stream stands that is current on `device`."""
+    return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else Passed()
 
 
 def queues_for(device: torch.device) -> Queues:
@@ -93,20 +157,9 @@ def queues_for(device: torch.device) -> Queues:
 
     Compute is whatever stream is current when a copy is asked for.
     """
-    if device.type != "cuda":
-        return Queues(ImmediateQueue(), *(Lane(ImmediateQueue(), ImmediateQueue()) for _ in range(2)))
 
-    def lane() -> Lane:
-        streams = [torch.cuda.Stream(device) for _ in range(2)]
-        return Lane(*(CudaQueue(device, stream) for stream in streams))
+    def queue() -> Queue:
+        return CudaQueue(torch.cuda.Stream(device)) if device.type == "cuda" else ImmediateQueue()
 
-    return Queues(CudaQueue(device), lane(), lane())
-
-
-@contextlib.contextmanager
-def drained(*queues: Queue) -> Iterator[None]:
-    """Leaves nothing under way, however the block ends: whoever hears of an error may use the memory again at once."""
-    with contextlib.ExitStack() as stack:
-        for queue in queues:
-            stack.callback(queue.drain)
-        yield
+    stores, loads = (Lane(queue(), queue()) for _ in range(2))
+    return Queues(lambda: compute_mark(device), stores, loads)

@@ -3,24 +3,29 @@
     free   --take-->   in use: filled by one queue, then emptied by the other   --emptied-->   free
 
 Nobody waits for a slot on the host. It is handed out in rotation, filled behind the mark that says it was emptied, and
-emptied behind the mark that says it was filled.
+emptied behind the mark that says it was filled. The host only does not run further ahead of the device than
+RUN_AHEAD slices, or a driver's queue would fill up, and then the engine's own launches would wait.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
+from cpu_prefix_cache.copier.board import Board
 from cpu_prefix_cache.copier.queues import Lane, Mark
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
+RUN_AHEAD = 64  # slices of one direction: 1 GiB, 20 ms of the link
 
 
 class Slot:
-    """`memory` is uint8 [bytes]; `free` is passed when the last slice has left it."""
+    """`memory` is uint8 [bytes], from `address` on; `free` is passed when the last slice has left it."""
 
     def __init__(self, memory: torch.Tensor, free: Mark) -> None:
         self.memory = memory
+        self.address = memory.data_ptr()
         self.free = free
 
 
@@ -34,12 +39,14 @@ class Ring:
         self, direction: Direction, lane: Lane, num_slots: int, slot_bytes: int, device: torch.device, free: Mark
     ) -> None:
         self.lane = lane
+        self.board = Board(device)
         self.slot_bytes = slot_bytes
         self._direction = direction
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
         self._slots = [Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], free) for at in range(num_slots)]
         self._next = 0
+        self._ahead: deque[Mark] = deque()
 
     def take(self) -> Slot:
         """The slot taken longest ago. It need not be free yet: `through` sees to that."""
@@ -47,7 +54,7 @@ class Ring:
         self._next = (self._next + 1) % len(self._slots)
         return slot
 
-    def through(self, slot: Slot, kernel: Callable[[], object], link: Callable[[], object]) -> None:
+    def through(self, slot: Slot, kernel: Callable[[int], object], link: Callable[[int], object]) -> None:
         """Have a slice pass through `slot`: a store is kernel, then link, and a load the other way round."""
         steps = [(self.lane.kernels, kernel), (self.lane.copies, link)]
         if self._direction is Direction.LOAD:
@@ -58,3 +65,14 @@ class Ring:
         then.wait(first.mark())
         then.submit(empty)
         slot.free = then.mark()
+        self._note(slot.free)
+
+    def past(self, link: Callable[[int], object]) -> None:
+        """Have a slice cross without a slot."""
+        self.lane.copies.submit(link)
+        self._note(self.lane.copies.mark())
+
+    def _note(self, mark: Mark) -> None:
+        self._ahead.append(mark)
+        if len(self._ahead) > RUN_AHEAD:
+            self._ahead.popleft().until_passed()

@@ -1,51 +1,84 @@
 """The copying half on one rank: carries out step plans and says, until it is heard, what became of them.
 
 StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts included (rule 11)
-report    ->  all that has ended and no plan has called settled yet
+report    ->  all that has ended and no plan has called settled yet, and how many host blocks are ready
 """
 
-import logging
-
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.submitter import Submitter
 from cpu_prefix_cache.errors import MisuseError
-from cpu_prefix_cache.plan import VERSION, RankReport, StepPlan, TransferPlan
-
-logger = logging.getLogger(__name__)
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan
 
 
 class CopyWorker:
-    """Runs plans with one copier, synchronously. One per rank."""
+    """Runs plans with one copier. One per rank.
 
-    def __init__(self, rank: int, copier: Copier) -> None:
+    With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
+    ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
+    belongs to the worker: both end with `close`.
+    """
+
+    def __init__(self, rank: int, copier: Copier, arena: HostArena | None = None, *, threads: bool = False) -> None:
         self._rank = rank
         self._copier = copier
+        self._arena = arena
+        self._cancelled: set[int] = set()
+        self._submitters = {
+            direction: Submitter(copier, self._cancelled.__contains__, f"{direction.value}-{rank}" if threads else None)
+            for direction in Direction
+        }
         self._done: set[int] = set()
         self._failed: set[int] = set()
 
     def run(self, plan: StepPlan) -> None:
-        """Carry out one step's transfers. Raises MisuseError for a plan of another version, before it begins."""
+        """Begin one step's transfers, behind what compute has been given by now.
+
+        Raises MisuseError for a plan of another version, before anything begins.
+        """
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
+        if self._arena is not None:
+            self._arena.register()
+        self._forget(plan)
+        self._cancelled.update(plan.cancelled)
+        waiting = {transfer.id: transfer for transfer in plan.transfers}
+        try:
+            after = self._copier.here() if waiting else None
+            for id, transfer in list(waiting.items()):
+                if after is None or transfer.failed or id in plan.cancelled:
+                    self._failed.add(id)
+                else:
+                    self._submitters[transfer.direction].put(transfer, after)
+                    del waiting[id]
+        finally:  # an interrupt leaves nothing that nobody will ever report
+            self._failed.update(waiting)
+
+    def report(self) -> RankReport:
+        self._collect()
+        ready = None if self._arena is None else self._arena.ready_blocks
+        return RankReport(self._rank, frozenset(self._done), frozenset(self._failed), ready)
+
+    def drain(self) -> None:
+        """Until all that was begun has ended."""
+        for submitter in self._submitters.values():
+            submitter.drain()
+
+    def close(self) -> None:
+        """End the threads and give the host region back, once all that was begun has ended."""
+        for submitter in self._submitters.values():
+            submitter.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _collect(self) -> None:
+        for submitter in self._submitters.values():
+            for id, went_well in submitter.ended():
+                (self._done if went_well else self._failed).add(id)
+
+    def _forget(self, plan: StepPlan) -> None:
+        self._collect()
         settled = set(plan.settled)
         self._done = {id for id in self._done if id >= plan.settled_below} - settled
         self._failed = {id for id in self._failed if id >= plan.settled_below} - settled
-        try:
-            for transfer in plan.transfers:
-                if transfer.failed or transfer.id in plan.cancelled:
-                    self._failed.add(transfer.id)
-                else:
-                    self._copy(transfer)
-        finally:  # an interrupt leaves nothing that nobody will ever report
-            self._failed.update({transfer.id for transfer in plan.transfers} - self._done)
-
-    def report(self) -> RankReport:
-        return RankReport(self._rank, frozenset(self._done), frozenset(self._failed))
-
-    def _copy(self, transfer: TransferPlan) -> None:
-        try:
-            self._copier.copy(transfer.direction, transfer.copies)
-        except Exception:  # whatever it is, the transfer must resolve (rule 11)
-            logger.exception("transfer %d failed", transfer.id)
-            self._failed.add(transfer.id)
-        else:
-            self._done.add(transfer.id)
+        self._cancelled -= {id for id in self._cancelled if id < plan.settled_below} | settled

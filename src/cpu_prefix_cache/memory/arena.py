@@ -1,99 +1,95 @@
-"""The host region: one mapping of equal blocks, checked against what the machine may use before it is made."""
+"""The host region of one rank: one mapping of equal blocks, whose pages are taken and pinned behind the engine's back.
 
-import contextlib
-import mmap
-from pathlib import Path
-from typing import Any
+    made       addresses, checked against what the machine may use; pages are being taken, CUDA knows nothing
+    register   from the engine's first step on: pinned from the first block up; `ready_blocks` grows
+    close      unpinned, and unmapped when the last tensor of it is gone
+
+A region that is not pinned, for tensors in host memory, is ready at once and takes pages when they are first written.
+"""
+
+import weakref
 
 import torch
 
 from cpu_prefix_cache.errors import ConfigurationError
-
-# Left to everybody else on the machine when the region is sized: one mistake here ends in the kernel killing us.
-RESERVED_BYTES = 256 * 1024 * 1024
-CGROUP = Path("/sys/fs/cgroup")
-MEMINFO = Path("/proc/meminfo")
+from cpu_prefix_cache.memory import mapping
+from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.moves import SEAM_BYTES
+from cpu_prefix_cache.memory.numa import processors_near
+from cpu_prefix_cache.memory.pages import Pages
+from cpu_prefix_cache.memory.registration import Registration
 
 
 class HostArena:
     """`num_blocks` blocks of `block_bytes` bytes, as a uint8 tensor `blocks` of shape [num_blocks, block_bytes].
 
-    Pages are taken from the system when they are first written. Huge pages are asked for, and not insisted on.
+    `pinned_for` is the CUDA device whose copy engines are to reach it at the speed of the link. With a name in
+    `shared_as`, all processes of this machine that give it have one region together, block by block; `forget_name`
+    once all of them have it. Huge pages are asked for, and not insisted on.
 
-    A `pinned` region is registered with CUDA, so that the copy engines reach it at the speed of the link, and stays so
-    until `close` or the end of the process. That takes its pages at once, and in one call: 4.2 s for 16 GiB, in which
-    no kernel is launched. (Registering in slices, between steps, is an issue of its own.)
-
-    Raises ConfigurationError, with the number that fits, when the region is more than this process may use, and when
-    CUDA will not pin it.
+    Raises ConfigurationError, with the number that fits, when the region is more than this process may use, and when it
+    is to be pinned where there is no CUDA. `driver` is for tests.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        pinned_for: torch.device | None = None,
+        shared_as: str | None = None,
+        driver: Driver | None = None,
+        slice_bytes: int = SEAM_BYTES,
+    ) -> None:
         num_bytes = num_blocks * block_bytes
-        check_fits(num_bytes)
-        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
-            region.madvise(mmap.MADV_HUGEPAGE)
-        self.blocks = torch.frombuffer(region, dtype=torch.uint8).view(num_blocks, block_bytes)
-        if pinned:
-            _pin(self.blocks)
+        region = mapping.private(num_bytes) if shared_as is None else mapping.shared(shared_as, num_bytes)
+        memory = torch.frombuffer(region, dtype=torch.uint8)
+        self.blocks = memory.view(num_blocks, block_bytes)
+        self.registration: Registration | None = None
+        self._device = pinned_for
+        self._shared_as = shared_as
+        if pinned_for is not None:
+            driver = _driver_for(pinned_for) if driver is None else driver
+            near = processors_near(driver.pci_address(pinned_for.index or 0))
+            self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, slice_bytes)
+            self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
+
+    @property
+    def ready_blocks(self) -> int:
+        """How many blocks, from the first, may be copied to and from by now."""
+        if self.registration is None:
+            return self.blocks.shape[0]
+        return self.registration.ready_bytes // self.blocks.shape[1]
+
+    def register(self) -> None:
+        """Begin to pin the region. Not before the engine has captured its graphs or steps: see `registration.py`."""
+        if self.registration is not None and self._device is not None:
+            self.registration.start(self._device)
+
+    def wait_until_ready(self) -> None:
+        """Pin the region, and return when no more blocks will become ready."""
+        self.register()
+        if self.registration is not None:
+            self.registration.wait()
+
+    def forget_name(self) -> None:
+        """Nobody else joins a shared region any more, and nothing is left of it when its processes are gone."""
+        if self._shared_as is not None:
+            mapping.forget(self._shared_as)
 
     def close(self) -> None:
-        """Give the pages back to the system, once nothing uses the blocks any more, if CUDA held them."""
-        if self.blocks.data_ptr() in _PINNED:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.blocks.data_ptr()), "unpin the host region")
-            del _PINNED[self.blocks.data_ptr()]
+        """Give the memory back, as soon as nobody has a tensor of it. Nothing copies to or from it any more."""
+        self.forget_name()
+        if self.registration is not None:
+            self._closing()
+        self.registration = None
+        self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8)
 
 
-# Pinned regions by address. Memory that CUDA still has registered must not be unmapped, whoever forgets its arena.
-_PINNED: dict[int, torch.Tensor] = {}
-
-
-def _pin(blocks: torch.Tensor) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigurationError("host memory is pinned for a CUDA device, and there is none; ask for pinned=False")
-    torch.cuda.init()
-    action = f"pin {blocks.numel() / 1e9:.2f} GB of host memory (see `ulimit -l`, or ask for less)"
-    _check_cuda(torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.numel(), 0), action)
-    _PINNED[blocks.data_ptr()] = blocks
-
-
-def _check_cuda(result: Any, action: str) -> None:
-    """`result` is what torch's binding of the CUDA runtime gave back: an enum member, or its number."""
-    code = int(getattr(result, "value", result))
-    if code:
-        raise ConfigurationError(f"CUDA would not {action}: error {code}")
-
-
-def check_fits(num_bytes: int) -> None:
-    """Raise ConfigurationError when `num_bytes` of host memory are more than this process may use."""
-    usable = usable_bytes()
-    if num_bytes > usable:
+def _driver_for(device: torch.device) -> Driver:
+    if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigurationError(
-            f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
-            f"ask for at most {usable} bytes"
+            f"host memory is pinned for a CUDA device, and {device} is none here; leave out pinned_for"
         )
-
-
-def usable_bytes() -> int:
-    """What the system has available and the control group still allows, less a reserve."""
-    limits = [_available_bytes()]
-    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        limits.append(limit - used)
-    return max(0, min(limits) - RESERVED_BYTES)
-
-
-def _available_bytes() -> int:
-    for line in MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigurationError(f"{MEMINFO} does not say how much memory is available")
-
-
-def _number(file: Path) -> int | None:
-    """The number in a control file; None where there is no such file, or it says "max"."""
-    if not file.exists():
-        return None
-    text = file.read_text().strip()
-    return int(text) if text.isdigit() else None
+    torch.cuda.init()
+    return cuda_driver()

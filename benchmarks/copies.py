@@ -1,0 +1,400 @@
+"""How near do copies come to the speed of the link, and what do they cost the engine beside them?
+
+    python benchmarks/copies.py [--csv FILE] [--plot FILE] [--only rates,both,requests,beside,slowdown,arena] [--quick]
+
+On one CUDA device, in one run: one large pinned copy, our staged copier, and three ways in which others move the same
+blocks (`copy_methods.py`). First the contract of copiers runs on the device. Then every line of the table that
+docs/copy_paths.md explains, with its bar; the exit status is 1 if one was missed. GB is 1e9 bytes; times are medians.
+(A script named copy.py would hide Python's own module of that name from all scripts in this folder.)
+"""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from common import percentile, print_environment
+from copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
+from cpu_prefix_cache import Direction, TransferPlan
+from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.plan import StepPlan
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+FRAGMENTS = (4, 8, 16, 18, 32, 64)  # KiB
+STORE, LOAD = Direction.STORE, Direction.LOAD
+TORCH_FRAGMENTS = 8192  # of one transfer: its loop takes 5 us for each
+RESULTS: list[tuple[bool | None, str]] = []  # whether a bar was kept, and the line
+
+
+def line(text: str, kept: bool | None = None) -> None:
+    mark = {None: "     ", True: " ok  ", False: "MISS "}[kept]
+    RESULTS.append((kept, text))
+    print(mark + text, flush=True)
+
+
+def measured(method: Method, direction: Direction, repeats: int) -> tuple[float, float]:
+    """Seconds from submission to the end, and seconds of the host until it was submitted: medians."""
+    times, submits = [], []
+    for repeat in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        mark = method.submit(direction)
+        submitted = time.perf_counter()
+        mark.until_passed()
+        if repeat:
+            times.append(time.perf_counter() - start)
+            submits.append(submitted - start)
+    return median(times), median(submits)
+
+
+# Rates, one way
+
+
+def rates(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    large = Large(pinned, GIB)
+    link = {direction: GIB / measured(large, direction, 7)[0] / 1e9 for direction in Direction}
+    line(f"one large pinned copy: store {link[STORE]:.1f} GB/s, load {link[LOAD]:.1f} GB/s")
+    for block_kib, placed in ((2048, "random"), (256, "pool")):
+        line(f"host blocks of {block_kib} KiB, {placed}: GB/s (share of the large copy), host time to submit")
+        for fragment in (*FRAGMENTS, block_kib):
+            one_size(arena, pinned, fragment * KIB, block_kib // fragment, placed, link, options)
+
+
+def one_size(
+    arena: HostArena,
+    pinned: torch.Tensor,
+    fragment: int,
+    count: int,
+    placed: str,
+    link: dict[Direction, float],
+    options: argparse.Namespace,
+) -> None:
+    scene = Scene(arena, pinned, fragment, count, GIB, placed)
+    few = Scene(arena, pinned, fragment, count, min(TORCH_FRAGMENTS * fragment, GIB), placed)
+    submit: dict[str, float] = {}
+    for name, build in METHODS.items():
+        if options.quick and name not in ("staged", "batch"):
+            continue
+        method = build(few if name == "torch" else scene)
+        for direction in Direction:
+            seconds, host = measured(method, direction, 7 if name == "staged" else 3)
+            rate = method.num_bytes / seconds / 1e9
+            share, submit[name, direction] = rate / link[direction], host / method.num_bytes
+            text = f"{fragment // KIB:>5} KiB x {count:<4} {name:<7}{direction.value:<5} {rate:6.1f} ({share:6.1%})"
+            text += f"  submit {host / method.num_bytes * GIB * 1e3:7.2f} ms/GiB"
+            line(text, share >= (0.95, 0.98)[direction is LOAD] if name == "staged" else None)
+            options.rows.append((name, fragment, count, placed, direction.value, rate, link[direction], host))
+    for direction in Direction:
+        ours, theirs = submit["staged", direction], submit["batch", direction]
+        share, ratio = ours * link[direction] * 1e9, ours / theirs
+        text = f"{fragment // KIB:>5} KiB x {count:<4} submit {direction.value:<5}: {share:.2f} of the time on the link"
+        # a block in one piece is the same list of copies for both
+        line(f"{text}, {ratio:.2f} of the peer's", share <= 0.25 and (ratio <= 0.5 or count == 1))
+
+
+# Both ways at once
+
+
+def both(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    for fragment, bar in ((16, 85), (64, 93)):
+        scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
+        for name in ("staged", "batch", "kernel"):
+            method = METHODS[name](scene)
+            rate = 2 * method.num_bytes / median(at_once(method) for _ in range(5)) / 1e9
+            line(
+                f"both ways at once, {fragment} KiB, {name}: {rate:.1f} GB/s", rate >= bar if name == "staged" else None
+            )
+            del method
+    large = Large(pinned, GIB)
+    line(f"both ways at once, large copies: {2 * GIB / median(at_once(large) for _ in range(5)) / 1e9:.1f} GB/s")
+
+
+def at_once(method: Method) -> float:
+    """Seconds for a transfer each way, submitted by a thread each."""
+    torch.cuda.synchronize()
+    gate = threading.Barrier(3)
+
+    def one_way(direction: Direction) -> None:
+        torch.cuda.set_device(DEVICE)
+        gate.wait()
+        method.submit(direction).until_passed()
+
+    threads = [threading.Thread(target=one_way, args=(direction,)) for direction in Direction]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    start = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+# One request
+
+
+def requests(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    for fragment in (16, 64):
+        for size, bar in ((32 * MIB, 1.12), (256 * MIB, 1.04)):
+            scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, size, "random")
+            staged, large = Staged(scene), Large(pinned, size)
+            pairs = [(measured(staged, LOAD, 1)[0], measured(large, LOAD, 1)[0]) for _ in range(15)]
+            ours, limit = (median(times) for times in zip(*pairs, strict=True))
+            text = f"one request's load of {size // MIB} MiB, {fragment} KiB: {ours * 1e3:.3f} ms, "
+            line(text + f"{ours / limit:.3f}x of one large copy", ours / limit <= bar)
+            worker = CopyWorker(0, staged.copier, threads=True)
+            times = [in_worker(worker, id, LOAD, scene.copies()) for id in range(15)]
+            line(f"    through the worker's thread, until it is reported: {median(times) * 1e3:.3f} ms")
+            worker.close()
+
+
+def in_worker(worker: CopyWorker, id: int, direction: Direction, copies: tuple) -> float:
+    start = time.perf_counter()
+    worker.run(StepPlan(0, (TransferPlan(id, direction, copies, 0),)))
+    while id not in worker.report().done:
+        time.sleep(0)
+    return time.perf_counter() - start
+
+
+def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    """Loads of a request while stores run without pause."""
+    for fragment in (16, 64):
+        scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
+        worker = CopyWorker(0, scene.copier(), threads=True)
+        ids, stores, stored = iter(range(1_000_000)), [], 0
+        times: list[float] = []
+        load = scene.copies(256 * MIB, first=scene.num_blocks // 2)
+        begin = time.perf_counter()
+        while len(times) < 60:
+            while len(stores) < 2:
+                stores.append(next(ids))
+                worker.run(StepPlan(0, (TransferPlan(stores[-1], STORE, scene.copies(256 * MIB), 0),)))
+            start, id = time.perf_counter(), next(ids)
+            worker.run(StepPlan(0, (TransferPlan(id, LOAD, load, 0),)))
+            while id not in (done := worker.report().done):
+                ended = [each for each in stores if each in done]
+                stored += len(ended)
+                stores = [each for each in stores if each not in done]
+                while len(stores) < 2:
+                    stores.append(next(ids))
+                    worker.run(StepPlan(0, (TransferPlan(stores[-1], STORE, scene.copies(256 * MIB), 0),)))
+                time.sleep(0)
+            times.append(time.perf_counter() - start)
+        rate = stored * 256 * MIB / (time.perf_counter() - begin) / 1e9
+        p95 = percentile(times, 0.95) * 1e3
+        text = f"load of 256 MiB beside stores ({rate:.0f} GB/s), {fragment} KiB: median {median(times) * 1e3:.2f} ms"
+        line(f"{text}, p95 {p95:.2f} ms", p95 <= 10)
+        worker.close()
+
+
+# Compute beside copies
+
+
+def loops() -> dict[str, Callable[[], None]]:
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    b = torch.randn_like(a)
+    x = torch.randn(1 << 29, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.empty_like(x)
+    token = torch.randn(16, 4096, dtype=torch.bfloat16, device=DEVICE)
+    weights = [torch.randn(4096, 14336, dtype=torch.bfloat16, device=DEVICE) for _ in range(16)]
+
+    def gemm() -> None:
+        for _ in range(24):
+            torch.mm(a, b)
+
+    def hbm() -> None:
+        for _ in range(60):
+            y.copy_(x)
+
+    def decode() -> None:
+        for _ in range(40):
+            for weight in weights:
+                torch.mm(token, weight)
+
+    return {"GEMM": gemm, "HBM copy": hbm, "decode-like": decode}
+
+
+def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    bars = {STORE: (1.03, 1.06, 1.08), LOAD: (1.04, 1.07, 1.14)}
+    scene = Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random")
+    methods = {name: METHODS[name](scene) for name in ("staged", "batch", "kernel")}
+    runs = 3 if options.quick else 15
+    for direction in Direction:
+        for (loop, compute), bar in zip(loops().items(), bars[direction], strict=True):
+            lost: dict[str, float] = {}
+            rate: dict[str, float] = {}
+            for name, method in methods.items():
+                pairs = [alternating(compute, method, direction) for _ in range(runs if name != "kernel" else 3)]
+                ratio = median(beside / alone for alone, beside, _ in pairs)
+                rate[name] = median(num_bytes / beside for _, beside, num_bytes in pairs) / 1e9
+                lost[name] = median((beside - alone) / max(1, num_bytes) for alone, beside, num_bytes in pairs) * 1e12
+                text = f"{loop} beside {direction.value}s, {name}: {ratio:.3f}x at {rate[name]:.1f} GB/s"
+                text += f", {lost[name]:.2f} ms of compute lost per GB"
+                line(text, ratio <= bar if name == "staged" else None)
+            if rate["batch"] < 0.98 * rate["staged"]:
+                text = f"{loop} beside {direction.value}s: {lost['staged']:.2f} ms lost per GB"
+                line(f"{text}, the peer {lost['batch']:.2f}", lost["staged"] <= lost["batch"])
+
+
+def alternating(compute: Callable[[], None], method: Method, direction: Direction) -> tuple[float, float, int]:
+    """Seconds of `compute` alone and beside copies, and the bytes copied beside it."""
+    compute()
+    alone = timed(compute)
+    with copying(method, direction) as copied:
+        time.sleep(0.01)
+        before = copied()
+        beside = timed(compute)
+        num_bytes = copied() - before
+    return alone, beside, num_bytes
+
+
+def timed(compute: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.current_stream().synchronize()
+    begin.record()
+    compute()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+@contextmanager
+def copying(method: Method, direction: Direction) -> Iterator[Callable[[], float]]:
+    """Copies without pause in a thread. What it gives says how many bytes have been copied so far."""
+    stop, ends = threading.Event(), [0]
+
+    def run() -> None:
+        torch.cuda.set_device(DEVICE)
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # the loop beside is compute, and not what copies wait for
+            marks: list[Mark] = []
+            while not stop.is_set():
+                marks.append(method.submit(direction))
+                if len(marks) > 2:
+                    marks.pop(0).until_passed()
+                    ends[0] += 1
+            for mark in marks:
+                mark.until_passed()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield lambda: ends[0] * method.num_bytes
+    finally:
+        stop.set()
+        thread.join()
+
+
+# The host region
+
+
+def region(options: argparse.Namespace) -> HostArena:
+    """48 GiB, pinned beside a loop of kernel launches."""
+    num_bytes = (8 if options.quick else 48) * GIB
+    start = time.perf_counter()
+    arena = HostArena(num_bytes // (2 * MIB), 2 * MIB, pinned_for=DEVICE)
+    built = time.perf_counter() - start
+    line(f"region of {num_bytes / GIB:.0f} GiB: construction {built * 1e3:.0f} ms", built <= 0.5)
+    x = torch.zeros(1, device=DEVICE)
+    quiet = launches(x, lambda: len(times) < 20_000, times := [])
+    time.sleep(0.2)
+    start = time.perf_counter()
+    arena.register()
+    beside = launches(x, lambda: arena.ready_blocks < arena.blocks.shape[0], [])
+    ready = time.perf_counter() - start
+    line(f"region: ready {ready:.1f} s after the first step", ready <= 12)
+    line(f"region: kernel launches up to {beside * 1e3:.2f} ms late (without it {quiet * 1e3:.2f})", beside <= 5e-3)
+    return arena
+
+
+def launches(x: torch.Tensor, going: Callable[[], bool], times: list[float]) -> float:
+    """The slowest launch of a loop, in seconds."""
+    while going():
+        start = time.perf_counter()
+        x += 1
+        times.append(time.perf_counter() - start)
+        if len(times) % 64 == 0:
+            torch.cuda.current_stream().synchronize()
+    return max(times)
+
+
+def ring(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    scene = Scene(arena, pinned, 16 * KIB, 128, GIB, "random")
+    before = torch.cuda.memory_allocated()
+    staged = Staged(scene)
+    built = torch.cuda.memory_allocated() - before
+    for _ in range(5):
+        for direction in Direction:
+            staged.submit(direction).until_passed()
+    after = torch.cuda.memory_allocated() - before
+    text = f"device memory of the rings: {built / MIB:.1f} MiB, after 10 GiB {after / MIB:.1f} MiB"
+    line(text, after <= 128 * MIB + 64 * KIB)
+
+
+# All of it
+
+
+SECTIONS = {"rates": rates, "both": both, "requests": requests, "beside": beside, "slowdown": slowdown, "ring": ring}
+
+
+def contract() -> None:
+    tests = Path(__file__).parents[1] / "tests" / "copier" / "test_contract.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    result = subprocess.run(command, env={**os.environ, "COPIER_DEVICE": "cuda"}, cwd=tests.parents[2], check=False)
+    line("the contract of copiers, on the device", result.returncode == 0)
+
+
+COLUMNS = ("method", "fragment_bytes", "fragments", "host_blocks", "direction", "gb_per_s", "link_gb_per_s")
+
+
+def write_csv(path: str, rows: Sequence[tuple]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ("method", "fragment_bytes", "fragments", "host_blocks", "direction", "gb_per_s", "link_gb_per_s")
+        )
+        writer.writerows((*row[:5], f"{row[5]:.2f}", f"{row[6]:.2f}") for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--csv", help="write the rates to this file")
+    parser.add_argument("--only", default=",".join(["contract", *SECTIONS]), help="sections, with commas between them")
+    parser.add_argument("--quick", action="store_true", help="fewer runs, a smaller region, ours and one peer only")
+    options = parser.parse_args()
+    options.rows = []
+    if not torch.cuda.is_available():
+        print("copies.py needs a CUDA device", file=sys.stderr)
+        return 2
+    print_environment(["torch", "triton"])
+    print(f"device: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    if "contract" in options.only:
+        contract()
+    arena = region(options)
+    pinned = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
+    for name, section in SECTIONS.items():
+        if name in options.only.split(","):
+            begin = time.perf_counter()
+            section(arena, pinned, options)
+            print(f"     [{name}: {time.perf_counter() - begin:.0f} s]", flush=True)
+    if options.csv and options.rows:
+        write_csv(options.csv, options.rows)
+    arena.close()
+    missed = [text for kept, text in RESULTS if kept is False]
+    print(f"{len(missed)} bars missed:" if missed else "every bar was kept")
+    for text in missed:
+        print("     " + text)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

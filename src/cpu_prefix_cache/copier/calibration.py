@@ -1,0 +1,102 @@
+"""What was measured of a machine's copies, once: what `choose_copier` goes by, and `cpu-prefix-cache bench` writes.
+
+A calibration belongs to a device and to the versions it was measured with; for any other there is SHIPPED, from the
+machine named in it. It is kept as a small file of JSON under the user's cache directory.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the file
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """From how many bytes on blocks cross directly as well as through the staging ring."""
+
+    lone_part_bytes: int  # of the block of a group's only part: it would be no larger in the ring
+    each_part_bytes: int  # of the block of every one of several parts
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Rates are in GB/s (1e9 bytes), of one large copy and of staged copies of 16 KiB fragments."""
+
+    device: str  # its name
+    versions: str
+    link_store: float
+    link_load: float
+    staged_store: float
+    staged_load: float
+    thresholds: Thresholds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device} ({self.versions}): link {self.link_store:.1f}/{self.link_load:.1f} GB/s store/load, "
+            f"staged {self.staged_store:.1f}/{self.staged_load:.1f}; direct from "
+            f"{self.thresholds.lone_part_bytes // 1024} KiB (one part), "
+            f"{self.thresholds.each_part_bytes // 1024} KiB (several)"
+        )
+
+
+# benchmarks/copy.py on one H200; see docs/copy_paths.md for the table.
+SHIPPED = Calibration(
+    device="NVIDIA H200",
+    versions="torch 2.11.0+cu130, CUDA 13.0",
+    link_store=55.3,
+    link_load=55.4,
+    staged_store=54.5,
+    staged_load=54.9,
+    thresholds=Thresholds(lone_part_bytes=192 * 1024, each_part_bytes=1024 * 1024),
+)
+
+
+def versions() -> str:
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def save(calibration: Calibration, folder: Path | None = None) -> Path:
+    """Where it was written. Raises OSError when it cannot be."""
+    path = _path(calibration.device, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=2) + "\n")
+    return path
+
+
+def calibration_for(device: torch.device, folder: Path | None = None) -> tuple[Calibration, str]:
+    """The calibration to go by, and in a clause for the log where it is from."""
+    if device.type != "cuda":
+        return SHIPPED, "shipped"
+    name = torch.cuda.get_device_name(device)
+    path = _path(name, folder)
+    if not path.exists():
+        return SHIPPED, "shipped; `cpu-prefix-cache bench` measures this machine"
+    try:
+        found = _read(path)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        logger.warning("%s is no calibration (%s); `cpu-prefix-cache bench` writes it anew", path, error)
+        return SHIPPED, "shipped"
+    if (found.device, found.versions) != (name, versions()):
+        return SHIPPED, f"shipped: {path} is of {found.device} with {found.versions}"
+    return found, f"from {path}"
+
+
+def _read(path: Path) -> Calibration:
+    fields = json.loads(path.read_text())
+    if fields.pop("version") != VERSION:
+        raise ValueError("it is of another version")
+    return Calibration(**{**fields, "thresholds": Thresholds(**fields["thresholds"])})
+
+
+def _path(device: str, folder: Path | None) -> Path:
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpu-prefix-cache"
+    name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
+    return folder / f"copies-{name}.json"

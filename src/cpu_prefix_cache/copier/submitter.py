@@ -1,0 +1,115 @@
+"""Hands the transfers of one direction to the copier, in order, in a thread of its own or at once.
+
+    waiting  --taken up-->  moving: submitted, and its mark not passed  --passed-->  done
+        |                                                            `--raised-->  failed
+        `--cancelled, or the copier raised-->  failed
+
+The thread never dies: whatever is raised fails the transfer it is about, and the next one is taken up. Without a thread
+an interrupt goes on to the caller, after it has failed its transfer.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    transfer: TransferPlan
+    after: Mark
+
+
+class _Moving(NamedTuple):
+    id: int
+    mark: Mark
+
+
+class Submitter:
+    """`name` is the thread's; without one, `put` does the work itself. What `is_cancelled` is not begun, and fails."""
+
+    def __init__(self, copier: Copier, is_cancelled: Callable[[int], bool], name: str | None = None) -> None:
+        self._copier = copier
+        self._is_cancelled = is_cancelled
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._moving: deque[_Moving] = deque()  # in the order of their ends
+        self._failed: deque[int] = deque()
+        self._thread: threading.Thread | None = None
+        if name is not None:
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def put(self, transfer: TransferPlan, after: Mark) -> None:
+        """Have `transfer` carried out after those put before it."""
+        if self._thread is None:
+            self._take_up(_Job(transfer, after))
+        else:
+            self._jobs.put(_Job(transfer, after))
+
+    def ended(self) -> Iterator[tuple[int, bool]]:
+        """The transfers that have ended since this was asked last, and whether they went well."""
+        while self._failed:
+            yield self._failed.popleft(), False
+        while self._moving:
+            went_well = _has_passed(self._moving[0])
+            if went_well is None:
+                return
+            yield self._moving.popleft().id, went_well
+
+    def drain(self) -> None:
+        """Until all that was put has ended."""
+        self._jobs.join()
+        for each in list(self._moving):
+            try:
+                each.mark.until_passed()
+            except Exception:  # `ended` will hear of it too, and say whom it concerns
+                logger.debug("transfer %d cannot be waited for", each.id, exc_info=True)
+
+    def close(self) -> None:
+        """End the thread, once all that was put has ended."""
+        self.drain()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._take_up(job)
+            except BaseException:  # nobody else would, and those who wait for the next would wait for ever
+                logger.exception("transfer %d was interrupted", job.transfer.id)
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _take_up(self, job: _Job) -> None:
+        id = job.transfer.id
+        if self._is_cancelled(id):
+            self._failed.append(id)
+            return
+        try:
+            mark = self._copier.submit(job.transfer.direction, job.transfer.copies, job.after)
+        except Exception:  # whatever it is, the transfer must resolve (rule 11)
+            logger.exception("transfer %d failed", id)
+            self._failed.append(id)
+        except BaseException:
+            self._failed.append(id)
+            raise
+        else:
+            self._moving.append(_Moving(id, mark))
+
+
+def _has_passed(moving: _Moving) -> bool | None:
+    """None: not yet. False: it never will, or nobody can tell any more."""
+    try:
+        return moving.mark.passed() or None
+    except Exception:
+        logger.exception("transfer %d failed", moving.id)
+        return False

@@ -1,0 +1,57 @@
+"""The addresses of a host region: private to this process, or a file in shared memory that all ranks of a node map.
+
+Block numbers mean the same in every process that maps the file: where it lies differs, what is where in it does not.
+"""
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.memory.limits import check_fits
+
+SHARED = Path("/dev/shm")
+
+
+def private(num_bytes: int) -> mmap.mmap:
+    """Raises ConfigurationError, with the number that fits, when that is more than this process may use."""
+    check_fits(num_bytes)
+    return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared(name: str, num_bytes: int) -> mmap.mmap:
+    """The region of that name, made by whoever comes first. It has no name any more once somebody called `forget`.
+
+    Raises ConfigurationError for a name that is not one, a region of another size, and like `private`.
+    """
+    file = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        there = os.fstat(file).st_size
+        if there not in (0, num_bytes):
+            raise ConfigurationError(
+                f"the shared region {name!r} has {there} bytes, but {num_bytes} were asked for; "
+                f"all ranks ask for the same, and a name is used once"
+            )
+        check_fits(num_bytes, file)
+        os.ftruncate(file, num_bytes)
+        return _with_huge_pages(mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED))
+    finally:
+        os.close(file)
+
+
+def forget(name: str) -> None:
+    """Take the name away. Who has mapped the region keeps it; it ends with the last of them, however they end."""
+    _path(name).unlink(missing_ok=True)
+
+
+def _path(name: str) -> Path:
+    if not name or "/" in name or name in (".", ".."):
+        raise ConfigurationError(f"a shared region has a plain name without slashes, got {name!r}")
+    return SHARED / name
+
+
+def _with_huge_pages(region: mmap.mmap) -> mmap.mmap:
+    with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -1,0 +1,116 @@
+"""What crosses the link: moves, as few as there can be.
+
+A move is some bytes that lie together on both sides. They are worked out in two ways that give the same (a test holds
+them together). `few_moves` is a loop: 1 us for each, and it begins at once, for the first slice of a transfer, which
+the link waits for. For the rest, thousands perhaps, there are operations on whole tables: 100 us however many they are.
+
+A table of moves is int64 [4, moves] in host memory:
+
+    DEVICE   where they begin there
+    HOST     where they begin in the host region, in bytes
+    SIZE     how many they are
+    SLICE    which slice of the transfer they belong to, from 0 up without gaps
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+# No move crosses a multiple of this in the host region: CUDA refuses a copy from two registrations at once, and
+# registers the region in slices of this size (`registration.py`).
+SEAM_BYTES = 16 * 1024 * 1024
+
+DEVICE, HOST, SIZE, SLICE = range(4)
+
+
+class Moves(NamedTuple):
+    """Those of one slice: int64 [moves] each, contiguous."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+    size: torch.Tensor
+
+
+Place = tuple[int, int, int, int]  # which block of a piece, the byte in it, the byte of the range, how many
+
+
+def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[Place]:
+    """Bytes [first_byte, first_byte + num_bytes) of a piece, host block by host block of it.
+
+    >>> list(columns(90, 30, 100))
+    [(0, 90, 0, 10), (1, 0, 10, 20)]
+    """
+    done = 0
+    while done < num_bytes:
+        column, within = divmod(first_byte + done, host_block_bytes)
+        size = min(num_bytes - done, host_block_bytes - within)
+        yield column, within, done, size
+        done += size
+
+
+def few_moves(
+    pieces: Iterable[tuple[int, Sequence[int]]], places: Sequence[Place], block_bytes: int, seam: int
+) -> Moves:
+    """The moves of `pieces`, each given as where it begins there and its host blocks, whose bytes lie at `places`.
+
+    >>> [each.tolist() for each in few_moves([(0, [3]), (50, [4])], [(0, 0, 0, 50)], block_bytes=50, seam=220)]
+    [[0, 70], [150, 220], [70, 30]]
+    """
+    device, host, size = array("q"), array("q"), array("q")
+    end_there = end_here = -1
+    for begin, blocks in pieces:
+        for column, within, done, left in places:
+            there, here = begin + done, blocks[column] * block_bytes + within
+            while left:
+                part = min(left, seam - here % seam)
+                if there == end_there and here == end_here and here % seam:
+                    size[-1] += part
+                else:
+                    device.append(there)
+                    host.append(here)
+                    size.append(part)
+                there, here, left = there + part, here + part, left - part
+                end_there, end_here = there, here
+    return Moves(*(torch.frombuffer(each, dtype=torch.int64) for each in (device, host, size)))
+
+
+def joined(table: torch.Tensor) -> torch.Tensor:
+    """The same bytes in fewer moves: neighbours on both sides become one, within a slice.
+
+    >>> joined(torch.tensor([[0, 100, 200], [300, 400, 700], [100, 100, 100], [0, 0, 0]])).tolist()
+    [[0, 200], [300, 700], [200, 100], [0, 0]]
+    """
+    ends = table[: HOST + 1] + table[SIZE]
+    together = (table[: HOST + 1, 1:] == ends[:, :-1]).all(0) & (table[SLICE, 1:] == table[SLICE, :-1])
+    if not together.any():
+        return table
+    edge = torch.zeros(1, dtype=torch.bool)
+    fewer = table[:, torch.cat([edge, together]).logical_not_()]
+    fewer[SIZE] = ends[HOST, torch.cat([together, edge]).logical_not_()] - fewer[HOST]
+    return fewer
+
+
+def cut_at_seams(table: torch.Tensor, seam: int = SEAM_BYTES) -> torch.Tensor:
+    """The same bytes in moves that cross no multiple of `seam` on the host.
+
+    >>> cut_at_seams(torch.tensor([[0], [70], [50], [0]]), seam=100).tolist()
+    [[0, 30], [70, 100], [30, 20], [0, 0]]
+    """
+    first = table[HOST] // seam
+    parts = (table[HOST] + table[SIZE] - 1) // seam - first + 1
+    if not (parts > 1).any():
+        return table
+    before = parts.cumsum(0) - parts
+    cut = torch.cat([table, torch.stack([first - before])]).repeat_interleave(parts, dim=1)
+    seams = (cut[-1] + torch.arange(cut.shape[1])) * seam
+    begins, ends = torch.maximum(cut[HOST], seams), torch.minimum(cut[HOST] + cut[SIZE], seams + seam)
+    return torch.stack([cut[DEVICE] + begins - cut[HOST], begins, ends - begins, cut[SLICE]])
+
+
+def by_slice(table: torch.Tensor) -> Iterator[Moves]:
+    """The moves of each slice, in their order."""
+    counts = torch.bincount(table[SLICE]).tolist()
+    rows = (table[row].split(counts) for row in (DEVICE, HOST, SIZE))
+    return (Moves(*some) for some in zip(*rows, strict=True))

@@ -1,0 +1,7 @@
+"""These tests need a CUDA device and Triton's compiler. `make test-gpu` runs them, with the contract of copiers."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.exit("tests_gpu needs a CUDA device", returncode=1)
