@@ -32,7 +32,7 @@ def breakable(stage, direction, what):
     """Where a launch, or a copy, of this direction comes by."""
     if what == "launch":
         return triton_staging, "gather" if direction is Direction.STORE else "scatter"
-    return stage.copier._ways[0]._group.region.link, "cross"
+    return stage.copier._ways[0]._region.link, "cross"
 
 
 @pytest.mark.parametrize("direction", Direction)

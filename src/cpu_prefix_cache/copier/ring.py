@@ -17,7 +17,7 @@ from cpu_prefix_cache.copier.queues import Lane, Mark
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
-RUN_AHEAD = 64  # slices of one direction: 1 GiB, 20 ms of the link
+RUN_AHEAD = 32  # slices of one direction: 1 GiB, 20 ms of the link
 
 
 class Slot:

@@ -37,7 +37,7 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 RING_BYTES = 128 * 1024 * 1024  # both rings together
-SLOTS = 4  # of each ring, unless a part is larger than such a slot
+SLOTS = 2  # of each ring, of 32 MiB: one crosses the link while the other is filled or emptied, in a tenth of the time
 
 
 class StagedCopier(Copier):

@@ -4,7 +4,8 @@ Both go slice by slice. What does not change from copy to copy is worked out whe
 slice is a few operations on whole arrays: the link waits for the first slice, and the host must stay ahead of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,14 +23,17 @@ from cpu_prefix_cache.memory.moves import HOST, SEAM_BYTES, Moves, by_slice, col
 from cpu_prefix_cache.memory.parts import side_by_side
 from cpu_prefix_cache.plan import Direction
 
-# What crosses directly is handed over in slices of this size: the host and the link work at the same time, and one call
-# of 4,096 copies is slower than 128 of 32 (92 % of the link instead of 98, 256 KiB copies on one H200).
-DIRECT_SLICE_BYTES = 8 * 1024 * 1024
+# The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
+# end. The next ones are as large as a slot, or this, where there is none: a slice costs the host 50 us.
+FIRST_SLICE_BYTES = 8 * 1024 * 1024
+DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 
-# A transfer that does not fill the ring goes through it in this many slices at least, none smaller than that many
-# bytes: the last slice of a load is scattered, and the first of a store gathered, while the link has nothing to do.
+# A small transfer goes in this many slices all the same, if none is smaller than that: the last slice of a load is
+# scattered, and the first of a store gathered, while the link has nothing to do.
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
+
+FEW_MOVES = 64  # up to here a loop is faster than operations on tables
 
 
 class Way(Protocol):
@@ -46,35 +50,71 @@ class Region:
         self._base = blocks.data_ptr()
         self._seam_bytes = seam_bytes
 
-    def few_moves(self, pieces: Iterable[tuple[int, Sequence[int]]], places: "Places") -> Moves:
-        """Of one slice, by addresses here: see `memory/moves.py`."""
-        moves = few_moves(pieces, places.listed, self.block_bytes, self._seam_bytes)
+    def slices(self, pieces: "Pieces", most: int) -> Iterator[tuple[int, Moves]]:
+        """Of how many pieces each slice is, at most `most`, and its moves, by addresses here."""
+        count, num_bytes = len(pieces), pieces.places.num_bytes
+        least = -(-SMALLEST_SLICE_BYTES // num_bytes)
+        first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
+        yield first, self._few_moves(pieces, 0, first)
+        left = count - first
+        step = min(most, max(first, -(-left // (FEWEST_SLICES - 1))))
+        if left * len(pieces.places.listed) <= FEW_MOVES:
+            for begin in range(first, count, step):
+                end = min(begin + step, count)
+                yield end - begin, self._few_moves(pieces, begin, end)
+            return
+        for number, moves in enumerate(self._moves(pieces, first, step)):
+            yield min(step, left - number * step), moves
+
+    def _few_moves(self, pieces: "Pieces", begin: int, end: int) -> Moves:
+        device = pieces.in_slot(end - begin, end - begin) if pieces.device is None else pieces.device[begin:end]
+        some = zip(device.tolist(), pieces.host_ids[begin:end].tolist(), strict=True)
+        moves = few_moves(some, pieces.places.listed, self.block_bytes, self._seam_bytes)
         return moves._replace(host=moves.host + self._base)
 
-    def moves(
-        self, device: torch.Tensor, host: torch.Tensor, size: torch.Tensor, slice_: torch.Tensor
-    ) -> Iterator[Moves]:
-        """Slice by slice, by addresses here. All are int64 of one shape."""
-        table = joined(torch.stack([each.flatten() for each in (device, host, size, slice_)]))
-        table = cut_at_seams(table, self._seam_bytes)
+    def _moves(self, pieces: "Pieces", begin: int, step: int) -> Iterator[Moves]:
+        """Of all pieces from number `begin` on, in slices of `step`."""
+        places, host_ids = pieces.places, pieces.host_ids[begin:]
+        number = torch.arange(len(host_ids))
+        device = pieces.in_slot(len(host_ids), step) if pieces.device is None else pieces.device[begin:]
+        host = torch.add(places.within, host_ids[:, places.column], alpha=self.block_bytes)
+        rows = device.unsqueeze(1) + places.done, host, places.size.expand_as(host), (number // step).unsqueeze(1)
+        table = cut_at_seams(joined(torch.stack([row.expand_as(host).flatten() for row in rows])), self._seam_bytes)
         table[HOST] += self._base
         return by_slice(table)
 
 
 class Places:
-    """Bytes [first_byte, first_byte + num_bytes) of a piece, in the host blocks it takes: int64 [places] each.
+    """Where bytes [first_byte, first_byte + num_bytes) of a piece lie in the host blocks it takes.
 
-    `column` is which block of the piece, `within` the byte of it, `done` the byte of the range.
+    Listed place by place, and as int64 [places] each: which block of the piece it is in, the byte within that, the byte
+    of the range, and the size.
     """
 
-    def __init__(self, group: "StagedGroup", first_byte: int, num_bytes: int) -> None:
-        self.listed = list(columns(first_byte, num_bytes, group.region.block_bytes))
+    def __init__(self, first_byte: int, num_bytes: int, block_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.listed = list(columns(first_byte, num_bytes, block_bytes))
         self.column, self.within, self.done, self.size = torch.tensor(self.listed, dtype=torch.int64).t().contiguous()
-        self._block_bytes = group.region.block_bytes
 
-    def on_host(self, host_ids: torch.Tensor) -> torch.Tensor:
-        """Bytes of the region, int64 [pieces, places]."""
-        return torch.add(self.within, host_ids[:, self.column], alpha=self._block_bytes)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The same range of some pieces: `places` in the host blocks `host_ids`, int64 [pieces, host blocks of a piece].
+
+    On the device each begins at an address, `device`, int64 [pieces]; or else they lie in slots, `pitch` apart.
+    """
+
+    places: Places
+    host_ids: torch.Tensor
+    device: torch.Tensor | None = None
+    pitch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.host_ids)
+
+    def in_slot(self, count: int, step: int) -> torch.Tensor:
+        """Where `count` pieces begin in slots that take `step` of them."""
+        return torch.arange(count) % step * self.pitch
 
 
 class StagedGroup:
@@ -102,46 +142,24 @@ class Direct:
     def __init__(self, group: StagedGroup) -> None:
         self._region = group.region
         self._parts = [
-            _DirectPart(group, part, offset, which)
+            (part, which, Places(offset + which * part.shape[1], part.shape[1], group.region.block_bytes))
             for part, offset in zip(group.parts, group.layout.offsets, strict=True)
             for which in range(group.device_blocks)
         ]
 
     def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
         ring.lane.copies.wait(after)
-        for part in self._parts:
-            for moves in part.slices(copy):
+        for part, which, places in self._parts:
+            device = copy.device[:, which] * part.stride(0) + part.data_ptr()
+            most = max(1, DIRECT_SLICE_BYTES // places.num_bytes)
+            for _, moves in self._region.slices(Pieces(places, copy.host, device), most):
                 ring.past(partial(self._region.link.cross, direction, moves))
-
-
-class _DirectPart:
-    """One part of a group that crosses directly, and of each piece the block number `which`."""
-
-    def __init__(self, group: StagedGroup, part: torch.Tensor, offset: int, which: int) -> None:
-        self._region, self._which = group.region, which
-        self._address, self._stride, size = part.data_ptr(), part.stride(0), part.shape[1]
-        self._step = max(1, DIRECT_SLICE_BYTES // size)
-        self._places = Places(group, offset + which * size, size)
-
-    def slices(self, copy: CheckedCopy) -> Iterator[Moves]:
-        step, host_ids, device = self._step, copy.host, copy.device[:, self._which] * self._stride + self._address
-        first = zip(device[:step].tolist(), host_ids[:step].tolist(), strict=True)
-        yield self._region.few_moves(first, self._places)
-        if len(host_ids) > step:
-            host = self._places.on_host(host_ids[step:])
-            slice_ = torch.arange(len(host)) // step
-            there = device[step:].unsqueeze(1) + self._places.done
-            yield from self._region.moves(there, host, *_alike(host, self._places.size, slice_.unsqueeze(1)))
-
-
-def _alike(like: torch.Tensor, *tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (tensor.expand_as(like) for tensor in tensors)
 
 
 class _Section:
     """Parts that follow each other in a piece and fit a slot together: all of them, unless the piece is large.
 
-    In a slot, pieces are `pitch` bytes apart.
+    In a slot, pieces are `pitch` bytes apart, and at most `most` of them.
     """
 
     def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int) -> None:
@@ -150,23 +168,8 @@ class _Section:
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
         self.tables = triton_staging.part_tables(group.parts[first:last], offsets)
         self.pitch = round_up(num_bytes, max(table.alignment for table in self.tables))
-        self._region = group.region
-        self._slot_pieces = slot_bytes // self.pitch
-        self._places = Places(group, begin, num_bytes)
-
-    def slices(self, host_ids: torch.Tensor) -> Iterator[tuple[int, Moves]]:
-        """Of how many pieces each is, and its moves: between the host and the beginning of a slot."""
-        least = -(-SMALLEST_SLICE_BYTES // self.pitch)
-        step = min(self._slot_pieces, max(least, -(-len(host_ids) // FEWEST_SLICES)))
-        first = zip(range(0, step * self.pitch, self.pitch), host_ids[:step].tolist(), strict=False)
-        yield min(step, len(host_ids)), self._region.few_moves(first, self._places)
-        if len(host_ids) > step:
-            host = self._places.on_host(host_ids[step:])
-            piece = torch.arange(len(host)).unsqueeze(1)
-            device = piece % step * self.pitch + self._places.done
-            slices = self._region.moves(device, host, *_alike(host, self._places.size, piece // step))
-            for number, moves in enumerate(slices):
-                yield min(step, len(host) - number * step), moves
+        self.most = slot_bytes // self.pitch
+        self.places = Places(begin, num_bytes, group.region.block_bytes)
 
 
 class ThroughRing:
@@ -193,9 +196,10 @@ class ThroughRing:
         self, direction: Direction, section: _Section, host_ids: torch.Tensor, ids: torch.Tensor, ring: Ring
     ) -> None:
         first = 0
-        for pieces, moves in section.slices(host_ids):
+        pieces = Pieces(section.places, host_ids, pitch=section.pitch)
+        for count, moves in self._region.slices(pieces, section.most):
             slot = ring.take()
-            last = first + pieces * self._device_blocks
+            last = first + count * self._device_blocks
             kernel = partial(self._launch, direction, section, slot, ids[first:last])
             link = partial(self._region.link.cross, direction, moves._replace(device=moves.device + slot.address))
             ring.through(slot, kernel, link)

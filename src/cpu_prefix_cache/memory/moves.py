@@ -93,20 +93,22 @@ def joined(table: torch.Tensor) -> torch.Tensor:
 
 
 def cut_at_seams(table: torch.Tensor, seam: int = SEAM_BYTES) -> torch.Tensor:
-    """The same bytes in moves that cross no multiple of `seam` on the host.
+    """The same bytes in moves that cross no multiple of `seam` on the host. Few do: those are cut one by one.
 
     >>> cut_at_seams(torch.tensor([[0], [70], [50], [0]]), seam=100).tolist()
     [[0, 30], [70, 100], [30, 20], [0, 0]]
     """
-    first = table[HOST] // seam
-    parts = (table[HOST] + table[SIZE] - 1) // seam - first + 1
-    if not (parts > 1).any():
+    crossing = (table[HOST] // seam != (table[HOST] + table[SIZE] - 1) // seam).nonzero().flatten().tolist()
+    if not crossing:
         return table
-    before = parts.cumsum(0) - parts
-    cut = torch.cat([table, torch.stack([first - before])]).repeat_interleave(parts, dim=1)
-    seams = (cut[-1] + torch.arange(cut.shape[1])) * seam
-    begins, ends = torch.maximum(cut[HOST], seams), torch.minimum(cut[HOST] + cut[SIZE], seams + seam)
-    return torch.stack([cut[DEVICE] + begins - cut[HOST], begins, ends - begins, cut[SLICE]])
+    parts = []
+    for at in crossing:
+        device, host, size, slice_ = table[:, at].tolist()
+        first = seam - host % seam
+        table[SIZE, at] = first
+        parts += [(device + done, host + done, min(seam, size - done), slice_) for done in range(first, size, seam)]
+    table = torch.cat([table, torch.tensor(parts).t()], dim=1)
+    return table[:, table[SLICE].sort(stable=True).indices]
 
 
 def by_slice(table: torch.Tensor) -> Iterator[Moves]:
