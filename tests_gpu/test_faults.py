@@ -1,5 +1,7 @@
 """What goes wrong on the way fails its own transfer and no other, and leaves the ring as good as new."""
 
+import itertools
+
 import pytest
 import torch
 from tests_gpu.stage import Stage, plan_of, wait_for
@@ -17,27 +19,27 @@ def stage():
     return Stage(blocks=BLOCKS)
 
 
-class FailingAt:
-    def __init__(self, call, at):
-        self.call, self.left = call, at
+def failing_at(call, at):
+    count = itertools.count(1)
 
-    def __call__(self, *args, **options):
-        self.left -= 1
-        if self.left == 0:
+    def failing(*args):
+        if next(count) == at:
             raise RuntimeError("out of resources")
-        return self.call(*args, **options)
+        return call(*args)
+
+    return failing
 
 
 def breakable(stage, direction, what):
     """Where a launch, or a copy, of this direction comes by."""
     if what == "launch":
-        return triton_staging, "gather" if direction is Direction.STORE else "scatter"
+        return triton_staging.Launcher, "gather" if direction is Direction.STORE else "scatter"
     return stage.copier._ways[0]._region.link, "cross"
 
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("what", ["launch", "copy"])
-@pytest.mark.parametrize("at", [1, 3, 9])
+@pytest.mark.parametrize("at", [1, 2, 6])
 def test_a_failing_step_fails_its_transfer_alone(stage, monkeypatch, direction, what, at):  # S7.45, L5.34
     worker = CopyWorker(0, stage.copier, stage.arena, threads=True)
     everything = range(BLOCKS)
@@ -46,7 +48,7 @@ def test_a_failing_step_fails_its_transfer_alone(stage, monkeypatch, direction, 
     worker.drain()
     where, name = breakable(stage, direction, what)
     right = getattr(where, name)
-    failing = FailingAt(right, at)
+    failing = failing_at(right, at)
     after = stage.copier.here()
     moving = stage.copier.submit(direction, plan_of(1, direction, everything, everything).transfers[0].copies, after)
     monkeypatch.setattr(where, name, failing)

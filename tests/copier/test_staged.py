@@ -231,7 +231,7 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
-    monkeypatch.setattr(triton_staging, "gather", None)  # what only staging needs
+    monkeypatch.setattr(triton_staging.Launcher, "gather", None)  # what only staging needs
     copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
     assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
     assert (host[[0, 4, 5, 6]] == POISON).all()
@@ -358,16 +358,16 @@ def test_words_are_as_wide_as_everything_about_a_part_is_aligned(size, first, st
 def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
     """The interpreter forgives an address that is not; a GPU does not."""
     seen = []
-    monkeypatch.setattr(triton_staging, "gather", lambda slot, table, ids, **sizes: seen.append((slot, table, sizes)))
+    monkeypatch.setattr(triton_staging.Launcher, "gather", lambda launcher, slot, ids: seen.append((launcher, slot)))
     parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
     copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)
     seen.clear()
     copier.copy(Direction.STORE, [GroupCopy(0, (0, 1), (0, 1, 2, 3))])
-    assert sorted(table.alignment for _, table, _ in seen) == [2, 4, 16]
-    for slot, table, sizes in seen:
-        lengths, offsets = table.rows[2:]
-        for number in (slot.data_ptr(), sizes["pitch"], *lengths.tolist(), *offsets.tolist()):
-            assert number % table.alignment == 0
+    assert sorted(launcher.table.alignment for launcher, _ in seen) == [2, 4, 16]
+    for launcher, slot in seen:
+        lengths, offsets = launcher.table.rows[2:]
+        for number in (slot.data_ptr(), launcher.pitch, *lengths.tolist(), *offsets.tolist()):
+            assert number % launcher.table.alignment == 0
 
 
 # Where it runs

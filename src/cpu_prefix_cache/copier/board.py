@@ -1,9 +1,9 @@
 """The block ids of a transfer on their way to the device: pages of pinned memory here, and of device memory there.
 
-    free   --upload-->   in use, until `free` is passed: whoever uploaded says when
+    free   --take-->   in use, until `free` is passed: whoever took it says when
 
-With PAGES of them a free one hardly ever has to be waited for. They are made once and grow with the largest transfer,
-so that no other transfer asks CUDA for memory.
+With PAGES of them a free one hardly ever has to be waited for. A transfer with more ids than a page takes goes page by
+page: no transfer asks CUDA for memory.
 """
 
 import torch
@@ -11,11 +11,11 @@ import torch
 from cpu_prefix_cache.copier.queues import Mark, Passed
 
 PAGES = 4
-FIRST_IDS = 4096  # 32 KiB: 1 GiB in blocks of 256 KiB
+PAGE_IDS = 4096  # 32 KiB: 1 GiB in blocks of 256 KiB
 
 
 class Page:
-    """`free` is passed when nothing on the device reads the ids any more."""
+    """int64 [ids] on both sides. `free` is passed when nothing on the device reads it any more."""
 
     def __init__(self, num_ids: int, device: torch.device) -> None:
         self.here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -24,19 +24,16 @@ class Page:
 
 
 class Board:
-    """Used by one thread at a time, with one queue as the current one."""
+    """Used by one thread at a time. `page_ids` is how many ids a page takes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pages = [Page(FIRST_IDS, device) for _ in range(PAGES)]
+    def __init__(self, device: torch.device, page_ids: int) -> None:
+        self.page_ids = page_ids
+        self._pages = [Page(page_ids, device) for _ in range(PAGES)]
         self._next = 0
 
-    def page_for(self, ids: torch.Tensor) -> Page:
-        """A page that holds `ids`, int64, here; `there` is for the caller to fill, in the queue's order."""
+    def take(self) -> Page:
+        """A page that may be written to."""
         page = self._pages[self._next]
-        page.free.until_passed()
-        if len(page.here) < len(ids):
-            page = self._pages[self._next] = Page(2 * len(ids), self._device)
         self._next = (self._next + 1) % PAGES
-        page.here[: len(ids)] = ids
+        page.free.until_passed()
         return page

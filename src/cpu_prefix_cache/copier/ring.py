@@ -30,16 +30,22 @@ class Slot:
 
 
 class Ring:
-    """`num_slots` slots of `slot_bytes` bytes for one direction, and the lane whose queues fill and empty them.
-
-    The memory may be used once `free` is passed.
+    """`num_slots` slots of `slot_bytes` bytes for one direction, the lane whose queues fill and empty them, and the
+    board for the ids of what passes through. The memory may be used once `free` is passed.
     """
 
     def __init__(
-        self, direction: Direction, lane: Lane, num_slots: int, slot_bytes: int, device: torch.device, free: Mark
+        self,
+        direction: Direction,
+        lane: Lane,
+        board: Board,
+        num_slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        free: Mark,
     ) -> None:
         self.lane = lane
-        self.board = Board(device)
+        self.board = board
         self.slot_bytes = slot_bytes
         self._direction = direction
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)

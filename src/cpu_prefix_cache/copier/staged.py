@@ -25,6 +25,7 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, Shapes
+from cpu_prefix_cache.copier.board import PAGE_IDS, Board
 from cpu_prefix_cache.copier.calibration import SHIPPED, Thresholds
 from cpu_prefix_cache.copier.link import BatchedLink, Link, MemoryLink, Pinned, SingleLink
 from cpu_prefix_cache.copier.queues import Lane, Mark, Queues, queues_for
@@ -36,7 +37,7 @@ from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
-RING_BYTES = 128 * 1024 * 1024  # both rings together
+RING_BYTES = 127 * 1024 * 1024  # both rings together; with the pages for ids it stays below 128 MiB
 SLOTS = 2  # of each ring, of 32 MiB: one crosses the link while the other is filled or emptied, in a tenth of the time
 
 
@@ -73,15 +74,18 @@ class StagedCopier(Copier):
         region = Region(host, _link(device, host, pinned), seam_bytes)
         groups = [StagedGroup(group, region, thresholds) for group in self._binding.groups]
         slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
+        page_ids = max(PAGE_IDS, *(group.device_blocks for group in groups))
+        lanes = {Direction.STORE: self._queues.stores, Direction.LOAD: self._queues.loads}
         self._rings = {
-            Direction.STORE: self._ring(Direction.STORE, self._queues.stores, ring_bytes // 2, slot_bytes),
-            Direction.LOAD: self._ring(Direction.LOAD, self._queues.loads, ring_bytes // 2, slot_bytes),
+            direction: self._ring(direction, lane, ring_bytes // 2, slot_bytes, page_ids)
+            for direction, lane in lanes.items()
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
-        kernels = self._queues.stores.kernels
-        self._ways: list[Way] = [
-            Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling, kernels) for group in groups
-        ]
+        with self._queues.stores.kernels.current():  # kernels are compiled now, when a second harms nobody
+            self._ways: list[Way] = [
+                Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
+            ]
+        self._queues.stores.kernels.drain()
         direct = [group.name for group in groups if group.is_direct]
         self.ways = f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
 
@@ -100,9 +104,10 @@ class StagedCopier(Copier):
                 ring.lane.drain()
                 raise
 
-    def _ring(self, direction: Direction, lane: Lane, num_bytes: int, slot_bytes: int) -> Ring:
+    def _ring(self, direction: Direction, lane: Lane, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
         slots = num_bytes // slot_bytes if slot_bytes else 0
-        return Ring(direction, lane, slots, slot_bytes, self._binding.device, self._queues.compute())
+        device = self._binding.device
+        return Ring(direction, lane, Board(device, page_ids), slots, slot_bytes, device, self._queues.compute())
 
 
 def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> None:

@@ -7,24 +7,26 @@ slice is a few operations on whole arrays: the link waits for the first slice, a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup, CheckedCopy
+from cpu_prefix_cache.copier.board import Page
 from cpu_prefix_cache.copier.calibration import Thresholds
 from cpu_prefix_cache.copier.link import Link
-from cpu_prefix_cache.copier.queues import Mark, Queue
-from cpu_prefix_cache.copier.ring import Ring, Slot
-from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Tiling
+from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.ring import Ring
+from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling
 from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.moves import HOST, SEAM_BYTES, Moves, by_slice, columns, cut_at_seams, few_moves, joined
 from cpu_prefix_cache.memory.parts import side_by_side
 from cpu_prefix_cache.plan import Direction
 
 # The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
-# end. The next ones are as large as a slot, or this, where there is none: a slice costs the host 50 us.
+# end. The others are as large as a slot, or this, where there is none: a slice costs the host 50 us.
 FIRST_SLICE_BYTES = 8 * 1024 * 1024
 DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 
@@ -33,12 +35,20 @@ DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
-FEW_MOVES = 64  # up to here a loop is faster than operations on tables
+# The moves of larger slices are worked out together, while the link is busy with the first two.
+FEW_MOVES = 32
 
 
 class Way(Protocol):
     def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
         """Have the ring's queues carry out `copy`. Device blocks are touched only once `after` is passed."""
+
+
+def _steps(count: int, num_bytes: int, most: int) -> tuple[int, int]:
+    """How many pieces the first slice is of, and every later one. A piece has `num_bytes`."""
+    least = -(-SMALLEST_SLICE_BYTES // num_bytes)
+    first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
+    return first, min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
 
 
 class Region:
@@ -52,19 +62,14 @@ class Region:
 
     def slices(self, pieces: "Pieces", most: int) -> Iterator[tuple[int, Moves]]:
         """Of how many pieces each slice is, at most `most`, and its moves, by addresses here."""
-        count, num_bytes = len(pieces), pieces.places.num_bytes
-        least = -(-SMALLEST_SLICE_BYTES // num_bytes)
-        first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
-        yield first, self._few_moves(pieces, 0, first)
-        left = count - first
-        step = min(most, max(first, -(-left // (FEWEST_SLICES - 1))))
-        if left * len(pieces.places.listed) <= FEW_MOVES:
-            for begin in range(first, count, step):
-                end = min(begin + step, count)
-                yield end - begin, self._few_moves(pieces, begin, end)
-            return
-        for number, moves in enumerate(self._moves(pieces, first, step)):
-            yield min(step, left - number * step), moves
+        first, step = _steps(len(pieces), pieces.places.num_bytes, most)
+        begins = [0, *range(first, len(pieces), step), len(pieces)]
+        few = 2 if step * len(pieces.places.listed) > FEW_MOVES else len(begins)
+        for begin, end in pairwise(begins[: few + 1]):
+            yield end - begin, self._few_moves(pieces, begin, end)
+        if few + 1 < len(begins):
+            counts = (end - begin for begin, end in pairwise(begins[few:]))
+            yield from zip(counts, self._moves(pieces, begins[few], step), strict=True)
 
     def _few_moves(self, pieces: "Pieces", begin: int, end: int) -> Moves:
         device = pieces.in_slot(end - begin, end - begin) if pieces.device is None else pieces.device[begin:end]
@@ -162,35 +167,42 @@ class _Section:
     In a slot, pieces are `pitch` bytes apart, and at most `most` of them.
     """
 
-    def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int) -> None:
+    def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int, tiling: Tiling) -> None:
         begin = group.layout.offsets[first]
         num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
-        self.tables = triton_staging.part_tables(group.parts[first:last], offsets)
-        self.pitch = round_up(num_bytes, max(table.alignment for table in self.tables))
+        tables = triton_staging.part_tables(group.parts[first:last], offsets)
+        self.pitch = round_up(num_bytes, max(table.alignment for table in tables))
         self.most = slot_bytes // self.pitch
         self.places = Places(begin, num_bytes, group.region.block_bytes)
+        self._launchers = [
+            Launcher(table, device_blocks=group.device_blocks, pitch=self.pitch, tiling=tiling) for table in tables
+        ]
+
+    def launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """Gather the blocks with these ids into `memory`, or scatter it to them, on the current stream."""
+        for launcher in self._launchers:
+            (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids)
 
 
 class ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
-    def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling, queue: Queue) -> None:
-        self._device_blocks, self._region, self._tiling = group.device_blocks, group.region, tiling
-        self._sections = [_Section(group, *run, slot_bytes) for run in _cuts(group, slot_bytes)]
-        tables = [table for section in self._sections for table in section.tables]
-        queue.submit(lambda _: triton_staging.compile_for(tables, tiling))  # now, when a second harms nobody
-        queue.drain()
+    def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
+        self._device_blocks, self._region = group.device_blocks, group.region
+        self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
     def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
-        kernels = ring.lane.kernels
-        kernels.wait(after)
-        page, count = ring.board.page_for(copy.device.flatten()), copy.device.numel()
-        ids = page.there[:count]
-        kernels.submit(lambda _: ids.copy_(page.here[:count], non_blocking=True))
-        for section in self._sections:
-            self._submit_section(direction, section, copy.host, ids, ring)
-        page.free = kernels.mark()
+        ring.lane.kernels.wait(after)
+        step = ring.board.page_ids // self._device_blocks
+        for host_ids, device_ids in zip(copy.host.split(step), copy.device.split(step), strict=True):
+            page = ring.board.take()
+            ids = page.there[: device_ids.numel()]
+            page.here[: device_ids.numel()] = device_ids.flatten()
+            ring.lane.kernels.submit(partial(_upload, page, len(ids)))
+            for section in self._sections:
+                self._submit_section(direction, section, host_ids, ids, ring)
+            page.free = ring.lane.kernels.mark()
 
     def _submit_section(
         self, direction: Direction, section: _Section, host_ids: torch.Tensor, ids: torch.Tensor, ring: Ring
@@ -200,15 +212,15 @@ class ThroughRing:
         for count, moves in self._region.slices(pieces, section.most):
             slot = ring.take()
             last = first + count * self._device_blocks
-            kernel = partial(self._launch, direction, section, slot, ids[first:last])
+            kernel = partial(section.launch, direction, slot.memory, ids[first:last])
             link = partial(self._region.link.cross, direction, moves._replace(device=moves.device + slot.address))
             ring.through(slot, kernel, link)
             first = last
 
-    def _launch(self, direction: Direction, section: _Section, slot: Slot, ids: torch.Tensor, stream: int) -> None:
-        move = triton_staging.gather if direction is Direction.STORE else triton_staging.scatter
-        for table in section.tables:
-            move(slot.memory, table, ids, device_blocks=self._device_blocks, pitch=section.pitch, tiling=self._tiling)
+
+def _upload(page: Page, count: int, stream: int) -> None:
+    """On the current stream."""
+    page.there[:count].copy_(page.here[:count], non_blocking=True)
 
 
 def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

@@ -98,16 +98,17 @@ def cut_at_seams(table: torch.Tensor, seam: int = SEAM_BYTES) -> torch.Tensor:
     >>> cut_at_seams(torch.tensor([[0], [70], [50], [0]]), seam=100).tolist()
     [[0, 30], [70, 100], [30, 20], [0, 0]]
     """
-    crossing = (table[HOST] // seam != (table[HOST] + table[SIZE] - 1) // seam).nonzero().flatten().tolist()
-    if not crossing:
+    crossing = (table[HOST] // seam != (table[HOST] + table[SIZE] - 1) // seam).nonzero().flatten()
+    if not len(crossing):
         return table
-    parts = []
-    for at in crossing:
-        device, host, size, slice_ = table[:, at].tolist()
-        first = seam - host % seam
-        table[SIZE, at] = first
-        parts += [(device + done, host + done, min(seam, size - done), slice_) for done in range(first, size, seam)]
-    table = torch.cat([table, torch.tensor(parts).t()], dim=1)
+    firsts = seam - table[HOST, crossing] % seam
+    rest = [
+        (device + done, host + done, min(seam, size - done), slice_)
+        for (device, host, size, slice_), first in zip(table[:, crossing].t().tolist(), firsts.tolist(), strict=True)
+        for done in range(first, size, seam)
+    ]
+    table[SIZE, crossing] = firsts
+    table = torch.cat([table, torch.tensor(rest).t()], dim=1)
     return table[:, table[SLICE].sort(stable=True).indices]
 
 
