@@ -64,18 +64,28 @@ def measured(method: Method, direction: Direction, repeats: int) -> tuple[float,
     return median(times), median(submits)
 
 
-def sustained(method: Method, direction: Direction, repeats: int) -> float:
-    """GB/s of transfers submitted one after another, at least 1 GiB: what a step, or several, ask for. A median."""
-    count = max(4, -(-GIB // method.num_bytes)) if method.num_bytes >= 64 * MIB else 4
-    rates = []
-    for repeat in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+def sustained(method: Method, directions: Sequence[Direction], seconds: float = 0.15) -> float:
+    """GB/s of transfers without pause, in all directions together: as many as take that long, and at least 1 GiB."""
+    count = max(1, round(seconds * 55e9 / method.num_bytes))
+    torch.cuda.synchronize()
+    ends: list[float] = []
+    gate = threading.Barrier(len(directions) + 1)
+
+    def one_way(direction: Direction) -> None:
+        torch.cuda.set_device(DEVICE)
+        gate.wait()
         marks = [method.submit(direction) for _ in range(count)]
         poll(marks[-1])
-        if repeat:
-            rates.append(count * method.num_bytes / (time.perf_counter() - start) / 1e9)
-    return median(rates)
+        ends.append(time.perf_counter())
+
+    threads = [threading.Thread(target=one_way, args=(direction,)) for direction in directions]
+    for thread in threads:
+        thread.start()
+    start = time.perf_counter()
+    gate.wait()
+    for thread in threads:
+        thread.join()
+    return len(directions) * count * method.num_bytes / (max(ends) - start) / 1e9
 
 
 # Rates, one way
@@ -83,7 +93,7 @@ def sustained(method: Method, direction: Direction, repeats: int) -> float:
 
 def rates(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
     large = Large(pinned, GIB)
-    link = {direction: sustained(large, direction, 5) for direction in Direction}
+    link = {direction: median(sustained(large, [direction]) for _ in range(5)) for direction in Direction}
     line(f"large pinned copies of 1 GiB: store {link[STORE]:.1f} GB/s, load {link[LOAD]:.1f} GB/s")
     for block_kib, placed in ((2048, "random"), (256, "pool")):
         line(f"host blocks of {block_kib} KiB, {placed}: GB/s (share of the large copy), host time to submit")
@@ -109,7 +119,9 @@ def one_size(
         method = build(few if name == "torch" else scene)
         for direction in Direction:
             repeats = 5 if name == "staged" else 2
-            rate, host = sustained(method, direction, repeats), measured(method, direction, repeats)[1]
+            host = measured(method, direction, repeats)[1]
+            seconds = 0.15 if name == "staged" else 0.02
+            rate = median(sustained(method, [direction], seconds) for _ in range(repeats))
             share, submit[name, direction] = rate / link[direction], host / method.num_bytes
             text = f"{fragment // KIB:>5} KiB x {count:<4} {name:<7}{direction.value:<5} {rate:6.1f} ({share:6.1%})"
             text += f"  submit {host / method.num_bytes * GIB * 1e3:7.2f} ms/GiB"
@@ -131,33 +143,12 @@ def both(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) ->
         scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
         for name in ("staged", "batch", "kernel"):
             method = METHODS[name](scene)
-            rate = 2 * method.num_bytes / median(at_once(method) for _ in range(5)) / 1e9
-            line(
-                f"both ways at once, {fragment} KiB, {name}: {rate:.1f} GB/s", rate >= bar if name == "staged" else None
-            )
-            del method
-    large = Large(pinned, GIB)
-    line(f"both ways at once, large copies: {2 * GIB / median(at_once(large) for _ in range(5)) / 1e9:.1f} GB/s")
-
-
-def at_once(method: Method) -> float:
-    """Seconds for a transfer each way, submitted by a thread each."""
-    torch.cuda.synchronize()
-    gate = threading.Barrier(3)
-
-    def one_way(direction: Direction) -> None:
-        torch.cuda.set_device(DEVICE)
-        gate.wait()
-        method.submit(direction).until_passed()
-
-    threads = [threading.Thread(target=one_way, args=(direction,)) for direction in Direction]
-    for thread in threads:
-        thread.start()
-    gate.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
+            seconds, repeats = (0.15, 5) if name == "staged" else (0.02, 3)
+            rate = median(sustained(method, list(Direction), seconds) for _ in range(repeats))
+            kept = rate >= bar if name == "staged" else None
+            line(f"both ways at once, {fragment} KiB, {name}: {rate:.1f} GB/s", kept)
+    rate = median(sustained(Large(pinned, GIB), list(Direction)) for _ in range(5))
+    line(f"both ways at once, large copies: {rate:.1f} GB/s")
 
 
 # One request

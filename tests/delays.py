@@ -6,7 +6,6 @@ among all that may go on. A queue stops at a wait until its mark is passed, wher
 
 import random
 from collections import deque
-from contextlib import nullcontext
 
 from cpu_prefix_cache.copier.queues import Lane, Queues
 
@@ -29,9 +28,6 @@ class DelayedQueue:
 
     def submit(self, work):
         self.entries.append(work)
-
-    def current(self):
-        return nullcontext()
 
     def mark(self):
         mark = DelayedMark(self)

@@ -9,6 +9,7 @@ page: no transfer asks CUDA for memory.
 import torch
 
 from cpu_prefix_cache.copier.queues import Mark, Passed
+from cpu_prefix_cache.memory.driver import cuda_driver
 
 PAGES = 4
 PAGE_IDS = 4096  # 32 KiB: 1 GiB in blocks of 256 KiB
@@ -18,9 +19,19 @@ class Page:
     """int64 [ids] on both sides. `free` is passed when nothing on the device reads it any more."""
 
     def __init__(self, num_ids: int, device: torch.device) -> None:
+        self._driver = cuda_driver() if device.type == "cuda" else None
         self.here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.there = torch.empty(num_ids, dtype=torch.int64, device=device)
         self.free: Mark = Passed()
+
+    def upload(self, ids: torch.Tensor, stream: int) -> None:
+        """Bring `ids`, int64 here, to the beginning of the page there. `stream` is a handle of CUDA's."""
+        here, there = self.here[: len(ids)], self.there[: len(ids)]
+        here.copy_(ids)
+        if self._driver is None:
+            there.copy_(here)
+        else:
+            self._driver.copy(there.data_ptr(), here.data_ptr(), ids.nbytes, stream)
 
 
 class Board:

@@ -17,7 +17,7 @@ from cpu_prefix_cache.plan import Direction
 
 class Link(Protocol):
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        """Copy what `moves` says; its `device` and `host` are addresses. `stream` is a handle of CUDA's."""
+        """Copy what `moves` says. `stream` is a handle of CUDA's."""
 
 
 class Pinned(Protocol):
@@ -32,7 +32,7 @@ class Pinned(Protocol):
 
 class MemoryLink:
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        for there, here, size in zip(*(each.tolist() for each in moves), strict=True):
+        for there, here, size in moves.listed():
             ctypes.memmove(*((here, there) if direction is Direction.STORE else (there, here)), size)
 
 
@@ -41,7 +41,7 @@ class SingleLink:
         self._driver = driver
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        for there, here, size in zip(*(each.tolist() for each in moves), strict=True):
+        for there, here, size in moves.listed():
             self._driver.copy(*((here, there) if direction is Direction.STORE else (there, here)), size, stream)
 
 
@@ -53,9 +53,12 @@ class BatchedLink:
         self._single = SingleLink(driver)
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        if not self._pinned.is_whole and int((moves.host + moves.size).max()) > self._base + self._pinned.num_bytes:
+        if not self._pinned.is_whole and not self._are_pinned(moves):
             self._single.cross(direction, moves, stream)
             return
-        there, here = moves.device.data_ptr(), moves.host.data_ptr()
-        to, of = (here, there) if direction is Direction.STORE else (there, here)
-        self._driver.copy_batch(to, of, moves.size.data_ptr(), len(moves.size), stream)
+        to, of = (moves.host, moves.device) if direction is Direction.STORE else (moves.device, moves.host)
+        self._driver.copy_batch(to, of, moves.size, moves.count, stream)
+
+    def _are_pinned(self, moves: Moves) -> bool:
+        end = self._base + self._pinned.num_bytes
+        return all(here + size <= end for _, here, size in moves.listed())

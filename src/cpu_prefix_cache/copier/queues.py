@@ -10,7 +10,6 @@ that the same code runs on both. A test can give queues that put work off as lon
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,9 +32,6 @@ class Queue(Protocol):
     def wait(self, mark: Mark) -> None: ...
 
     def drain(self) -> None: ...
-
-    def current(self) -> AbstractContextManager[object]:
-        """What this thread asks of torch or Triton meanwhile goes to this queue, and so does memory it lets go of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +100,6 @@ class ImmediateQueue:
     def drain(self) -> None:
         pass
 
-    def current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
 
 class CudaMark:
     """An event. Whoever waits for it leaves the processor to others."""
@@ -142,9 +135,6 @@ class CudaQueue:
 
     def drain(self) -> None:
         self._stream.synchronize()
-
-    def current(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
 
 
 def compute_mark(device: torch.device) -> Mark:

@@ -8,16 +8,21 @@ RUN_AHEAD slices, or a driver's queue would fill up, and then the engine's own l
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 
 import torch
 
 from cpu_prefix_cache.copier.board import Board
-from cpu_prefix_cache.copier.queues import Lane, Mark
+from cpu_prefix_cache.copier.queues import Lane, Mark, Queue
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
 RUN_AHEAD = 32  # slices of one direction: 1 GiB, 20 ms of the link
+
+
+Step = tuple[Queue, Callable[[int], object]]
 
 
 class Slot:
@@ -54,15 +59,18 @@ class Ring:
         self._next = 0
         self._ahead: deque[Mark] = deque()
 
-    def take(self) -> Slot:
-        """The slot taken longest ago. It need not be free yet: `through` sees to that."""
+    def coming(self) -> Iterator[int]:
+        """The addresses of the slots that the next slices pass through, for ever."""
+        for ahead in count(self._next):
+            yield self._slots[ahead % len(self._slots)].address
+
+    def through(self, kernel: Callable[[torch.Tensor, int], object], link: Callable[[int], object]) -> None:
+        """Have a slice pass through the slot used longest ago: a store is kernel, then link, and a load the other way
+        round. `kernel` is told the slot's memory. The slot need not be free yet.
+        """
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        return slot
-
-    def through(self, slot: Slot, kernel: Callable[[int], object], link: Callable[[int], object]) -> None:
-        """Have a slice pass through `slot`: a store is kernel, then link, and a load the other way round."""
-        steps = [(self.lane.kernels, kernel), (self.lane.copies, link)]
+        steps: list[Step] = [(self.lane.kernels, partial(kernel, slot.memory)), (self.lane.copies, link)]
         if self._direction is Direction.LOAD:
             steps.reverse()
         (first, fill), (then, empty) = steps

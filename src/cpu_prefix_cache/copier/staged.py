@@ -37,7 +37,7 @@ from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
-RING_BYTES = 127 * 1024 * 1024  # both rings together; with the pages for ids it stays below 128 MiB
+RING_BYTES = 126 * 1024 * 1024  # both rings together; with the pages for ids they take less than 128 MiB
 SLOTS = 2  # of each ring, of 32 MiB: one crosses the link while the other is filled or emptied, in a tenth of the time
 
 
@@ -81,11 +81,9 @@ class StagedCopier(Copier):
             for direction, lane in lanes.items()
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
-        with self._queues.stores.kernels.current():  # kernels are compiled now, when a second harms nobody
-            self._ways: list[Way] = [
-                Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
-            ]
-        self._queues.stores.kernels.drain()
+        self._ways: list[Way] = [
+            Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
+        ]
         direct = [group.name for group in groups if group.is_direct]
         self.ways = f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
 
@@ -95,7 +93,7 @@ class StagedCopier(Copier):
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         checked = self._binding.checked(direction, copies)
         ring = self._rings[direction]
-        with self._beside_captures(), ring.lane.kernels.current():
+        with self._beside_captures():
             try:
                 for copy in checked:
                     self._ways[copy.group].submit(direction, copy, ring, after)

@@ -147,15 +147,18 @@ class Launcher:
         self._chunks = triton.cdiv(table.most_words, self._words)
         self._compiled = {} if INTERPRETED else {kernel: self._compile(kernel) for kernel in (_gather, _scatter)}
 
-    def gather(self, slot: torch.Tensor, ids: torch.Tensor) -> None:
-        """Copy the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8 [bytes]."""
-        self._launch(_gather, slot, ids)
+    def gather(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """Copy the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8 [bytes].
 
-    def scatter(self, slot: torch.Tensor, ids: torch.Tensor) -> None:
+        `stream` is a handle of CUDA's.
+        """
+        self._launch(_gather, slot, ids, stream)
+
+    def scatter(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Copy what `gather` put into `slot` to the blocks with these `ids`."""
-        self._launch(_scatter, slot, ids)
+        self._launch(_scatter, slot, ids, stream)
 
-    def _launch(self, kernel: Any, slot: torch.Tensor, ids: torch.Tensor) -> None:
+    def _launch(self, kernel: Any, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         num_fragments = len(ids) * self.table.rows.shape[1]
         fragments = max(1, self._tiling.words // self._words)
         if INTERPRETED:  # no wider than needed: there is nothing to compile
@@ -166,7 +169,7 @@ class Launcher:
         if INTERPRETED:
             kernel[(programs,)](*arguments)
         else:
-            self._compiled[kernel][(programs, 1, 1)](*arguments)
+            self._compiled[kernel][(programs, 1, 1)](*arguments, stream=stream)
 
     def _compile(self, kernel: Any) -> Any:
         """By a launch that copies nothing."""

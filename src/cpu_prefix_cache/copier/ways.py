@@ -4,17 +4,15 @@ Both go slice by slice. What does not change from copy to copy is worked out whe
 slice is a few operations on whole arrays: the link waits for the first slice, and the host must stay ahead of it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Protocol
 
 import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup, CheckedCopy
-from cpu_prefix_cache.copier.board import Page
 from cpu_prefix_cache.copier.calibration import Thresholds
 from cpu_prefix_cache.copier.link import Link
 from cpu_prefix_cache.copier.queues import Mark
@@ -61,7 +59,7 @@ class Region:
         self._seam_bytes = seam_bytes
 
     def slices(self, pieces: "Pieces", most: int) -> Iterator[tuple[int, Moves]]:
-        """Of how many pieces each slice is, at most `most`, and its moves, by addresses here."""
+        """Of how many pieces each slice is, at most `most`, and its moves."""
         first, step = _steps(len(pieces), pieces.places.num_bytes, most)
         begins = [0, *range(first, len(pieces), step), len(pieces)]
         few = 2 if step * len(pieces.places.listed) > FEW_MOVES else len(begins)
@@ -72,19 +70,17 @@ class Region:
             yield from zip(counts, self._moves(pieces, begins[few], step), strict=True)
 
     def _few_moves(self, pieces: "Pieces", begin: int, end: int) -> Moves:
-        device = pieces.in_slot(end - begin, end - begin) if pieces.device is None else pieces.device[begin:end]
-        some = zip(device.tolist(), pieces.host_ids[begin:end].tolist(), strict=True)
-        moves = few_moves(some, pieces.places.listed, self.block_bytes, self._seam_bytes)
-        return moves._replace(host=moves.host + self._base)
+        some = zip(pieces.few_begins(begin, end), pieces.host_ids[begin:end].tolist(), strict=True)
+        return few_moves(some, pieces.places.listed, self.block_bytes, self._base, self._seam_bytes)
 
     def _moves(self, pieces: "Pieces", begin: int, step: int) -> Iterator[Moves]:
         """Of all pieces from number `begin` on, in slices of `step`."""
         places, host_ids = pieces.places, pieces.host_ids[begin:]
-        number = torch.arange(len(host_ids))
-        device = pieces.in_slot(len(host_ids), step) if pieces.device is None else pieces.device[begin:]
+        slice_ = torch.arange(len(host_ids)) // step
+        device = pieces.begins(begin, slice_, step).unsqueeze(1) + places.done
         host = torch.add(places.within, host_ids[:, places.column], alpha=self.block_bytes)
-        rows = device.unsqueeze(1) + places.done, host, places.size.expand_as(host), (number // step).unsqueeze(1)
-        table = cut_at_seams(joined(torch.stack([row.expand_as(host).flatten() for row in rows])), self._seam_bytes)
+        rows = device, host, places.size.expand_as(host), slice_.unsqueeze(1).expand_as(host)
+        table = cut_at_seams(joined(torch.stack([row.flatten() for row in rows])), self._seam_bytes)
         table[HOST] += self._base
         return by_slice(table)
 
@@ -102,24 +98,54 @@ class Places:
         self.column, self.within, self.done, self.size = torch.tensor(self.listed, dtype=torch.int64).t().contiguous()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """The same range of some pieces: `places` in the host blocks `host_ids`, int64 [pieces, host blocks of a piece].
-
-    On the device each begins at an address, `device`, int64 [pieces]; or else they lie in slots, `pitch` apart.
-    """
+class Pieces(Protocol):
+    """The same range of some pieces: `places` in the host blocks `host_ids`, int64 [pieces, host blocks of a piece]."""
 
     places: Places
     host_ids: torch.Tensor
-    device: torch.Tensor | None = None
-    pitch: int = 0
+
+    def __len__(self) -> int: ...
+
+    def few_begins(self, begin: int, end: int) -> Iterable[int]:
+        """The addresses where pieces [begin, end), the next slice, begin on the device."""
+
+    def begins(self, begin: int, slice_: torch.Tensor, step: int) -> torch.Tensor:
+        """The same of all pieces from `begin` on, which are in these slices of `step` pieces: int64 [pieces]."""
+
+
+class InBlocks:
+    """Pieces, or blocks of pieces, that begin at addresses of their own, `device`, int64 [pieces]."""
+
+    def __init__(self, places: Places, host_ids: torch.Tensor, device: torch.Tensor) -> None:
+        self.places, self.host_ids, self._device = places, host_ids, device
 
     def __len__(self) -> int:
         return len(self.host_ids)
 
-    def in_slot(self, count: int, step: int) -> torch.Tensor:
-        """Where `count` pieces begin in slots that take `step` of them."""
-        return torch.arange(count) % step * self.pitch
+    def few_begins(self, begin: int, end: int) -> Iterable[int]:
+        return self._device[begin:end].tolist()
+
+    def begins(self, begin: int, slice_: torch.Tensor, step: int) -> torch.Tensor:
+        return self._device[begin:]
+
+
+class InSlots:
+    """Pieces that lie `pitch` apart in slots, which begin at the addresses that come from `slots`."""
+
+    def __init__(self, places: Places, host_ids: torch.Tensor, pitch: int, slots: Iterator[int]) -> None:
+        self.places, self.host_ids, self._pitch, self._slots = places, host_ids, pitch, slots
+
+    def __len__(self) -> int:
+        return len(self.host_ids)
+
+    def few_begins(self, begin: int, end: int) -> Iterable[int]:
+        first = next(self._slots)
+        return range(first, first + (end - begin) * self._pitch, self._pitch)
+
+    def begins(self, begin: int, slice_: torch.Tensor, step: int) -> torch.Tensor:
+        slots = torch.tensor(list(islice(self._slots, int(slice_[-1]) + 1)))
+        within = torch.arange(len(slice_)) - slice_ * step
+        return slots[slice_] + within * self._pitch
 
 
 class StagedGroup:
@@ -157,7 +183,7 @@ class Direct:
         for part, which, places in self._parts:
             device = copy.device[:, which] * part.stride(0) + part.data_ptr()
             most = max(1, DIRECT_SLICE_BYTES // places.num_bytes)
-            for _, moves in self._region.slices(Pieces(places, copy.host, device), most):
+            for _, moves in self._region.slices(InBlocks(places, copy.host, device), most):
                 ring.past(partial(self._region.link.cross, direction, moves))
 
 
@@ -179,10 +205,10 @@ class _Section:
             Launcher(table, device_blocks=group.device_blocks, pitch=self.pitch, tiling=tiling) for table in tables
         ]
 
-    def launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        """Gather the blocks with these ids into `memory`, or scatter it to them, on the current stream."""
+    def launch(self, direction: Direction, ids: torch.Tensor, memory: torch.Tensor, stream: int) -> None:
+        """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
-            (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids)
+            (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids, stream)
 
 
 class ThroughRing:
@@ -198,8 +224,7 @@ class ThroughRing:
         for host_ids, device_ids in zip(copy.host.split(step), copy.device.split(step), strict=True):
             page = ring.board.take()
             ids = page.there[: device_ids.numel()]
-            page.here[: device_ids.numel()] = device_ids.flatten()
-            ring.lane.kernels.submit(partial(_upload, page, len(ids)))
+            ring.lane.kernels.submit(partial(page.upload, device_ids.flatten()))
             for section in self._sections:
                 self._submit_section(direction, section, host_ids, ids, ring)
             page.free = ring.lane.kernels.mark()
@@ -208,19 +233,12 @@ class ThroughRing:
         self, direction: Direction, section: _Section, host_ids: torch.Tensor, ids: torch.Tensor, ring: Ring
     ) -> None:
         first = 0
-        pieces = Pieces(section.places, host_ids, pitch=section.pitch)
+        pieces = InSlots(section.places, host_ids, section.pitch, ring.coming())
         for count, moves in self._region.slices(pieces, section.most):
-            slot = ring.take()
             last = first + count * self._device_blocks
-            kernel = partial(section.launch, direction, slot.memory, ids[first:last])
-            link = partial(self._region.link.cross, direction, moves._replace(device=moves.device + slot.address))
-            ring.through(slot, kernel, link)
+            kernel = partial(section.launch, direction, ids[first:last])
+            ring.through(kernel, partial(self._region.link.cross, direction, moves))
             first = last
-
-
-def _upload(page: Page, count: int, stream: int) -> None:
-    """On the current stream."""
-    page.there[:count].copy_(page.here[:count], non_blocking=True)
 
 
 def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

@@ -12,9 +12,9 @@ A table of moves is int64 [4, moves] in host memory:
     SLICE    which slice of the transfer they belong to, from 0 up without gaps
 """
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -25,12 +25,24 @@ SEAM_BYTES = 16 * 1024 * 1024
 DEVICE, HOST, SIZE, SLICE = range(4)
 
 
-class Moves(NamedTuple):
-    """Those of one slice: int64 [moves] each, contiguous."""
+class Moves:
+    """Those of one slice, by their addresses: arrays of `count` int64 each at `device`, `host` and `size`.
 
-    device: torch.Tensor
-    host: torch.Tensor
-    size: torch.Tensor
+    They lie in `memory`, whatever it is, which lives as long.
+    """
+
+    __slots__ = ("_memory", "count", "device", "host", "size")
+
+    def __init__(self, memory: object, address: int, count: int, row_bytes: int) -> None:
+        self._memory = memory
+        self.count = count
+        self.device, self.host, self.size = address, address + row_bytes, address + 2 * row_bytes
+
+    def listed(self) -> list[tuple[int, int, int]]:
+        """As numbers: where each begins there and here, and its size."""
+        read = ctypes.c_int64 * self.count
+        rows = (read.from_address(row) for row in (self.device, self.host, self.size))
+        return list(zip(*rows, strict=True))
 
 
 Place = tuple[int, int, int, int]  # which block of a piece, the byte in it, the byte of the range, how many
@@ -51,14 +63,22 @@ def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[
 
 
 def few_moves(
-    pieces: Iterable[tuple[int, Sequence[int]]], places: Sequence[Place], block_bytes: int, seam: int
+    pieces: Iterable[tuple[int, Sequence[int]]],
+    places: Sequence[Place],
+    block_bytes: int,
+    base: int = 0,
+    seam: int = SEAM_BYTES,
 ) -> Moves:
     """The moves of `pieces`, each given as where it begins there and its host blocks, whose bytes lie at `places`.
 
-    >>> [each.tolist() for each in few_moves([(0, [3]), (50, [4])], [(0, 0, 0, 50)], block_bytes=50, seam=220)]
-    [[0, 70], [150, 220], [70, 30]]
+    The host region begins at `base`.
+
+    >>> few_moves([(0, [3]), (50, [4])], [(0, 0, 0, 50)], block_bytes=50, base=1000, seam=220).listed()
+    [(0, 1150, 70), (70, 1220, 30)]
     """
-    device, host, size = array("q"), array("q"), array("q")
+    device: list[int] = []
+    host: list[int] = []
+    size: list[int] = []
     end_there = end_here = -1
     for begin, blocks in pieces:
         for column, within, done, left in places:
@@ -69,11 +89,12 @@ def few_moves(
                     size[-1] += part
                 else:
                     device.append(there)
-                    host.append(here)
+                    host.append(base + here)
                     size.append(part)
                 there, here, left = there + part, here + part, left - part
                 end_there, end_here = there, here
-    return Moves(*(torch.frombuffer(each, dtype=torch.int64) for each in (device, host, size)))
+    memory = array("q", device + host + size)
+    return Moves(memory, memory.buffer_info()[0], len(size), len(size) * memory.itemsize)
 
 
 def joined(table: torch.Tensor) -> torch.Tensor:
@@ -113,7 +134,8 @@ def cut_at_seams(table: torch.Tensor, seam: int = SEAM_BYTES) -> torch.Tensor:
 
 
 def by_slice(table: torch.Tensor) -> Iterator[Moves]:
-    """The moves of each slice, in their order."""
-    counts = torch.bincount(table[SLICE]).tolist()
-    rows = (table[row].split(counts) for row in (DEVICE, HOST, SIZE))
-    return (Moves(*some) for some in zip(*rows, strict=True))
+    """The moves of each slice, in their order. HOST and DEVICE are addresses by now."""
+    row_bytes, begin = table.stride(0) * table.itemsize, table.data_ptr()
+    for count in torch.bincount(table[SLICE]).tolist():
+        yield Moves(table, begin, count, row_bytes)
+        begin += count * table.itemsize
