@@ -44,9 +44,10 @@ class BoundGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedCopy:
-    """A copy whose ids may be used: int64 in host memory, [pieces, host blocks] and [pieces, device blocks] of each."""
+    """A copy whose ids may be used: as they came, and as int64 [pieces, host or device blocks of each], here."""
 
     group: int
+    host_blocks: Sequence[int]
     host: torch.Tensor
     device: torch.Tensor
 
@@ -106,7 +107,7 @@ class Binding:
             )
         host = _in_range("host", copy.host_blocks, self.host.shape[0]).view(pieces, piece.host_blocks)
         device = _in_range("device", copy.device_blocks, group.num_blocks).view(pieces, piece.device_blocks)
-        return CheckedCopy(copy.group, host, device)
+        return CheckedCopy(copy.group, copy.host_blocks, host, device)
 
 
 def _in_range(what: str, ids: Sequence[int], limit: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The block ids of a transfer on their way to the device: pages of pinned memory here, and of device memory there.
 
-    free   --take-->   in use, until `free` is passed: whoever took it says when
+    free   --take-->   in use, sent by the first kernel that needs it, until `free` is passed: whoever took it says when
 
 With PAGES of them a free one hardly ever has to be waited for. A transfer with more ids than a page takes goes page by
 page: no transfer asks CUDA for memory.
@@ -19,19 +19,24 @@ class Page:
     """int64 [ids] on both sides. `free` is passed when nothing on the device reads it any more."""
 
     def __init__(self, num_ids: int, device: torch.device) -> None:
-        self._driver = cuda_driver() if device.type == "cuda" else None
-        self.here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.there = torch.empty(num_ids, dtype=torch.int64, device=device)
         self.free: Mark = Passed()
+        self._here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._there = torch.empty(num_ids, dtype=torch.int64, device=device)
+        self._driver = cuda_driver() if device.type == "cuda" else None
+        self._to_send = 0
 
-    def upload(self, ids: torch.Tensor, stream: int) -> None:
-        """Bring `ids`, int64 here, to the beginning of the page there. `stream` is a handle of CUDA's."""
-        here, there = self.here[: len(ids)], self.there[: len(ids)]
-        here.copy_(ids)
-        if self._driver is None:
-            there.copy_(here)
-        else:
-            self._driver.copy(there.data_ptr(), here.data_ptr(), ids.nbytes, stream)
+    def write(self, ids: torch.Tensor) -> None:
+        self._here[: len(ids)] = ids
+        self._to_send = len(ids)
+
+    def on_device(self, stream: int) -> torch.Tensor:
+        """The page there, for work that comes later on `stream`, a handle of CUDA's."""
+        count, self._to_send = self._to_send, 0
+        if count and self._driver is None:
+            self._there[:count] = self._here[:count]
+        elif count and self._driver is not None:
+            self._driver.copy(self._there.data_ptr(), self._here.data_ptr(), count * self._here.itemsize, stream)
+        return self._there
 
 
 class Board:
@@ -42,9 +47,10 @@ class Board:
         self._pages = [Page(page_ids, device) for _ in range(PAGES)]
         self._next = 0
 
-    def take(self) -> Page:
-        """A page that may be written to."""
+    def take(self, ids: torch.Tensor) -> Page:
+        """A page with these ids, int64 here."""
         page = self._pages[self._next]
         self._next = (self._next + 1) % PAGES
         page.free.until_passed()
+        page.write(ids)
         return page

@@ -8,9 +8,8 @@ RUN_AHEAD slices, or a driver's queue would fill up, and then the engine's own l
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 import torch
 
@@ -19,7 +18,7 @@ from cpu_prefix_cache.copier.queues import Lane, Mark, Queue
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
-RUN_AHEAD = 32  # slices of one direction: 1 GiB, 20 ms of the link
+RUN_AHEAD = 64  # slices of one direction: 2 GiB, 40 ms of the link
 
 
 Step = tuple[Queue, Callable[[int], object]]
@@ -36,7 +35,7 @@ class Slot:
 
 class Ring:
     """`num_slots` slots of `slot_bytes` bytes for one direction, the lane whose queues fill and empty them, and the
-    board for the ids of what passes through. The memory may be used once `free` is passed.
+    board for the ids of what passes through. They are 512 bytes more than that, and may be used once `free` is passed.
     """
 
     def __init__(
@@ -59,16 +58,17 @@ class Ring:
         self._next = 0
         self._ahead: deque[Mark] = deque()
 
-    def coming(self) -> Iterator[int]:
-        """The addresses of the slots that the next slices pass through, for ever."""
-        for ahead in count(self._next):
-            yield self._slots[ahead % len(self._slots)].address
+    @property
+    def next_slot(self) -> Slot:
+        """The one that the next slice passes through: that used longest ago."""
+        return self._slots[self._next]
 
     def through(self, kernel: Callable[[torch.Tensor, int], object], link: Callable[[int], object]) -> None:
-        """Have a slice pass through the slot used longest ago: a store is kernel, then link, and a load the other way
-        round. `kernel` is told the slot's memory. The slot need not be free yet.
+        """Have a slice pass through the next slot: a store is kernel, then link, and a load the other way round.
+
+        `kernel` is told the slot's memory. The slot need not be free yet.
         """
-        slot = self._slots[self._next]
+        slot = self.next_slot
         self._next = (self._next + 1) % len(self._slots)
         steps: list[Step] = [(self.lane.kernels, partial(kernel, slot.memory)), (self.lane.copies, link)]
         if self._direction is Direction.LOAD:

@@ -37,7 +37,7 @@ from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
-RING_BYTES = 126 * 1024 * 1024  # both rings together; with the pages for ids they take less than 128 MiB
+RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
 SLOTS = 2  # of each ring, of 32 MiB: one crosses the link while the other is filled or emptied, in a tenth of the time
 
 

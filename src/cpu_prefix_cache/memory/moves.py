@@ -1,51 +1,40 @@
 """What crosses the link: moves, as few as there can be.
 
-A move is some bytes that lie together on both sides. They are worked out in two ways that give the same (a test holds
-them together). `few_moves` is a loop: 1 us for each, and it begins at once, for the first slice of a transfer, which
-the link waits for. For the rest, thousands perhaps, there are operations on whole tables: 100 us however many they are.
+A *span* is some bytes that lie together on both sides: from where there, from which byte of the host region, how many.
+Spans follow from block ids (`whole_blocks`, `pieces`). `moves_of` joins those that are neighbours on both sides, cuts
+them where the region has a seam, and puts what is left into arrays, as the driver wants them.
 
-A table of moves is int64 [4, moves] in host memory:
-
-    DEVICE   where they begin there
-    HOST     where they begin in the host region, in bytes
-    SIZE     how many they are
-    SLICE    which slice of the transfer they belong to, from 0 up without gaps
+All this is a loop of Python, 0.1 to 0.5 us for each block, run for one slice of a transfer while the link is busy with
+the one before. Operations on whole tensors took no less in all, and the link waited for them.
 """
 
-import ctypes
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-
-import torch
 
 # No move crosses a multiple of this in the host region: CUDA refuses a copy from two registrations at once, and
 # registers the region in slices of this size (`registration.py`).
 SEAM_BYTES = 16 * 1024 * 1024
 
-DEVICE, HOST, SIZE, SLICE = range(4)
+Span = tuple[int, int, int]
+Place = tuple[int, int, int, int]  # which block of a piece, the byte in it, the byte of the range, how many
 
 
 class Moves:
-    """Those of one slice, by their addresses: arrays of `count` int64 each at `device`, `host` and `size`.
+    """Those of one slice, by their addresses: arrays of `count` int64 each at `device`, `host` and `size`."""
 
-    They lie in `memory`, whatever it is, which lives as long.
-    """
+    __slots__ = ("_rows", "count", "device", "host", "size")
 
-    __slots__ = ("_memory", "count", "device", "host", "size")
-
-    def __init__(self, memory: object, address: int, count: int, row_bytes: int) -> None:
-        self._memory = memory
-        self.count = count
-        self.device, self.host, self.size = address, address + row_bytes, address + 2 * row_bytes
+    def __init__(self, device: list[int], host: list[int], size: list[int]) -> None:
+        self._rows = array("q", device + host + size)  # the arrays are in it
+        self.count = len(size)
+        row_bytes = self.count * self._rows.itemsize
+        self.device = self._rows.buffer_info()[0]
+        self.host, self.size = self.device + row_bytes, self.device + 2 * row_bytes
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """As numbers: where each begins there and here, and its size."""
-        read = ctypes.c_int64 * self.count
-        rows = (read.from_address(row) for row in (self.device, self.host, self.size))
+        """Where each begins there and here, and its size."""
+        rows = (self._rows[row * self.count : (row + 1) * self.count] for row in range(3))
         return list(zip(*rows, strict=True))
-
-
-Place = tuple[int, int, int, int]  # which block of a piece, the byte in it, the byte of the range, how many
 
 
 def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[Place]:
@@ -62,80 +51,57 @@ def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[
         done += size
 
 
-def few_moves(
-    pieces: Iterable[tuple[int, Sequence[int]]],
-    places: Sequence[Place],
-    block_bytes: int,
-    base: int = 0,
-    seam: int = SEAM_BYTES,
-) -> Moves:
-    """The moves of `pieces`, each given as where it begins there and its host blocks, whose bytes lie at `places`.
+def whole_blocks(begin: int, blocks: Sequence[int], block_bytes: int) -> Iterator[Span]:
+    """Host blocks that lie one after another there, from `begin` on: a span for each run of neighbours.
 
-    The host region begins at `base`.
+    >>> list(whole_blocks(1000, [7, 8, 3], block_bytes=10))
+    [(1000, 70, 20), (1020, 30, 10)]
+    """
+    first = last = blocks[0]
+    for block in blocks[1:]:
+        if block == last + 1:
+            last = block
+            continue
+        size = (last - first + 1) * block_bytes
+        yield begin, first * block_bytes, size
+        begin += size
+        first = last = block
+    yield begin, first * block_bytes, (last - first + 1) * block_bytes
 
-    >>> few_moves([(0, [3]), (50, [4])], [(0, 0, 0, 50)], block_bytes=50, base=1000, seam=220).listed()
+
+def pieces(
+    begins: Iterable[int], host_blocks: Sequence[int], width: int, places: Sequence[Place], block_bytes: int
+) -> Iterator[Span]:
+    """Pieces that begin there at `begins`, and whose bytes lie at `places` in the `width` host blocks of each.
+
+    >>> list(pieces([1000], [7, 3], 2, list(columns(5, 10, 10)), block_bytes=10))
+    [(1000, 75, 5), (1005, 30, 5)]
+    """
+    for number, begin in enumerate(begins):
+        for column, within, done, size in places:
+            yield begin + done, host_blocks[number * width + column] * block_bytes + within, size
+
+
+def moves_of(spans: Iterable[Span], base: int = 0, seam: int = SEAM_BYTES) -> Moves:
+    """The moves of a slice. The host region begins at address `base`.
+
+    >>> moves_of([(0, 150, 50), (50, 200, 50)], base=1000, seam=220).listed()
     [(0, 1150, 70), (70, 1220, 30)]
     """
     device: list[int] = []
     host: list[int] = []
-    size: list[int] = []
+    sizes: list[int] = []
     end_there = end_here = -1
-    for begin, blocks in pieces:
-        for column, within, done, left in places:
-            there, here = begin + done, blocks[column] * block_bytes + within
-            while left:
-                part = min(left, seam - here % seam)
-                if there == end_there and here == end_here and here % seam:
-                    size[-1] += part
-                else:
-                    device.append(there)
-                    host.append(base + here)
-                    size.append(part)
-                there, here, left = there + part, here + part, left - part
-                end_there, end_here = there, here
-    memory = array("q", device + host + size)
-    return Moves(memory, memory.buffer_info()[0], len(size), len(size) * memory.itemsize)
-
-
-def joined(table: torch.Tensor) -> torch.Tensor:
-    """The same bytes in fewer moves: neighbours on both sides become one, within a slice.
-
-    >>> joined(torch.tensor([[0, 100, 200], [300, 400, 700], [100, 100, 100], [0, 0, 0]])).tolist()
-    [[0, 200], [300, 700], [200, 100], [0, 0]]
-    """
-    ends = table[: HOST + 1] + table[SIZE]
-    together = (table[: HOST + 1, 1:] == ends[:, :-1]).all(0) & (table[SLICE, 1:] == table[SLICE, :-1])
-    if not together.any():
-        return table
-    edge = torch.zeros(1, dtype=torch.bool)
-    fewer = table[:, torch.cat([edge, together]).logical_not_()]
-    fewer[SIZE] = ends[HOST, torch.cat([together, edge]).logical_not_()] - fewer[HOST]
-    return fewer
-
-
-def cut_at_seams(table: torch.Tensor, seam: int = SEAM_BYTES) -> torch.Tensor:
-    """The same bytes in moves that cross no multiple of `seam` on the host. Few do: those are cut one by one.
-
-    >>> cut_at_seams(torch.tensor([[0], [70], [50], [0]]), seam=100).tolist()
-    [[0, 30], [70, 100], [30, 20], [0, 0]]
-    """
-    crossing = (table[HOST] // seam != (table[HOST] + table[SIZE] - 1) // seam).nonzero().flatten()
-    if not len(crossing):
-        return table
-    firsts = seam - table[HOST, crossing] % seam
-    rest = [
-        (device + done, host + done, min(seam, size - done), slice_)
-        for (device, host, size, slice_), first in zip(table[:, crossing].t().tolist(), firsts.tolist(), strict=True)
-        for done in range(first, size, seam)
-    ]
-    table[SIZE, crossing] = firsts
-    table = torch.cat([table, torch.tensor(rest).t()], dim=1)
-    return table[:, table[SLICE].sort(stable=True).indices]
-
-
-def by_slice(table: torch.Tensor) -> Iterator[Moves]:
-    """The moves of each slice, in their order. HOST and DEVICE are addresses by now."""
-    row_bytes, begin = table.stride(0) * table.itemsize, table.data_ptr()
-    for count in torch.bincount(table[SLICE]).tolist():
-        yield Moves(table, begin, count, row_bytes)
-        begin += count * table.itemsize
+    for there, here, size in spans:
+        if there == end_there and here == end_here and here % seam:
+            there, here, size = device.pop(), host.pop() - base, size + sizes.pop()
+        end_there, end_here = there + size, here + size
+        while (room := seam - here % seam) < size:
+            device.append(there)
+            host.append(base + here)
+            sizes.append(room)
+            there, here, size = there + room, here + room, size - room
+        device.append(there)
+        host.append(base + here)
+        sizes.append(size)
+    return Moves(device, host, sizes)
