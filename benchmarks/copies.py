@@ -75,7 +75,7 @@ def sustained(method: Method, directions: Sequence[Direction], seconds: float = 
         torch.cuda.set_device(DEVICE)
         gate.wait()
         marks = [method.submit(direction) for _ in range(count)]
-        poll(marks[-1])
+        marks[-1].until_passed()
         ends.append(time.perf_counter())
 
     threads = [threading.Thread(target=one_way, args=(direction,)) for direction in directions]

@@ -9,7 +9,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
 from cpu_prefix_cache.copier import link, ring, staged, triton_staging
-from cpu_prefix_cache.copier.calibration import SHIPPED, Thresholds
+from cpu_prefix_cache.copier.calibration import SHIPPED
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
@@ -17,7 +17,6 @@ from tests.copier.bench import POISON, poisoned, randoms, shapes_of
 from tests.delays import DelayedQueues
 
 BLOCKS = 24
-LONE_FROM_60 = Thresholds(lone_part_bytes=60, each_part_bytes=10_000)
 
 
 class Bench:
@@ -88,7 +87,7 @@ def test_blocks_that_cross_as_they_are_wait_for_compute_too():
     delays = DelayedQueues(("pack", "in", "out", "unpack"))
     part = randoms(6, 64)
     copier = StagedCopier(
-        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues, thresholds=LONE_FROM_60
+        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues, direct_bytes=60
     )
     delays.compute.submit(lambda _: part.fill_(7))
     copier.copy(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))])
@@ -208,8 +207,9 @@ def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)
-    thresholds = Thresholds(1, 1) if direct else SHIPPED.thresholds
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=1 << 14, seam_bytes=seam, thresholds=thresholds)
+    copier = StagedCopier(
+        shapes, [parts], host, ring_bytes=1 << 14, seam_bytes=seam, direct_bytes=1 if direct else 10_000
+    )
     copies = [GroupCopy(0, (4, 5, 6, 7, 20, 3, 21, 22), (8, 0, 1, 2, 5, 4, 3, 7))]
     copier.copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
@@ -225,8 +225,8 @@ def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
 
 
 def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
-    part = randoms(6, 200, 1024)
-    assert part[0].numel() >= SHIPPED.thresholds.lone_part_bytes
+    part = randoms(6, 1024, 1024)
+    assert part[0].numel() >= SHIPPED.direct_bytes
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
@@ -244,7 +244,7 @@ def test_nor_are_layers_that_lie_together_in_every_block():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     copier = StagedCopier(
-        shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0, thresholds=LONE_FROM_60
+        shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0, direct_bytes=60
     )
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
     assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
@@ -256,16 +256,15 @@ def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them
     host, expected = poisoned(6, 60), poisoned(6, 60)
     shapes = shapes_of([layers], [2], 60)
     copies = [GroupCopy(0, (3, 1), (0, 5))]
-    StagedCopier(shapes, [layers], host, ring_bytes=4096, thresholds=LONE_FROM_60).copy(Direction.STORE, copies)
+    StagedCopier(shapes, [layers], host, ring_bytes=4096, direct_bytes=60).copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [layers], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
 
 
 def test_several_parts_are_not_staged_when_all_are_large():
-    large = Thresholds(lone_part_bytes=10_000, each_part_bytes=60)
     parts = [randoms(6, 60), randoms(6, 70, seed=1)]
     host = poisoned(12, 100)
-    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, thresholds=large)
+    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, direct_bytes=60)
     copies = [GroupCopy(0, (7, 3, 0, 1, 11, 9), (0, 5, 2, 1))]
     copier.copy(Direction.STORE, copies)
     expected = poisoned(12, 100)
@@ -278,9 +277,8 @@ def test_several_parts_are_not_staged_when_all_are_large():
     for part, was in zip(parts, before, strict=True):
         assert torch.equal(part[[0, 5, 2, 1]], was[[0, 5, 2, 1]])
         assert (part[[3, 4]] == POISON).all()
-    one_is_not = Thresholds(lone_part_bytes=10_000, each_part_bytes=61)
     with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
-        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, thresholds=one_is_not)
+        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, direct_bytes=61)
 
 
 def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():

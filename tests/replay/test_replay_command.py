@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cpu_prefix_cache.cli import main
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.replay.cli import main
 from tests.replay.traces import mooncake_lines, random_prompts, write
 
 PROMPTS = ["abc", "abd", "xyz", "abc"]
@@ -242,7 +242,7 @@ def test_what_is_held_back_is_said(trace, capsys):
 
 
 def started(arguments, **pipes):
-    command = [sys.executable, "-m", "cpu_prefix_cache.replay.cli", *arguments]
+    command = [sys.executable, "-m", "cpu_prefix_cache.cli", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **pipes)
 
 

@@ -7,7 +7,7 @@ exist, writes none twice, and writes no null block (rules 7 and 16).
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,8 @@ from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.parts import block_bytes, check_apart
 from cpu_prefix_cache.plan import Direction, GroupCopy
 from cpu_prefix_cache.planner import Piece
+
+MANY_IDS = 256  # above, an array is faster than a loop: 0.07 ms for 4,096 and not 0.2
 
 
 class Shapes(Protocol):
@@ -42,13 +44,11 @@ class BoundGroup:
         return self.parts[0].shape[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedCopy:
-    """A copy whose ids may be used: as they came, and as int64 [pieces, host or device blocks of each], here."""
+class CheckedCopy(NamedTuple):
+    """A copy whose ids may be used. `device` are the device blocks once more, int64 [pieces, blocks of each], here."""
 
     group: int
     host_blocks: Sequence[int]
-    host: torch.Tensor
     device: torch.Tensor
 
 
@@ -83,7 +83,8 @@ class Binding:
 
     def checked(self, direction: Direction, copies: Sequence[GroupCopy]) -> list[CheckedCopy]:
         """The copies of a transfer that have any blocks. MisuseError unless all of their ids may be copied."""
-        checked = [self._whole_pieces(copy) for copy in copies]
+        for copy in copies:
+            self._check_whole_pieces(copy)
         for index in {copy.group for copy in copies}:
             group, ids = self.groups[index], [copy.device_blocks for copy in copies if copy.group == index]
             if direction is Direction.LOAD:
@@ -92,36 +93,41 @@ class Binding:
                 raise MisuseError(f"block {self._null_block} of group {group.piece.group.name!r} is the null block")
         if direction is Direction.STORE:
             _check_distinct("host", [copy.host_blocks for copy in copies])
-        return [copy for copy in checked if len(copy.host)]
+        return [self._checked(copy) for copy in copies if copy.host_blocks]
 
-    def _whole_pieces(self, copy: GroupCopy) -> CheckedCopy:
+    def _check_whole_pieces(self, copy: GroupCopy) -> None:
         if not 0 <= copy.group < len(self.groups):
             raise MisuseError(f"there are {len(self.groups)} groups, numbered from 0; got group {copy.group}")
-        group = self.groups[copy.group]
-        piece = group.piece
+        piece = self.groups[copy.group].piece
         pieces, rest = divmod(len(copy.host_blocks), piece.host_blocks)
         if rest or len(copy.device_blocks) != pieces * piece.device_blocks:
             raise MisuseError(
                 f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
                 f"of {piece.host_blocks} and {piece.device_blocks}"
             )
-        host = _in_range("host", copy.host_blocks, self.host.shape[0]).view(pieces, piece.host_blocks)
-        device = _in_range("device", copy.device_blocks, group.num_blocks).view(pieces, piece.device_blocks)
-        return CheckedCopy(copy.group, copy.host_blocks, host, device)
+        _check_range("host", copy.host_blocks, self.host.shape[0])
+        _check_range("device", copy.device_blocks, self.groups[copy.group].num_blocks)
+
+    def _checked(self, copy: GroupCopy) -> CheckedCopy:
+        device = as_tensor(copy.device_blocks).view(-1, self.groups[copy.group].piece.device_blocks)
+        return CheckedCopy(copy.group, copy.host_blocks, device)
 
 
-def _in_range(what: str, ids: Sequence[int], limit: int) -> torch.Tensor:
-    """As int64: through an array, because torch itself takes eight times as long, 0.5 ms for 4,096."""
+def as_tensor(ids: Sequence[int]) -> torch.Tensor:
+    """At least one id as int64: through an array, because torch itself takes eight times as long, 0.5 ms for 4,096."""
+    return torch.frombuffer(array("q", ids), dtype=torch.int64)
+
+
+def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
+    """Raise MisuseError unless all `ids` are in [0, limit)."""
     if not ids:
-        return torch.empty(0, dtype=torch.int64)
-    try:
-        checked = torch.frombuffer(array("q", ids), dtype=torch.int64)
-    except (OverflowError, TypeError) as error:
-        raise MisuseError(f"a block is numbered by an integer of at most 63 bits: {error}") from error
-    least, most = (int(end) for end in torch.aminmax(checked))
+        return
+    if len(ids) <= MANY_IDS:
+        least, most = min(ids), max(ids)
+    else:
+        least, most = (int(end) for end in torch.aminmax(as_tensor(ids)))
     if least < 0 or most >= limit:
         raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
-    return checked
 
 
 def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:

@@ -1,6 +1,6 @@
 """The block ids of a transfer on their way to the device: pages of pinned memory here, and of device memory there.
 
-    free   --take-->   in use, sent by the first kernel that needs it, until `free` is passed: whoever took it says when
+    free   --take-->   in use: sent for the first kernel that needs it, and until `free` is passed; who took it says when
 
 With PAGES of them a free one hardly ever has to be waited for. A transfer with more ids than a page takes goes page by
 page: no transfer asks CUDA for memory.
@@ -23,20 +23,25 @@ class Page:
         self._here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.empty(num_ids, dtype=torch.int64, device=device)
         self._driver = cuda_driver() if device.type == "cuda" else None
-        self._to_send = 0
+        self._ids: torch.Tensor | None = None  # to be sent
 
     def write(self, ids: torch.Tensor) -> None:
-        self._here[: len(ids)] = ids
-        self._to_send = len(ids)
+        """Let the page hold `ids`, int64 here, which do not change any more."""
+        self._ids = ids
 
     def on_device(self, stream: int) -> torch.Tensor:
         """The page there, for work that comes later on `stream`, a handle of CUDA's."""
-        count, self._to_send = self._to_send, 0
-        if count and self._driver is None:
-            self._there[:count] = self._here[:count]
-        elif count and self._driver is not None:
-            self._driver.copy(self._there.data_ptr(), self._here.data_ptr(), count * self._here.itemsize, stream)
+        if self._ids is not None:
+            self._send(self._ids, stream)
+            self._ids = None
         return self._there
+
+    def _send(self, ids: torch.Tensor, stream: int) -> None:
+        self._here[: len(ids)] = ids
+        if self._driver is None:
+            self._there[: len(ids)] = self._here[: len(ids)]
+        else:
+            self._driver.copy(self._there.data_ptr(), self._here.data_ptr(), ids.nbytes, stream)
 
 
 class Board:

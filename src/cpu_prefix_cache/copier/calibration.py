@@ -18,16 +18,12 @@ VERSION = 1  # of the file
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
-    """From how many bytes on blocks cross directly as well as through the staging ring."""
-
-    lone_part_bytes: int  # of the block of a group's only part: it would be no larger in the ring
-    each_part_bytes: int  # of the block of every one of several parts
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
-    """Rates are in GB/s (1e9 bytes), of one large copy and of staged copies of 16 KiB fragments."""
+    """Rates are in GB/s (1e9 bytes), of one large copy and of staged copies of 16 KiB fragments.
+
+    Blocks of `direct_bytes` or more in every part cross directly as fast as through the staging ring, at no more cost
+    to the host.
+    """
 
     device: str  # its name
     versions: str
@@ -35,14 +31,12 @@ class Calibration:
     link_load: float
     staged_store: float
     staged_load: float
-    thresholds: Thresholds
+    direct_bytes: int
 
     def __str__(self) -> str:
         return (
             f"{self.device} ({self.versions}): link {self.link_store:.1f}/{self.link_load:.1f} GB/s store/load, "
-            f"staged {self.staged_store:.1f}/{self.staged_load:.1f}; direct from "
-            f"{self.thresholds.lone_part_bytes // 1024} KiB (one part), "
-            f"{self.thresholds.each_part_bytes // 1024} KiB (several)"
+            f"staged {self.staged_store:.1f}/{self.staged_load:.1f}, direct from {self.direct_bytes // 1024} KiB"
         )
 
 
@@ -54,7 +48,7 @@ SHIPPED = Calibration(
     link_load=55.4,
     staged_store=54.5,
     staged_load=54.9,
-    thresholds=Thresholds(lone_part_bytes=192 * 1024, each_part_bytes=1024 * 1024),
+    direct_bytes=1024 * 1024,
 )
 
 
@@ -92,7 +86,7 @@ def _read(path: Path) -> Calibration:
     fields = json.loads(path.read_text())
     if fields.pop("version") != VERSION:
         raise ValueError("it is of another version")
-    return Calibration(**{**fields, "thresholds": Thresholds(**fields["thresholds"])})
+    return Calibration(**fields)
 
 
 def _path(device: str, folder: Path | None) -> Path:

@@ -83,6 +83,6 @@ def _staged(
         null_block=null_block,
         pinned=pinned,
         ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
-        thresholds=calibration.thresholds,
+        direct_bytes=calibration.direct_bytes,
     )
     return Choice(copier, "staged", f"{reason}; {copier.ways}; calibration: {calibration} ({origin})")

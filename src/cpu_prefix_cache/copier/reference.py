@@ -60,6 +60,7 @@ class ReferenceCopier(Copier):
     def _columns(self, group: BoundGroup, copy: CheckedCopy) -> Iterator[tuple[torch.Tensor, int, int]]:
         """The first host block of every piece, then the second, and so on, each with the bytes of a piece it holds."""
         width = self._binding.host.shape[1]
-        for column, ids in enumerate(copy.host.t()):
+        columns = torch.tensor(copy.host_blocks, dtype=torch.int64).view(len(copy.device), -1).t()
+        for column, ids in enumerate(columns):
             begin = column * width
             yield ids, begin, min(begin + width, group.layout.num_bytes)

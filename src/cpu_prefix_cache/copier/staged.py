@@ -26,7 +26,7 @@ from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, Shapes
 from cpu_prefix_cache.copier.board import PAGE_IDS, Board
-from cpu_prefix_cache.copier.calibration import SHIPPED, Thresholds
+from cpu_prefix_cache.copier.calibration import SHIPPED
 from cpu_prefix_cache.copier.link import BatchedLink, Link, MemoryLink, Pinned, SingleLink
 from cpu_prefix_cache.copier.queues import Lane, Mark, Queues, queues_for
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
@@ -47,7 +47,7 @@ class StagedCopier(Copier):
     (`HostArena.registration`), and without that it is pinned as a whole.
 
     Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
-    largest part, or Triton does not fit the device. `thresholds` say which blocks are large enough to cross directly.
+    largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
     `queues`, `tiling` and `seam_bytes` are for tests and measurements.
     """
 
@@ -61,7 +61,7 @@ class StagedCopier(Copier):
         pinned: Pinned | None = None,
         ring_bytes: int = RING_BYTES,
         slots: int = SLOTS,
-        thresholds: Thresholds = SHIPPED.thresholds,
+        direct_bytes: int = SHIPPED.direct_bytes,
         queues: Queues | None = None,
         tiling: Tiling | None = None,
         seam_bytes: int = SEAM_BYTES,
@@ -72,7 +72,7 @@ class StagedCopier(Copier):
         self._beside_captures = cuda_driver().beside_captures if device.type == "cuda" else contextlib.nullcontext
         self._queues = queues_for(device) if queues is None else queues
         region = Region(host, _link(device, host, pinned), seam_bytes)
-        groups = [StagedGroup(group, region, thresholds) for group in self._binding.groups]
+        groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
         slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
         page_ids = max(PAGE_IDS, *(group.device_blocks for group in groups))
         lanes = {Direction.STORE: self._queues.stores, Direction.LOAD: self._queues.loads}

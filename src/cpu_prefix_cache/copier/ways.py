@@ -14,7 +14,6 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup, CheckedCopy
 from cpu_prefix_cache.copier.board import Page
-from cpu_prefix_cache.copier.calibration import Thresholds
 from cpu_prefix_cache.copier.link import Link
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.ring import Ring
@@ -63,15 +62,15 @@ class Region:
 
 
 class StagedGroup:
-    """One group: how it would cross directly, with neighbouring parts joined, and whether that is as good."""
+    """One group: how it would cross directly, with neighbouring parts joined, and whether that is as good: when its
+    blocks are of `direct_bytes` or more in every part."""
 
-    def __init__(self, group: BoundGroup, region: Region, thresholds: Thresholds) -> None:
+    def __init__(self, group: BoundGroup, region: Region, direct_bytes: int) -> None:
         self.region = region
         self.name = group.piece.group.name
         self.device_blocks = group.piece.device_blocks
         together = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
-        enough = thresholds.lone_part_bytes if len(together) == 1 else thresholds.each_part_bytes
-        self.is_direct = all(part.shape[1] >= enough for part in together)
+        self.is_direct = all(part.shape[1] >= direct_bytes for part in together)
         self.parts = together if self.is_direct else list(group.parts)
         self.layout = PieceLayout([part.shape[1] for part in self.parts], self.device_blocks)
 
@@ -94,7 +93,7 @@ class Direct:
 
     def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
         ring.lane.copies.wait(after)
-        width = copy.host.shape[1]
+        width = len(copy.host_blocks) // len(copy.device)
         for part, which, places in self._parts:
             device = (copy.device[:, which] * part.stride(0) + part.data_ptr()).tolist()
             most = max(1, DIRECT_SLICE_BYTES // part.shape[1])
@@ -163,7 +162,7 @@ class ThroughRing:
         self, direction: Direction, section: _Section, copy: CheckedCopy, first: int, last: int, page: Page, ring: Ring
     ) -> None:
         """Of pieces [first, last), whose device blocks are on `page`."""
-        width, blocks = copy.host.shape[1], self._device_blocks
+        width, blocks = len(copy.host_blocks) // len(copy.device), self._device_blocks
         for begin, end in _slices(last - first, section.num_bytes, section.most):
             host_blocks = copy.host_blocks[(first + begin) * width : (first + end) * width]
             link = self._region.crossing(direction, section.spans(ring.next_slot.address, host_blocks, width))

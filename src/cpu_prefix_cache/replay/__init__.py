@@ -11,7 +11,7 @@ meter              the clock and the progress bar of one replay
 
 replay_command     `cpu-prefix-cache replay`
 size_command       `cpu-prefix-cache size`
-cli options units  what they share
+options units      what they share
 
 model_config       a model's config.json, looked up by name
 layers state_bytes how many layers keep which kind of KV state; what a recurrent state weighs

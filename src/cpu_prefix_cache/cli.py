@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from cpu_prefix_cache.bench import bench_command
 from cpu_prefix_cache.errors import PrefixCacheError
 from cpu_prefix_cache.replay import replay_command, size_command
 
 NAME = "cpu-prefix-cache"
-COMMANDS = (replay_command, size_command)
+COMMANDS = (replay_command, size_command, bench_command)
 FAILED, INTERRUPTED = 2, 130
 
 
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=NAME, description="What a host-memory KV prefix cache would give a workload.")
+    parser = argparse.ArgumentParser(
+        prog=NAME, description="What a host-memory KV prefix cache gives a workload, and on this machine."
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_arguments(subparsers)

@@ -1,0 +1,47 @@
+"""`cpu-prefix-cache bench`: which share of this machine's link our copies reach.
+
+Measures the CUDA device in some seconds, prints a table, and stores what `choose_copier` goes by from then on. A store
+is a copy from the device to host memory, a load one from there. GB are 1e9 bytes.
+"""
+
+import argparse
+
+from cpu_prefix_cache.bench.rates import draw, table
+from cpu_prefix_cache.errors import ConfigurationError
+
+
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="how fast copies are on this machine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg or .pdf")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA device (default 0)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import torch
+
+        from cpu_prefix_cache.bench.measure import measure
+        from cpu_prefix_cache.copier.calibration import save
+    except ImportError as missing:
+        raise ConfigurationError(
+            f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
+        ) from None
+    if args.device not in range(torch.cuda.device_count()):
+        raise ConfigurationError(f"there is no CUDA device {args.device} here: {torch.cuda.device_count()} were found")
+    torch.cuda.set_device(args.device)
+    measured = measure(torch.device("cuda", args.device))
+    print(table(measured.rates, measured.limits))
+    print(measured.calibration)
+    try:
+        print(f"stored in {save(measured.calibration)}")
+    except OSError as error:
+        raise ConfigurationError(f"the calibration cannot be stored in {error.filename}: {error.strerror}") from error
+    if args.plot:
+        draw(args.plot, measured.calibration.device, measured.rates, measured.limits)
+    return 0

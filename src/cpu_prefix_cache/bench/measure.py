@@ -1,0 +1,131 @@
+"""Measures a CUDA device in some seconds: the link with one large copy, and our copies of blocks of 2 MiB at random.
+
+A block consists of fragments of one size. `staged` brings them through the ring, `direct` across the link one by one.
+From which size on `direct` is as good is what `choose_copier` needs to know.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from cpu_prefix_cache.bench.rates import Rate
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.calibration import Calibration, versions
+from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.staged import StagedCopier
+from cpu_prefix_cache.groups import Group, GroupKind
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.planner import Piece
+
+T = TypeVar("T")
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCK_BYTES = 2 * MIB
+FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB)
+FRAGMENT_OF_CALIBRATION = 16 * KIB
+HOST_BYTES, TRANSFER_BYTES = 1024 * MIB, 256 * MIB
+REPEATS = 5
+AS_GOOD = 0.99
+NEVER = 1 << 62  # a block is never so large
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    calibration: Calibration
+    rates: list[Rate]
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {"store": self.calibration.link_store, "load": self.calibration.link_load}
+
+
+@dataclass
+class _Shapes:
+    pieces: list[Piece]
+    host_block_bytes: int
+
+
+def measure(device: torch.device) -> Measured:
+    """Takes 1 GiB of host memory, 1.3 GiB of the device's, and some seconds."""
+    arena = HostArena(HOST_BYTES // BLOCK_BYTES, BLOCK_BYTES, pinned_for=device)
+    try:
+        arena.wait_until_ready()
+        link = {direction: _link_rate(device, direction) for direction in Direction}
+        rates = [rate for fragment in FRAGMENTS for rate in _rates(device, arena, fragment)]
+    finally:
+        arena.close()
+    found = {(rate.method, rate.fragment_bytes, rate.direction): rate.gb_per_s for rate in rates}
+    calibration = Calibration(
+        device=torch.cuda.get_device_name(device),
+        versions=versions(),
+        link_store=round(link[Direction.STORE], 1),
+        link_load=round(link[Direction.LOAD], 1),
+        staged_store=round(found["staged", FRAGMENT_OF_CALIBRATION, "store"], 1),
+        staged_load=round(found["staged", FRAGMENT_OF_CALIBRATION, "load"], 1),
+        direct_bytes=_direct_from(found),
+    )
+    return Measured(calibration, rates)
+
+
+def _direct_from(found: dict[tuple[str, int, str], float]) -> int:
+    """The smallest size from which on direct copies are as good as staged ones, both ways; twice the largest if none."""
+    least = 2 * FRAGMENTS[-1]
+    for fragment in reversed(FRAGMENTS):
+        for direction in ("store", "load"):
+            if found["direct", fragment, direction] < AS_GOOD * found["staged", fragment, direction]:
+                return least
+        least = fragment
+    return least
+
+
+def _link_rate(device: torch.device, direction: Direction) -> float:
+    here = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device=device)
+    to, of = (here, there) if direction is Direction.STORE else (there, here)
+
+    def submit() -> list[torch.Tensor]:
+        return [to.copy_(of, non_blocking=True) for _ in range(4)]
+
+    return 4 * TRANSFER_BYTES / _seconds(submit, lambda _: torch.cuda.synchronize(device)) / 1e9
+
+
+def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Rate]:
+    count, blocks = BLOCK_BYTES // fragment, TRANSFER_BYTES // BLOCK_BYTES
+    tensors = [torch.empty(2 * blocks, fragment, dtype=torch.uint8, device=device).random_() for _ in range(count)]
+    group = Group(name="measured", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=BLOCK_BYTES)
+    shapes = _Shapes([Piece(group, 1, 1, BLOCK_BYTES)], BLOCK_BYTES)
+    rng = random.Random(0)
+    here, there = rng.sample(range(arena.blocks.shape[0]), blocks), rng.sample(range(2 * blocks), blocks)
+    copies = [GroupCopy(0, tuple(here), tuple(there))]
+    for method, direct_bytes in (("staged", NEVER), ("direct", 1)):
+        copier = StagedCopier(shapes, [tensors], arena.blocks, pinned=arena.registration, direct_bytes=direct_bytes)
+        for direction in Direction:
+            seconds = _seconds(partial(_four_transfers, copier, direction, copies), _until_last_passed)
+            yield Rate(method, fragment, direction.value, 4 * TRANSFER_BYTES / seconds / 1e9)
+
+
+def _four_transfers(copier: Copier, direction: Direction, copies: Sequence[GroupCopy]) -> list[Mark]:
+    return [copier.submit(direction, copies, copier.here()) for _ in range(4)]
+
+
+def _until_last_passed(marks: list[Mark]) -> None:
+    marks[-1].until_passed()
+
+
+def _seconds(submit: Callable[[], T], wait: Callable[[T], object]) -> float:
+    """From the submission to the end: a median."""
+    times = []
+    for repeat in range(REPEATS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        wait(submit())
+        if repeat:
+            times.append(time.perf_counter() - start)
+    return median(times)

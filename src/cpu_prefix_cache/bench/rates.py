@@ -1,0 +1,76 @@
+"""Rates of copies, method by method and size by size: as a table of text and as a plot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpu_prefix_cache.errors import ConfigurationError
+
+LIMIT = "one large copy"
+BAR = 20  # characters of a full one
+DIRECTIONS = ("store", "load")
+
+
+class Rate(NamedTuple):
+    """Of copies whose fragments are of `fragment_bytes`; GB/s are 1e9 bytes a second."""
+
+    method: str
+    fragment_bytes: int
+    direction: str
+    gb_per_s: float
+
+
+def table(rates: Sequence[Rate], limits: dict[str, float]) -> str:
+    """Each rate with its share of the limit of its direction, as a number and as a bar.
+
+    >>> print(table([Rate("staged", 4096, "store", 50.0)], {"store": 100.0}))
+    fragment   method   direction    GB/s  share of one large copy
+         4 KiB staged   store        50.0   50.0% ##########
+    """
+    lines = [f"fragment   method   direction    GB/s  share of {LIMIT}"]
+    for method, fragment_bytes, direction, rate in rates:
+        share = rate / limits[direction]
+        size = f"{fragment_bytes // 1024:>6} KiB"
+        lines.append(
+            f"{size} {method:<8} {direction:<9} {rate:>7.1f} {share:>7.1%} {'#' * round(share * BAR)}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def draw(path: str, title: str, rates: Sequence[Rate], limits: dict[str, float]) -> None:
+    """Write a plot to `path`, in the format that its suffix says: GB/s over the size of a fragment, and the limits.
+
+    Raises ConfigurationError without matplotlib, for a format it lacks, and for a path that cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    except ImportError as missing:
+        raise ConfigurationError("a plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'") from missing
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        raise ConfigurationError(f"a plot's name ends in one of .{', .'.join(known)}; got {path}")
+    figure.suptitle(title)
+    both: Any = figure.subplots(1, 2, sharey=True)
+    for axes, direction in zip(both, DIRECTIONS, strict=True):
+        _draw_direction(axes, direction, [rate for rate in rates if rate.direction == direction], limits[direction])
+    both[0].set_ylabel("GB/s")
+    both[0].legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigurationError(f"the plot cannot be written to {path}: {error.strerror}") from error
+
+
+def _draw_direction(axes: Any, direction: str, rates: Sequence[Rate], limit: float) -> None:
+    for method in dict.fromkeys(rate.method for rate in rates):
+        points = sorted((rate.fragment_bytes / 1024, rate.gb_per_s) for rate in rates if rate.method == method)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method)
+    axes.axhline(limit, linestyle="--", color="gray", label=LIMIT)
+    sizes = sorted({rate.fragment_bytes // 1024 for rate in rates})
+    axes.set(xscale="log", xlabel="fragment (KiB)", title=direction)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
