@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME, description="What a host-memory KV prefix cache gives a workload, and on this machine."
-    )
+    parser = argparse.ArgumentParser(prog=NAME, description="What a host-memory KV prefix cache would give you.")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_arguments(subparsers)

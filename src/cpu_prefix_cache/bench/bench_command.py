@@ -29,9 +29,8 @@ def run(args: argparse.Namespace) -> int:
         from cpu_prefix_cache.bench.measure import measure
         from cpu_prefix_cache.copier.calibration import save
     except ImportError as missing:
-        raise ConfigurationError(
-            f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
-        ) from None
+        sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
+        raise ConfigurationError(sentence) from missing
     if args.device not in range(torch.cuda.device_count()):
         raise ConfigurationError(f"there is no CUDA device {args.device} here: {torch.cuda.device_count()} were found")
     torch.cuda.set_device(args.device)

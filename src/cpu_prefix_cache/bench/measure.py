@@ -75,7 +75,10 @@ def measure(device: torch.device) -> Measured:
 
 
 def _direct_from(found: dict[tuple[str, int, str], float]) -> int:
-    """The smallest size from which on direct copies are as good as staged ones, both ways; twice the largest if none."""
+    """The smallest size from which on direct copies are as good as staged ones, both ways.
+
+    Twice the largest where none is.
+    """
     least = 2 * FRAGMENTS[-1]
     for fragment in reversed(FRAGMENTS):
         for direction in ("store", "load"):

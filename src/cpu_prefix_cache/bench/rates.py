@@ -30,10 +30,8 @@ def table(rates: Sequence[Rate], limits: dict[str, float]) -> str:
     lines = [f"fragment   method   direction    GB/s  share of {LIMIT}"]
     for method, fragment_bytes, direction, rate in rates:
         share = rate / limits[direction]
-        size = f"{fragment_bytes // 1024:>6} KiB"
-        lines.append(
-            f"{size} {method:<8} {direction:<9} {rate:>7.1f} {share:>7.1%} {'#' * round(share * BAR)}".rstrip()
-        )
+        size, bar = f"{fragment_bytes // 1024:>6} KiB", "#" * round(share * BAR)
+        lines.append(f"{size} {method:<8} {direction:<9} {rate:>7.1f} {share:>7.1%} {bar}".rstrip())
     return "\n".join(lines)
 
 

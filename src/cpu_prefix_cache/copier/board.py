@@ -1,6 +1,6 @@
 """The block ids of a transfer on their way to the device: pages of pinned memory here, and of device memory there.
 
-    free   --take-->   in use: sent for the first kernel that needs it, and until `free` is passed; who took it says when
+    free   --take-->   in use: sent for the first kernel that needs it; until `free` is passed, as its taker says
 
 With PAGES of them a free one hardly ever has to be waited for. A transfer with more ids than a page takes goes page by
 page: no transfer asks CUDA for memory.
