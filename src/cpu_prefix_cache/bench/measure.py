@@ -31,6 +31,7 @@ BLOCK_BYTES = 2 * MIB
 FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB)
 FRAGMENT_OF_CALIBRATION = 16 * KIB
 HOST_BYTES, TRANSFER_BYTES = 1024 * MIB, 256 * MIB
+MANY = 16  # transfers one after another: 80 ms
 REPEATS = 5
 AS_GOOD = 0.99
 NEVER = 1 << 62  # a block is never so large
@@ -94,9 +95,9 @@ def _link_rate(device: torch.device, direction: Direction) -> float:
     to, of = (here, there) if direction is Direction.STORE else (there, here)
 
     def submit() -> list[torch.Tensor]:
-        return [to.copy_(of, non_blocking=True) for _ in range(4)]
+        return [to.copy_(of, non_blocking=True) for _ in range(MANY)]
 
-    return 4 * TRANSFER_BYTES / _seconds(submit, lambda _: torch.cuda.synchronize(device)) / 1e9
+    return MANY * TRANSFER_BYTES / _seconds(submit, lambda _: torch.cuda.synchronize(device)) / 1e9
 
 
 def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Rate]:
@@ -107,15 +108,18 @@ def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Ra
     rng = random.Random(0)
     here, there = rng.sample(range(arena.blocks.shape[0]), blocks), rng.sample(range(2 * blocks), blocks)
     copies = [GroupCopy(0, tuple(here), tuple(there))]
-    for method, direct_bytes in (("staged", NEVER), ("direct", 1)):
+    for method, direct_bytes, transfers in (
+        ("staged", NEVER, MANY),
+        ("direct", 1, MANY if fragment >= 64 * KIB else 1),
+    ):
         copier = StagedCopier(shapes, [tensors], arena.blocks, pinned=arena.registration, direct_bytes=direct_bytes)
         for direction in Direction:
-            seconds = _seconds(partial(_four_transfers, copier, direction, copies), _until_last_passed)
-            yield Rate(method, fragment, direction.value, 4 * TRANSFER_BYTES / seconds / 1e9)
+            seconds = _seconds(partial(_submit, copier, direction, copies, transfers), _until_last_passed)
+            yield Rate(method, fragment, direction.value, transfers * TRANSFER_BYTES / seconds / 1e9)
 
 
-def _four_transfers(copier: Copier, direction: Direction, copies: Sequence[GroupCopy]) -> list[Mark]:
-    return [copier.submit(direction, copies, copier.here()) for _ in range(4)]
+def _submit(copier: Copier, direction: Direction, copies: Sequence[GroupCopy], transfers: int) -> list[Mark]:
+    return [copier.submit(direction, copies, copier.here()) for _ in range(transfers)]
 
 
 def _until_last_passed(marks: list[Mark]) -> None:

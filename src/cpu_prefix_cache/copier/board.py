@@ -6,8 +6,11 @@ With PAGES of them a free one hardly ever has to be waited for. A transfer with 
 page: no transfer asks CUDA for memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from cpu_prefix_cache.copier.binding import as_tensor
 from cpu_prefix_cache.copier.queues import Mark, Passed
 from cpu_prefix_cache.memory.driver import cuda_driver
 
@@ -23,17 +26,17 @@ class Page:
         self._here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.empty(num_ids, dtype=torch.int64, device=device)
         self._driver = cuda_driver() if device.type == "cuda" else None
-        self._ids: torch.Tensor | None = None  # to be sent
+        self._ids: Sequence[int] = ()  # to be sent
 
-    def write(self, ids: torch.Tensor) -> None:
-        """Let the page hold `ids`, int64 here, which do not change any more."""
+    def write(self, ids: Sequence[int]) -> None:
+        """Let the page hold these from its beginning."""
         self._ids = ids
 
     def on_device(self, stream: int) -> torch.Tensor:
         """The page there, for work that comes later on `stream`, a handle of CUDA's."""
-        if self._ids is not None:
-            self._send(self._ids, stream)
-            self._ids = None
+        if self._ids:
+            self._send(as_tensor(self._ids), stream)
+            self._ids = ()
         return self._there
 
     def _send(self, ids: torch.Tensor, stream: int) -> None:
@@ -52,8 +55,8 @@ class Board:
         self._pages = [Page(page_ids, device) for _ in range(PAGES)]
         self._next = 0
 
-    def take(self, ids: torch.Tensor) -> Page:
-        """A page with these ids, int64 here."""
+    def take(self, ids: Sequence[int]) -> Page:
+        """A page with these ids."""
         page = self._pages[self._next]
         self._next = (self._next + 1) % PAGES
         page.free.until_passed()

@@ -3,8 +3,8 @@
     free   --take-->   in use: filled by one queue, then emptied by the other   --emptied-->   free
 
 Nobody waits for a slot on the host. It is handed out in rotation, filled behind the mark that says it was emptied, and
-emptied behind the mark that says it was filled. The host only does not run further ahead of the device than
-RUN_AHEAD slices, or a driver's queue would fill up, and then the engine's own launches would wait.
+emptied behind the mark that says it was filled. But the host does not run further ahead of the device than RUN_AHEAD
+slices: streams share the few queues of the hardware, and what waits at the head of one holds up all behind it.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from cpu_prefix_cache.copier.queues import Lane, Mark, Queue
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
-RUN_AHEAD = 64  # slices of one direction: 2 GiB, 40 ms of the link
+RUN_AHEAD = 8  # slices of one direction: 240 MiB, 5 ms of the link; as long as Python may keep a thread waiting
 
 
 Step = tuple[Queue, Callable[[int], object]]

@@ -91,12 +91,13 @@ class StagedCopier(Copier):
         return self._queues.compute()
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
-        checked = self._binding.checked(direction, copies)
+        self._binding.check(direction, copies)
         ring = self._rings[direction]
         with self._beside_captures():
             try:
-                for copy in checked:
-                    self._ways[copy.group].submit(direction, copy, ring, after)
+                for copy in copies:
+                    if copy.host_blocks:
+                        self._ways[copy.group].submit(direction, copy, ring, after)
                 return ring.lane.mark()
             except BaseException:
                 ring.lane.drain()

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache.copier import triton_staging
-from cpu_prefix_cache.copier.binding import BoundGroup, CheckedCopy
+from cpu_prefix_cache.copier.binding import BoundGroup
 from cpu_prefix_cache.copier.board import Page
 from cpu_prefix_cache.copier.link import Link
 from cpu_prefix_cache.copier.queues import Mark
@@ -21,7 +21,7 @@ from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tilin
 from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.moves import SEAM_BYTES, Span, columns, moves_of, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
-from cpu_prefix_cache.plan import Direction
+from cpu_prefix_cache.plan import Direction, GroupCopy
 
 # The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
 # end. The others are as large as a slot, or this, where there is none: a slice costs the host 50 us.
@@ -35,7 +35,7 @@ SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Way(Protocol):
-    def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
         """Have the ring's queues carry out `copy`. Device blocks are touched only once `after` is passed."""
 
 
@@ -69,6 +69,7 @@ class StagedGroup:
         self.region = region
         self.name = group.piece.group.name
         self.device_blocks = group.piece.device_blocks
+        self.host_blocks = group.piece.host_blocks
         together = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
         self.is_direct = all(part.shape[1] >= direct_bytes for part in together)
         self.parts = together if self.is_direct else list(group.parts)
@@ -84,20 +85,20 @@ class Direct:
     """Block by block over the link, part after part: for large blocks."""
 
     def __init__(self, group: StagedGroup) -> None:
-        self._region = group.region
+        self._group, self._region = group, group.region
         self._parts = [
             (part, which, list(columns(offset + which * part.shape[1], part.shape[1], group.region.block_bytes)))
             for part, offset in zip(group.parts, group.layout.offsets, strict=True)
             for which in range(group.device_blocks)
         ]
 
-    def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
         ring.lane.copies.wait(after)
-        width = len(copy.host_blocks) // len(copy.device)
+        width = self._group.host_blocks
         for part, which, places in self._parts:
-            device = (copy.device[:, which] * part.stride(0) + part.data_ptr()).tolist()
-            most = max(1, DIRECT_SLICE_BYTES // part.shape[1])
-            for begin, end in _slices(len(device), part.shape[1], most):
+            address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
+            device = [address + block * stride for block in copy.device_blocks[which :: self._group.device_blocks]]
+            for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
                 ring.past(self._region.crossing(direction, spans))
@@ -145,28 +146,29 @@ class ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
     def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
-        self._device_blocks, self._region = group.device_blocks, group.region
+        self._group, self._region = group, group.region
         self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
-    def submit(self, direction: Direction, copy: CheckedCopy, ring: Ring, after: Mark) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
         ring.lane.kernels.wait(after)
-        step = ring.board.page_ids // self._device_blocks
-        for first in range(0, len(copy.device), step):
-            last = min(first + step, len(copy.device))
-            page = ring.board.take(copy.device[first:last].flatten())
+        host, device = self._group.host_blocks, self._group.device_blocks  # of a piece
+        step = ring.board.page_ids // device
+        for first in range(0, len(copy.device_blocks) // device, step):
+            page = ring.board.take(copy.device_blocks[first * device : (first + step) * device])
+            host_blocks = copy.host_blocks[first * host : (first + step) * host]
             for section in self._sections:
-                self._submit_section(direction, section, copy, first, last, page, ring)
+                self._submit_section(direction, section, host_blocks, page, ring)
             page.free = ring.lane.kernels.mark()
 
     def _submit_section(
-        self, direction: Direction, section: _Section, copy: CheckedCopy, first: int, last: int, page: Page, ring: Ring
+        self, direction: Direction, section: _Section, host_blocks: Sequence[int], page: Page, ring: Ring
     ) -> None:
-        """Of pieces [first, last), whose device blocks are on `page`."""
-        width, blocks = len(copy.host_blocks) // len(copy.device), self._device_blocks
-        for begin, end in _slices(last - first, section.num_bytes, section.most):
-            host_blocks = copy.host_blocks[(first + begin) * width : (first + end) * width]
-            link = self._region.crossing(direction, section.spans(ring.next_slot.address, host_blocks, width))
-            ring.through(partial(section.launch, direction, page, begin * blocks, end * blocks), link)
+        """Of the pieces whose device blocks are on `page`."""
+        host, device = self._group.host_blocks, self._group.device_blocks
+        for begin, end in _slices(len(host_blocks) // host, section.num_bytes, section.most):
+            spans = section.spans(ring.next_slot.address, host_blocks[begin * host : end * host], host)
+            kernel = partial(section.launch, direction, page, begin * device, end * device)
+            ring.through(kernel, self._region.crossing(direction, spans))
 
 
 def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
