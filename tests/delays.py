@@ -24,7 +24,7 @@ class DelayedMark:
 
 class DelayedQueue:
     def __init__(self, world, name):
-        self.world, self.name, self.entries = world, name, deque()
+        self.world, self.name, self.entries, self.waited_for = world, name, deque(), []
 
     def submit(self, work):
         self.entries.append(work)
@@ -36,6 +36,7 @@ class DelayedQueue:
 
     def wait(self, mark):
         self.entries.append(("wait", mark))
+        self.waited_for.append(mark.queue)
 
     def drain(self):
         while self.entries:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
-from cpu_prefix_cache.copier import link, ring, staged, triton_staging
+from cpu_prefix_cache.copier import link, ring, staged, triton_staging, ways
 from cpu_prefix_cache.copier.calibration import SHIPPED
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -98,14 +98,14 @@ def test_blocks_that_cross_as_they_are_wait_for_compute_too():
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
-def test_submit_waits_for_nothing_and_its_mark_is_passed_at_the_end():
+def test_submit_does_not_wait_for_the_end_and_its_mark_is_passed_then():
     bench = Bench(DelayedQueues(("pack", "in")))
-    copies = [GroupCopy(0, (0, 1, 2, 3), (3, 2, 1, 0))]
+    copies = [GroupCopy(0, (0, 1), (3, 2))]
     mark = bench.copier.submit(Direction.STORE, copies, bench.copier.here())
     assert not mark.passed() and (bench.host == POISON).all()
     mark.until_passed()
     assert mark.passed()
-    assert torch.equal(bench.host[:4, :1000], bench.before[0][:4].flip(0))
+    assert torch.equal(bench.host[:2, :1000], bench.before[0][2:4].flip(0))
 
 
 def test_stores_and_loads_do_not_wait_for_each_other():
@@ -155,12 +155,34 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
     assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
 
 
-def test_the_host_runs_ahead_of_the_device_no_further_than_it_may(monkeypatch):
-    monkeypatch.setattr(ring, "RUN_AHEAD", 3)
+def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
     bench = Bench(DelayedQueues(("pack", "out")))
-    ids = list(range(12))
-    mark = bench.copier.submit(Direction.STORE, [GroupCopy(0, tuple(ids), tuple(ids))], bench.copier.here())
-    assert bench.delays.ran.count("out") == 12 - 3
+    ids = tuple(range(12))
+    mark = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
+    assert bench.delays.ran.count("out") == 12 - 2
+    mark.until_passed()
+
+
+def test_no_queue_is_made_to_wait_for_a_slot():
+    """What waits at the head of a stream may hold up other streams."""
+    bench = Bench(DelayedQueues(("pack", "out")))
+    compute, pack, *_ = bench.delays.all
+    ids = tuple(range(12))
+    bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here()).until_passed()
+    assert pack.waited_for == [compute]
+
+
+def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
+    monkeypatch.setattr(ways, "SMALLEST_SLICE_BYTES", 1)
+    monkeypatch.setattr(ways, "DIRECT_SLICE_BYTES", 64)
+    part, delays, ids = randoms(20, 64), DelayedQueues(("out",)), tuple(range(20))
+    shapes = shapes_of([[part]], [1], 64)
+    copier = StagedCopier(shapes, [[part]], poisoned(20, 64), queues=delays.queues, direct_bytes=64)
+    copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here()).until_passed()
+    assert delays.ran.count("out") == 20
+    delays.ran.clear()
+    mark = copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here())
+    assert delays.ran.count("out") == 20 - ring.DIRECT_AHEAD
     mark.until_passed()
 
 
