@@ -38,7 +38,7 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
-SLOTS = 3  # of each ring: 20 MiB cross in 0.4 ms, and are filled or emptied in a tenth of that
+SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
 
 
 class StagedCopier(Copier):
