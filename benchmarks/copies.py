@@ -155,16 +155,19 @@ def both(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) ->
 
 
 def requests(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
-    for fragment in (16, 64):
+    for block_kib, placed, fragment in ((2048, "random", 16), (2048, "random", 64), (256, "pool", 64)):
         for size, bar in ((32 * MIB, 1.12), (256 * MIB, 1.04)):
-            scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, size, "random")
+            scene = Scene(arena, pinned, fragment * KIB, block_kib // fragment, size, placed)
             staged, large = Staged(scene), Large(pinned, size)
-            pairs = [(measured(staged, LOAD, 1)[0], measured(large, LOAD, 1)[0]) for _ in range(15)]
+            for method in (staged, large):
+                measured(method, LOAD, 10)
+            pairs = [(measured(staged, LOAD, 1)[0], measured(large, LOAD, 1)[0]) for _ in range(25)]
             ours, limit = (median(times) for times in zip(*pairs, strict=True))
-            text = f"one request's load of {size // MIB} MiB, {fragment} KiB: {ours * 1e3:.3f} ms, "
-            line(text + f"{ours / limit:.3f}x of one large copy", ours / limit <= bar)
+            text = f"one request's load of {size // MIB} MiB, {fragment} KiB, blocks of {block_kib} KiB {placed}: "
+            text += f"{ours * 1e3:.3f} ms, "
+            line(text + f"{ours / limit:.3f}x of one large copy", ours / limit <= bar if placed == "random" else None)
             worker = CopyWorker(0, staged.copier, threads=True)
-            times = [in_worker(worker, id, LOAD, scene.copies()) for id in range(15)]
+            times = [in_worker(worker, id, LOAD, scene.copies()) for id in range(25)]
             line(f"    through the worker's thread, until it is reported: {median(times) * 1e3:.3f} ms")
             worker.close()
 
@@ -239,13 +242,13 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
     bars = {STORE: (1.03, 1.06, 1.08), LOAD: (1.04, 1.07, 1.14)}
     scene = Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random")
     methods = {name: METHODS[name](scene) for name in ("staged", "batch", "kernel")}
-    runs = 3 if options.quick else 15
+    runs = {"staged": 3, "batch": 3, "kernel": 3} if options.quick else {"staged": 15, "batch": 5, "kernel": 5}
     for direction in Direction:
         for (loop, compute), bar in zip(loops().items(), bars[direction], strict=True):
             lost: dict[str, float] = {}
             rate: dict[str, float] = {}
             for name, method in methods.items():
-                pairs = [alternating(compute, method, direction) for _ in range(runs if name != "kernel" else 3)]
+                pairs = [alternating(compute, method, direction) for _ in range(runs[name])]
                 ratio = median(beside / alone for alone, beside, _ in pairs)
                 rate[name] = median(num_bytes / beside for _, beside, num_bytes in pairs) / 1e9
                 lost[name] = median((beside - alone) / max(1, num_bytes) for alone, beside, num_bytes in pairs) * 1e12

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-NAP_SECONDS = 50e-6  # with what the system adds, a fifth of the time that a slice needs on the link
+NAP_SECONDS = 150e-6  # with what the system adds, a third of the time that a slice needs on the link
 
 
 class Mark(Protocol):
