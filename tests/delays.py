@@ -34,6 +34,11 @@ class DelayedQueue:
         self.entries.append(mark)
         return mark
 
+    def move(self, mark):
+        assert mark.queue is self
+        mark.has_passed = False
+        self.entries.append(mark)
+
     def wait(self, mark):
         self.entries.append(("wait", mark))
         self.waited_for.append(mark.queue)

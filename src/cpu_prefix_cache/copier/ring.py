@@ -15,28 +15,27 @@ from functools import partial
 import torch
 
 from cpu_prefix_cache.copier.board import Board
-from cpu_prefix_cache.copier.queues import Lane, Mark, Queue
+from cpu_prefix_cache.copier.queues import Lane, Mark
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
 DIRECT_AHEAD = 4  # slices that cross without a slot: how far the host is ahead of them
 
 
-Step = tuple[Queue, Callable[[int], object]]
-
-
 class Slot:
-    """`memory` is uint8 [bytes], from `address` on; `free` is passed when the last slice has left it."""
+    """`memory` is uint8 [bytes], from `address` on. `filled` is passed when the last slice has come, `free` when it has
+    left."""
 
-    def __init__(self, memory: torch.Tensor, free: Mark) -> None:
+    def __init__(self, memory: torch.Tensor, filled: Mark, free: Mark) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
+        self.filled = filled
         self.free = free
 
 
 class Ring:
     """`num_slots` slots of `slot_bytes` bytes for one direction, the lane whose queues fill and empty them, and the
-    board for the ids of what passes through. They are 512 bytes more than that, and may be used once `free` is passed.
+    board for the ids of what passes through. They are 512 bytes more than that, and used once `free` is passed.
     """
 
     def __init__(
@@ -52,12 +51,17 @@ class Ring:
         self.lane = lane
         self.board = board
         self.slot_bytes = slot_bytes
-        self._direction = direction
+        self._loads = direction is Direction.LOAD
+        self._fill, self._empty = (lane.copies, lane.kernels) if self._loads else (lane.kernels, lane.copies)
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
-        self._slots = [Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], free) for at in range(num_slots)]
+        self._slots = [
+            Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], self._fill.mark(), self._empty.mark())
+            for at in range(num_slots)
+        ]
         self._next = 0
         self._crossing: deque[Mark] = deque()
+        free.until_passed()
 
     @property
     def next_slot(self) -> Slot:
@@ -72,14 +76,13 @@ class Ring:
         slot = self.next_slot
         slot.free.until_passed()
         self._next = (self._next + 1) % len(self._slots)
-        steps: list[Step] = [(self.lane.kernels, partial(kernel, slot.memory)), (self.lane.copies, link)]
-        if self._direction is Direction.LOAD:
-            steps.reverse()
-        (first, fill), (then, empty) = steps
-        first.submit(fill)
-        then.wait(first.mark())
-        then.submit(empty)
-        slot.free = then.mark()
+        gather_or_scatter = partial(kernel, slot.memory)
+        fill, empty = (link, gather_or_scatter) if self._loads else (gather_or_scatter, link)
+        self._fill.submit(fill)
+        self._fill.move(slot.filled)
+        self._empty.wait(slot.filled)
+        self._empty.submit(empty)
+        self._empty.move(slot.free)
 
     def past(self, link: Callable[[int], object]) -> None:
         """Have a slice cross without a slot."""

@@ -142,9 +142,12 @@ class Launcher:
 
     def __init__(self, table: PartTable, *, device_blocks: int, pitch: int, tiling: Tiling) -> None:
         self.table, self.pitch = table, pitch
-        self._device_blocks, self._tiling = device_blocks, tiling
+        self._tiling = tiling
+        self._parts = table.rows.shape[1]
         self._words = next((width for width in tiling.widths if width >= table.most_words), tiling.widths[-1])
+        self._fragments = max(1, tiling.words // self._words)  # of a tile
         self._chunks = triton.cdiv(table.most_words, self._words)
+        self._sizes = (device_blocks, pitch, self._chunks)
         self._compiled = {} if INTERPRETED else {kernel: self._compile(kernel) for kernel in (_gather, _scatter)}
 
     def gather(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
@@ -159,32 +162,28 @@ class Launcher:
         self._launch(_scatter, slot, ids, stream)
 
     def _launch(self, kernel: Any, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        num_fragments = len(ids) * self.table.rows.shape[1]
-        fragments = max(1, self._tiling.words // self._words)
-        if INTERPRETED:  # no wider than needed: there is nothing to compile
-            fragments = min(fragments, triton.next_power_of_2(num_fragments))
-        tiles = triton.cdiv(num_fragments, fragments) * self._chunks
-        programs = min(self._tiling.programs, tiles)
-        arguments = self._arguments(slot, ids, num_fragments, fragments)
-        if INTERPRETED:
-            kernel[(programs,)](*arguments)
-        else:
-            self._compiled[kernel][(programs, 1, 1)](*arguments, stream=stream)
+        num_fragments = len(ids) * self._parts
+        programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
+        sizes = (self._parts, num_fragments, *self._sizes)
+        if INTERPRETED:  # a tile is no wider than needed: there is nothing to compile
+            fragments = min(self._fragments, triton.next_power_of_2(num_fragments))
+            kernel[(programs,)](slot, self.table.rows, ids, *sizes, *self._constants(fragments))
+        else:  # by addresses, which nobody looks up
+            addresses = slot.data_ptr(), self.table.rows.data_ptr(), ids.data_ptr()
+            constants = self._constants(self._fragments)
+            self._compiled[kernel][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
 
     def _compile(self, kernel: Any) -> Any:
         """By a launch that copies nothing."""
         device = self.table.rows.device
         slot = torch.empty(0, dtype=torch.uint8, device=device)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        fragments = max(1, self._tiling.words // self._words)
-        return kernel[(1,)](*self._arguments(slot, nothing, 0, fragments), num_warps=self._tiling.warps)
+        sizes, constants = (self._parts, 0, *self._sizes), self._constants(self._fragments)
+        return kernel[(1,)](slot, self.table.rows, nothing, *sizes, *constants, num_warps=self._tiling.warps)
 
-    def _arguments(self, slot: torch.Tensor, ids: torch.Tensor, num_fragments: int, fragments: int) -> tuple[Any, ...]:
-        table = self.table
-        return (
-            *(slot, table.rows, ids, table.rows.shape[1], num_fragments, self._device_blocks, self.pitch, self._chunks),
-            *(fragments, self._words, WORDS_OF[table.alignment], _word_bytes(table.alignment), table.alignment),
-        )
+    def _constants(self, fragments: int) -> tuple[Any, ...]:
+        alignment = self.table.alignment
+        return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment
 
 
 def _word_bytes(alignment: int) -> int:
