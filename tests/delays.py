@@ -36,6 +36,8 @@ class DelayedQueue:
 
     def move(self, mark):
         assert mark.queue is self
+        if mark in self.entries:
+            self.entries.remove(mark)
         mark.has_passed = False
         self.entries.append(mark)
 

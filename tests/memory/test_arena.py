@@ -57,7 +57,11 @@ class FakeDriver:
         self.registered, self.order, self.gate = {}, [], threading.Semaphore(1000)
         self.refuses_after, self.beside = None, 0
 
-    def beside_captures(self):
+    def primary_context(self, device):
+        return 7 + device
+
+    def working_in(self, context):
+        assert context == 7 + CUDA.index
         return self
 
     def __enter__(self):
@@ -75,6 +79,7 @@ class FakeDriver:
         self.order.append(address)
 
     def unregister(self, address):
+        assert self.beside
         del self.registered[address]
 
     def pci_address(self, device):
@@ -83,7 +88,6 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
     return FakeDriver()
 

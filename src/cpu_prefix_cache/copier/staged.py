@@ -17,8 +17,9 @@ When a step cannot be submitted, what has been is waited for, so that every slot
 transfer can touch a block later; then the error goes on to whoever asked.
 """
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -69,7 +70,7 @@ class StagedCopier(Copier):
         self._binding = Binding(shapes, tensors, host, null_block)
         device = self._binding.device
         _check_machine(device, host, pinned)
-        self._beside_captures = cuda_driver().beside_captures if device.type == "cuda" else contextlib.nullcontext
+        self._working = _working_on(device)
         self._queues = queues_for(device) if queues is None else queues
         region = Region(host, _link(device, host, pinned), seam_bytes)
         groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
@@ -81,9 +82,10 @@ class StagedCopier(Copier):
             for direction, lane in lanes.items()
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
-        self._ways: list[Way] = [
-            Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
-        ]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
+            self._ways: list[Way] = [
+                Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
+            ]
         direct = [group.name for group in groups if group.is_direct]
         self.ways = f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
 
@@ -93,7 +95,7 @@ class StagedCopier(Copier):
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
-        with self._beside_captures():
+        with self._working():
             try:
                 for copy in copies:
                     if copy.host_blocks:
@@ -123,6 +125,14 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | No
             "on CPU tensors the staged copier runs in Triton's interpreter only; set TRITON_INTERPRET=1 before the "
             "kernels are imported, or take the reference copier"
         )
+
+
+def _working_on(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """How a thread, whichever it is, comes to work on the device."""
+    if device.type != "cuda":
+        return nullcontext
+    driver = cuda_driver()
+    return partial(driver.working_in, driver.primary_context(device.index))
 
 
 def _link(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> Link:

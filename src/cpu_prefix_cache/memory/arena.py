@@ -46,12 +46,12 @@ class HostArena:
         memory = torch.frombuffer(region, dtype=torch.uint8)
         self.blocks = memory.view(num_blocks, block_bytes)
         self.registration: Registration | None = None
-        self._device = pinned_for
         self._shared_as = shared_as
         if pinned_for is not None:
             driver = _driver_for(pinned_for) if driver is None else driver
-            near = processors_near(driver.pci_address(pinned_for.index or 0))
-            self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, slice_bytes)
+            device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
+            near = processors_near(driver.pci_address(device))
+            self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, device, slice_bytes)
             self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
 
     @property
@@ -63,8 +63,8 @@ class HostArena:
 
     def register(self) -> None:
         """Begin to pin the region. Not before the engine has captured its graphs or steps: see `registration.py`."""
-        if self.registration is not None and self._device is not None:
-            self.registration.start(self._device)
+        if self.registration is not None:
+            self.registration.start()
 
     def wait_until_ready(self) -> None:
         """Pin the region, and return when no more blocks will become ready."""

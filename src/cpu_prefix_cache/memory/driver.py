@@ -43,7 +43,7 @@ _IN_ORDER, _ZERO, _FAILED = _Attributes(source_order=STREAM_ORDER), _SIZE(0), _S
 
 
 class Driver:
-    """libcuda. A thread that calls it has a context: torch gives it one with `torch.cuda.set_device`."""
+    """libcuda. A thread that calls it works in a context (`working_in`); torch sees to that only for its own calls."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -76,12 +76,25 @@ class Driver:
         same = ctypes.addressof(attributes), ctypes.addressof(_ZERO), 1, ctypes.addressof(_FAILED)
         self._check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
 
-    def beside_captures(self) -> "BesideCaptures":
-        """What this thread does meanwhile leaves alone the CUDA graphs that other threads capture, and they it.
+    def primary_context(self, device: int) -> int:
+        """The context that torch works in on a device: made if it is not there, and kept."""
+        context = _POINTER()
+        self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        return context.value or 0
 
-        Otherwise a call as harmless as pinning memory ends every capture in the process with an error.
+    def working_in(self, context: int) -> "Working":
+        """Have this thread work in a context for a while, whatever it works in otherwise, if in any.
+
+        What it does meanwhile leaves alone the CUDA graphs that other threads capture, and they it: otherwise a call as
+        harmless as pinning memory ends every capture in the process with an error.
         """
-        return BesideCaptures(self)
+        return Working(self, context)
+
+    def push(self, context: int) -> None:
+        self._check("enter a context", self._library.cuCtxPushCurrent_v2(_POINTER(context)))
+
+    def pop(self) -> None:
+        self._check("leave a context", self._library.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
 
     def exchange_capture_mode(self, mode: ctypes.c_int) -> None:
         """Of this thread; `mode` becomes what it was before."""
@@ -98,19 +111,21 @@ class Driver:
             raise DriverError(call, code)
 
 
-class BesideCaptures:
-    """See Driver.beside_captures. A class, because a generator takes three times as long, and loads wait for it."""
+class Working:
+    """See Driver.working_in. A class, because a generator takes three times as long, and loads wait for it."""
 
-    __slots__ = ("_driver", "_mode")
+    __slots__ = ("_context", "_driver", "_mode")
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._mode = driver, ctypes.c_int(RELAXED)
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver, self._context, self._mode = driver, context, ctypes.c_int(RELAXED)
 
     def __enter__(self) -> None:
+        self._driver.push(self._context)
         self._driver.exchange_capture_mode(self._mode)
 
     def __exit__(self, *error: object) -> None:
         self._driver.exchange_capture_mode(self._mode)
+        self._driver.pop()
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":

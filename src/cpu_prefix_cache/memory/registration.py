@@ -9,10 +9,11 @@ to 8.9 ms late, with 16 MiB at most 1.2 ms, and 8 GiB took 1.4 s (one H200). Cap
 
 import logging
 import threading
+from contextlib import nullcontext
 
 import torch
 
-from cpu_prefix_cache.memory.driver import Driver, DriverError
+from cpu_prefix_cache.memory.driver import Driver, DriverError, Working
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.pages import Pages
 
@@ -22,10 +23,16 @@ PAUSE_SECONDS = 0.0015
 
 
 class Registration:
-    """Of `region`, uint8 [bytes], from its first byte on; it keeps the region, which must not be unmapped before."""
+    """Of `region`, uint8 [bytes], from its first byte on, for the CUDA device of that number.
 
-    def __init__(self, region: torch.Tensor, pages: Pages, driver: Driver, slice_bytes: int = SEAM_BYTES) -> None:
-        self._region, self._pages, self._driver, self._slice_bytes = region, pages, driver, slice_bytes
+    It keeps the region, which must not be unmapped before.
+    """
+
+    def __init__(
+        self, region: torch.Tensor, pages: Pages, driver: Driver, device: int, slice_bytes: int = SEAM_BYTES
+    ) -> None:
+        self._region, self._pages, self._slice_bytes = region, pages, slice_bytes
+        self._driver, self._device = driver, device
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._settled = threading.Event()
@@ -36,10 +43,10 @@ class Registration:
     def is_whole(self) -> bool:
         return self.num_bytes == self._region.numel()
 
-    def start(self, device: torch.device) -> None:
+    def start(self) -> None:
         """Begin, in a thread of its own. A second call does nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(device,), daemon=True, name="pin-host-memory")
+            self._thread = threading.Thread(target=self._run, daemon=True, name="pin-host-memory")
             self._thread.start()
 
     def wait(self) -> None:
@@ -53,12 +60,15 @@ class Registration:
         if self._thread is not None:
             self._thread.join()
         pinned, self.num_bytes, self.ready_bytes = self.num_bytes, 0, 0
-        for first in range(0, pinned, self._slice_bytes):
-            self._driver.unregister(self._region.data_ptr() + first)
+        with self._working() if pinned else nullcontext():
+            for first in range(0, pinned, self._slice_bytes):
+                self._driver.unregister(self._region.data_ptr() + first)
 
-    def _run(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
-        with self._driver.beside_captures():
+    def _working(self) -> Working:
+        return self._driver.working_in(self._driver.primary_context(self._device))
+
+    def _run(self) -> None:
+        with self._working():
             for first in range(0, self._region.numel(), self._slice_bytes):
                 if self._stop.is_set() or not self._pages.wait_for(first) or not self._pin(first):
                     break
