@@ -365,38 +365,6 @@ def write_json(
 def check_options(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise UserError(f"--json {options.json} is not a file that can be written")
     for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):
