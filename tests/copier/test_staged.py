@@ -208,6 +208,16 @@ def test_a_piece_larger_than_a_slot_goes_part_by_part():  # a state page
         assert (part[1] == POISON).all()
 
 
+def test_even_if_what_fits_a_slot_is_one_host_block_of_several():
+    raw = randoms(9, 257)
+    parts = [raw[:, :128], raw[:, 128:256], raw[:, 256:]]
+    shapes, copies = shapes_of([parts], [2], 512), [GroupCopy(0, (6, 3, 5, 0), (4, 7, 3, 2))]
+    host, expected = poisoned(7, 512), poisoned(7, 512)
+    StagedCopier(shapes, [parts], host, ring_bytes=2048).copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+
+
 def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
     parts = [randoms(5, 700)]
     with pytest.raises(ConfigurationError, match="ring_bytes=4096 works"):

@@ -121,7 +121,8 @@ class _Section:
         self._block_bytes = group.region.block_bytes
         self._places = list(columns(begin, num_bytes, self._block_bytes))
         # one host block for each piece, all of it, and nothing between pieces in a slot
-        self._is_one_block = self._places == [(0, 0, 0, self._block_bytes)] and self.pitch == num_bytes
+        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, self._block_bytes)]
+        self._is_one_block = whole and self.pitch == num_bytes
         self._launchers = [
             Launcher(table, device_blocks=group.device_blocks, pitch=self.pitch, tiling=tiling) for table in tables
         ]
