@@ -7,8 +7,9 @@ machine named in it. It is kept as a small file of JSON under the user's cache d
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,10 +84,18 @@ def calibration_for(device: torch.device, folder: Path | None = None) -> tuple[C
 
 
 def _read(path: Path) -> Calibration:
-    fields = json.loads(path.read_text())
-    if fields.pop("version") != VERSION:
-        raise ValueError("it is of another version")
-    return Calibration(**fields)
+    """Raises ValueError, KeyError or TypeError for a file that is no calibration of this version."""
+    stored = json.loads(path.read_text())
+    if not isinstance(stored, dict) or stored.get("version") != VERSION:
+        raise ValueError(f"it is not of version {VERSION}")
+    kinds = {field.name: type(getattr(SHIPPED, field.name)) for field in fields(Calibration)}
+    return Calibration(**{name: _of_kind(stored[name], kind) for name, kind in kinds.items()})
+
+
+def _of_kind(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or (kind is not str and not value > 0):
+        raise TypeError(f"{value!r} is no {kind.__name__} that can be")
+    return value
 
 
 def _path(device: str, folder: Path | None) -> Path:
