@@ -57,14 +57,14 @@ class Scene:
             torch.randint(0, 256, (on_device, fragment), dtype=torch.uint8, device=DEVICE) for _ in range(count)
         ]
         self.host, self.pinned = self._blocks(arena.blocks.view(-1)), self._blocks(pinned)
-        self._registration = arena.registration
+        self._arena = arena
         self.device_blocks = rng.sample(range(on_device), self.num_blocks)
         self.host_blocks = _places(placed, min(len(self.host), len(self.pinned)), self.num_blocks, rng)
         group = Group(name="only", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=self.block_bytes)
         self.shapes = Shapes([Piece(group, 1, 1, self.block_bytes)], self.block_bytes)
 
     def copier(self) -> Copier:
-        return choose_copier(self.shapes, [self.tensors], self.host, pinned=self._registration, name="staged").copier
+        return choose_copier(self.shapes, [self.tensors], self.host, pinned=self._arena, name="staged").copier
 
     def copies(self, num_bytes: int | None = None, first: int = 0) -> tuple[GroupCopy, ...]:
         """Those of the blocks from number `first` on, as many as make `num_bytes`."""

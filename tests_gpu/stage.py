@@ -31,7 +31,7 @@ class Stage:
         if pinned_at_once:
             self.arena.wait_until_ready()
         choice = choose_copier(
-            self.shapes, [self.parts], self.arena.blocks, pinned=self.arena.registration, name="staged", **options
+            self.shapes, [self.parts], self.arena.blocks, pinned=self.arena, name="staged", **options
         )
         self.copier, self.reason = choice.copier, choice.reason
 

@@ -59,7 +59,7 @@ def test_any_layout_is_copied_as_the_reference_does(seed):
     largest = max(each * part.shape[1] for each, parts in zip(device_blocks, tensors, strict=True) for part in parts)
     ring_bytes = 4 * (largest + 512) + rng.choice((0, 1 << 20))
     reference = ReferenceCopier(shapes, tensors, expected)
-    staged = choose_copier(shapes, tensors, arena.blocks, pinned=arena.registration, ring_bytes=ring_bytes).copier
+    staged = choose_copier(shapes, tensors, arena.blocks, pinned=arena, ring_bytes=ring_bytes).copier
     reference.copy(Direction.STORE, stores)
     staged.copy(Direction.STORE, stores)
     assert torch.equal(arena.blocks, expected)
@@ -84,7 +84,7 @@ def test_blocks_may_lie_more_than_4_gib_apart():  # L5.33
     shapes = shapes_of([[far, near]], [1], size + 64)
     arena = HostArena(blocks, size + 64, pinned_for=DEVICE)
     arena.wait_until_ready()
-    copier = choose_copier(shapes, [[far, near]], arena.blocks, pinned=arena.registration).copier
+    copier = choose_copier(shapes, [[far, near]], arena.blocks, pinned=arena).copier
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 1, 0), (4, 2, 3))])
     far.fill_(POISON)
     copier.copy(Direction.LOAD, [GroupCopy(0, (3, 1, 0), (3, 4, 0))])

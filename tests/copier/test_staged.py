@@ -186,6 +186,37 @@ def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
     mark.until_passed()
 
 
+def test_a_transfer_of_more_blocks_than_a_page_takes_goes_page_by_page(monkeypatch):
+    monkeypatch.setattr(staged, "PAGE_IDS", 4)
+    parts = [randoms(60, 8)]
+    shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
+    host, expected = poisoned(70, 8), poisoned(70, 8)
+    delays = DelayedQueues(("pack", "in"))
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=4096, queues=delays.queues)
+    copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
+    mark = copier.submit(Direction.STORE, copies, copier.here())  # fifteen pages, of which there are four
+    mark.until_passed()
+    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = parts[0].clone()
+    parts[0].fill_(POISON)
+    copier.submit(Direction.LOAD, copies, copier.here()).until_passed()
+    assert torch.equal(parts[0], before)
+
+
+@pytest.mark.parametrize("eager", EAGER)
+def test_transfers_submitted_one_behind_another_do_not_mix(eager):
+    bench = Bench(DelayedQueues(eager))
+    order = random.Random(5).sample(range(BLOCKS), BLOCKS)
+    marks = [
+        bench.copier.submit(Direction.STORE, [GroupCopy(0, (here,), (there,))], bench.copier.here())
+        for here, there in enumerate(order)
+    ]
+    marks[-1].until_passed()
+    assert all(mark.passed() for mark in marks)
+    assert torch.equal(bench.host[:, :1000], bench.before[0][order])
+
+
 # Slices
 
 

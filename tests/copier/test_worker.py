@@ -1,5 +1,6 @@
 """The copying half: every transfer of a plan ends as done or failed, and is said again until it is heard."""
 
+import gc
 import threading
 import time
 from threading import Semaphore
@@ -127,12 +128,13 @@ class HeldMark:
         self.ended, self.number = ended, number
 
     def passed(self):
-        if self.number == "broken" or (self.number, "broken") in self.ended:
+        if (self.number, "broken") in self.ended:
             raise RuntimeError("the device is gone")
         return self.number in self.ended
 
     def until_passed(self):
-        pass
+        while not self.passed():
+            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -144,6 +146,7 @@ def held():
 def threaded(held):
     worker = CopyWorker(0, held, threads=True)
     yield worker
+    held.ended.update(range(20))
     for _ in range(20):
         held.let_through.release()
     worker.close()
@@ -218,6 +221,54 @@ def test_what_was_cancelled_is_forgotten_when_it_is_settled(threaded):
     assert not threaded._cancelled
 
 
+@pytest.mark.parametrize("end", ["drain", "close"])
+def test_drain_and_close_wait_until_all_has_ended(threaded, held, end):
+    threaded.run(plan(0, 1))
+    ender = threading.Thread(target=getattr(threaded, end))
+    ender.start()
+    held.let_through.release()
+    held.let_through.release()
+    assert eventually(lambda: held.copied == 2)
+    held.ended.add(0)
+    ender.join(0.05)
+    assert ender.is_alive()  # the second is still moving
+    held.ended.add(1)
+    ender.join(10)
+    assert not ender.is_alive() and threaded.report().done == {0, 1}
+
+
+def test_closing_again_does_nothing_and_later_transfers_fail(threaded):
+    for _ in range(3):
+        threaded.close()
+    threaded.run(plan(7))
+    assert threaded.report().failed == {7}
+    threaded.drain()
+
+
+def test_a_worker_that_nobody_keeps_ends_its_threads():
+    worker = CopyWorker(5, CountingCopier(), threads=True)
+    names = {f"{direction.value}-5" for direction in Direction}
+    assert names <= {thread.name for thread in threading.enumerate()}
+    del worker
+    gc.collect()
+    assert not names & {thread.name for thread in threading.enumerate()}
+
+
+def test_all_of_a_plan_goes_behind_the_same_point_of_compute(copier):
+    asked, given = [], []
+    copier.here = lambda: asked.append(1) or Passed()
+    copier.submit = lambda direction, copies, after: given.append(after) or Passed()
+    CopyWorker(0, copier).run(plan(0, 1, 2))
+    assert len(asked) == 1 and len(set(map(id, given))) == 1
+
+
+def test_a_report_that_is_interrupted_is_made_again(worker):
+    worker.run(plan(0, 1))
+    submitter = worker._submitters[Direction.LOAD]
+    next(submitter.ended())  # and then nothing more: an interrupt
+    assert worker.report().done == {0, 1}
+
+
 # The host region
 
 
@@ -245,6 +296,28 @@ def test_the_host_region_is_pinned_from_the_first_plan_on_even_an_empty_one(copi
     assert worker.report().ready_blocks == 7
     worker.close()
     assert arena.log == ["register", "close"]
+
+
+def test_the_region_is_closed_after_the_copies_have_ended(held):
+    arena, log = FakeArena(), []
+    worker = CopyWorker(0, held, arena, threads=True)
+    arena.close = lambda: log.append(held.copied)
+    worker.run(plan(0))
+    held.ended.add(0)
+    threading.Timer(0.05, held.let_through.release).start()
+    worker.close()
+    assert log == [1]
+
+
+def test_a_plan_whose_beginning_fails_is_reported_as_failed(copier):
+    class NoMoreThreads(FakeArena):
+        def register(self):
+            raise RuntimeError("can't start new thread")
+
+    worker = CopyWorker(0, copier, NoMoreThreads())
+    with pytest.raises(RuntimeError):
+        worker.run(plan(0, 1))
+    assert worker.report().failed == {0, 1}
 
 
 def test_without_one_it_says_nothing_of_blocks(worker):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.copier.link import BatchedLink
 from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
@@ -181,6 +182,80 @@ def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog
     assert not driver.registered
 
 
+def test_blocks_without_pages_are_not_ready_even_where_pinning_was_refused(driver, monkeypatch):
+    driver.refuses_after = 1
+    monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first >= 3 * SLICE else 0)
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    assert arena.registration.num_bytes == SLICE and arena.registration.ready_bytes <= 3 * SLICE
+    arena.close()
+
+
+def test_a_slice_that_is_not_unpinned_leaves_no_other_pinned(driver):
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    unregister, first = driver.unregister, arena.blocks.data_ptr()
+
+    def failing(address):
+        if address == first:
+            raise DriverError("unpin host memory", 1)
+        unregister(address)
+
+    driver.unregister = failing
+    with pytest.raises(DriverError):
+        arena.close()
+    assert list(driver.registered) == [first]
+
+
+def test_a_driver_that_gives_no_context_makes_nobody_wait(driver, monkeypatch, caplog):
+    def refusing(device):
+        raise DriverError("give a context", 2)
+
+    monkeypatch.setattr(driver, "primary_context", refusing)
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    assert arena.ready_blocks == 0 and "not pinned, and not used" in caplog.text
+    arena.close()
+
+
+def test_threads_that_may_not_choose_their_processors_take_pages_all_the_same(monkeypatch):
+    def forbidden(process, processors):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    taking = pages.Pages(torch.empty(3 * SLICE, dtype=torch.uint8), os.sched_getaffinity(0), SLICE)
+    assert taking.wait_for(2 * SLICE)
+    taking.close()
+
+
+def test_a_forked_process_unpins_nothing(driver):
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    arena.registration._process -= 1
+    arena.registration.close()
+    assert driver.registered
+    arena.registration._process += 1
+    arena.close()
+
+
+def test_whoever_copies_keeps_the_region(driver):
+    arena = arena_of(driver)
+    arena.wait_until_ready()
+    link = BatchedLink(driver, 0, arena)
+    del arena
+    gc.collect()
+    assert driver.registered and link._pinned.is_pinned
+    del link
+    gc.collect()
+    assert not driver.registered
+
+
+@pytest.mark.parametrize(("num_blocks", "block_bytes"), [(0, 10), (-1, 10), (3, 0)])
+def test_a_region_without_bytes_is_refused(num_blocks, block_bytes):
+    with pytest.raises(ConfigurationError, match="blocks of some bytes"):
+        HostArena(num_blocks, block_bytes)
+
+
 def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch, caplog):
     monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first >= 2 * SLICE else 0)
     arena = arena_of(driver)
@@ -192,20 +267,17 @@ def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch,
 
 
 def test_pages_are_there_before_they_are_pinned(driver):
-    resident = []
-    register = driver.register
+    register, resident = driver.register, []
 
     def watching(address, num_bytes):
-        with open("/proc/self/smaps") as smaps:
-            text = smaps.read()
-        resident.append("Rss:" in text)
+        resident.append(rss_of(address) >= address + num_bytes - first)
         register(address, num_bytes)
 
     driver.register = watching
-    arena = arena_of(driver, num_blocks=100)
-    for first in range(0, 3_000_000, SLICE):
-        assert arena.registration._pages.wait_for(first)
-    assert rss_of(arena.blocks.data_ptr()) >= 3_000_000
+    arena = arena_of(driver, num_blocks=20)
+    first = arena.blocks.data_ptr()
+    arena.wait_until_ready()
+    assert len(resident) == -(-20 * 30_000 // SLICE) and all(resident)
     arena.close()
 
 
@@ -250,7 +322,6 @@ def test_pages_are_taken_by_threads_near_the_device(monkeypatch):
     assert taking.wait_for(9 * SLICE)
     taking.close()
     assert seen and all(each == near for each in seen)
-    assert len(os.sched_getaffinity(0)) == os.cpu_count() or near != os.sched_getaffinity(0)
 
 
 # Shared by several ranks
@@ -297,6 +368,15 @@ def test_ranks_that_differ_in_size_are_told_so(name):
 def test_a_shared_region_larger_than_shared_memory_is_refused(name):
     with pytest.raises(ConfigurationError, match=r"shared host memory .* ask for at most \d+ bytes"):
         HostArena(1 << 30, 1 << 20, shared_as=name)
+    assert not (mapping.SHARED / name).exists()
+
+
+def test_closing_does_not_take_the_name_of_a_later_region(name):
+    one = HostArena(4, 1000, shared_as=name)
+    one.forget_name()
+    HostArena(5, 1000, shared_as=name)
+    one.close()
+    assert (mapping.SHARED / name).exists()
 
 
 # What the machine may use

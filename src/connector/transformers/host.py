@@ -60,7 +60,7 @@ class HostTier:
             max_step_tokens=max_step_tokens,
             checkpoint_interval=checkpoint_interval,
         )
-        copier = choose_copier(planner, tensors, arena.blocks, pinned=arena.registration).copier
+        copier = choose_copier(planner, tensors, arena.blocks, pinned=arena).copier
         self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors), arena)
         arena.wait_until_ready()  # an offline run has no graphs to capture, and no launches to delay yet
 
@@ -86,7 +86,7 @@ class HostTier:
         """One engine step of the cache. The loads that ended well."""
         try:
             self._worker.run(self.cache.step())
+        finally:  # what an interrupt cut short is resolved, too, when it has ended
             self._worker.drain()
-        finally:  # what an interrupt cut short is resolved as failed
             resolved = self.cache.report(self._worker.report())
         return {each.id for each in resolved if each.ok and each.direction is Direction.LOAD}

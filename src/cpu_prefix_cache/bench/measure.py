@@ -112,7 +112,7 @@ def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Ra
         ("staged", NEVER, MANY),
         ("direct", 1, MANY if fragment >= 64 * KIB else 1),
     ):
-        copier = StagedCopier(shapes, [tensors], arena.blocks, pinned=arena.registration, direct_bytes=direct_bytes)
+        copier = StagedCopier(shapes, [tensors], arena.blocks, pinned=arena, direct_bytes=direct_bytes)
         for direction in Direction:
             seconds = _seconds(partial(_submit, copier, direction, copies, transfers), _until_last_passed)
             yield Rate(method, fragment, direction.value, transfers * TRANSFER_BYTES / seconds / 1e9)

@@ -111,7 +111,10 @@ def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
     if len(ids) <= MANY_IDS:
         least, most = min(ids), max(ids)
     else:
-        least, most = (int(end) for end in torch.aminmax(as_tensor(ids)))
+        try:
+            least, most = (int(end) for end in torch.aminmax(as_tensor(ids)))
+        except OverflowError as error:
+            raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}: {error}") from error
     if least < 0 or most >= limit:
         raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
 

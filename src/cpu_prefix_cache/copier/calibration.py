@@ -41,7 +41,7 @@ class Calibration:
         )
 
 
-# benchmarks/copy.py on one H200; see docs/copy_paths.md for the table.
+# benchmarks/copies.py on one H200; see docs/copy_paths.md for the table.
 SHIPPED = Calibration(
     device="NVIDIA H200",
     versions="torch 2.11.0+cu130, CUDA 13.0",
@@ -61,8 +61,9 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
     """Where it was written. Raises OSError when it cannot be."""
     path = _path(calibration.device, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=2) + "\n")
-    return path
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=2) + "\n")
+    return new.replace(path)
 
 
 def calibration_for(device: torch.device, folder: Path | None = None) -> tuple[Calibration, str]:
@@ -70,13 +71,14 @@ def calibration_for(device: torch.device, folder: Path | None = None) -> tuple[C
     if device.type != "cuda":
         return SHIPPED, "shipped"
     name = torch.cuda.get_device_name(device)
-    path = _path(name, folder)
-    if not path.exists():
-        return SHIPPED, "shipped; `cpu-prefix-cache bench` measures this machine"
+    path: Path | str = "the user's cache directory"
     try:
+        path = _path(name, folder)
         found = _read(path)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        logger.warning("%s is no calibration (%s); `cpu-prefix-cache bench` writes it anew", path, error)
+    except FileNotFoundError:
+        return SHIPPED, "shipped; `cpu-prefix-cache bench` measures this machine"
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        logger.warning("%s holds no calibration (%r); `cpu-prefix-cache bench` writes one", path, error)
         return SHIPPED, "shipped"
     if (found.device, found.versions) != (name, versions()):
         return SHIPPED, f"shipped: {path} is of {found.device} with {found.versions}"
@@ -84,7 +86,7 @@ def calibration_for(device: torch.device, folder: Path | None = None) -> tuple[C
 
 
 def _read(path: Path) -> Calibration:
-    """Raises ValueError, KeyError or TypeError for a file that is no calibration of this version."""
+    """Raises ValueError, KeyError, TypeError or RecursionError for a file that is no calibration of this version."""
     stored = json.loads(path.read_text())
     if not isinstance(stored, dict) or stored.get("version") != VERSION:
         raise ValueError(f"it is not of version {VERSION}")
@@ -93,7 +95,7 @@ def _read(path: Path) -> Calibration:
 
 
 def _of_kind(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind) or (kind is not str and not value > 0):
+    if not isinstance(value, kind) or (isinstance(value, float | int) and not 0 < value < 1 << 60):
         raise TypeError(f"{value!r} is no {kind.__name__} that can be")
     return value
 

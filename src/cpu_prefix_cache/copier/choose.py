@@ -39,7 +39,7 @@ def choose_copier(
     ring_bytes: int | None = None,
 ) -> Choice:
     """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
-    `host` is pinned by now (`HostArena.registration`); None says as a whole, or that nothing needs to be.
+    `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """

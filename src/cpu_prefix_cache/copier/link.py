@@ -21,19 +21,20 @@ class Link(Protocol):
 
 
 class Pinned(Protocol):
-    """How far a region is pinned, from its first byte on. It may grow at any time."""
+    """How far a region is pinned, from its first byte on. It may grow at any time. `HostArena` is one."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def pinned_bytes(self) -> int: ...
 
     @property
-    def is_whole(self) -> bool: ...
+    def is_pinned(self) -> bool:
+        """As a whole."""
 
 
 class MemoryLink:
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         for there, here, size in moves.listed():
-            ctypes.memmove(*((here, there) if direction is Direction.STORE else (there, here)), size)
+            ctypes.memmove(*_to_and_of(direction, there, here), size)
 
 
 class SingleLink:
@@ -42,7 +43,7 @@ class SingleLink:
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         for there, here, size in moves.listed():
-            self._driver.copy(*((here, there) if direction is Direction.STORE else (there, here)), size, stream)
+            self._driver.copy(*_to_and_of(direction, there, here), size, stream)
 
 
 class BatchedLink:
@@ -53,12 +54,15 @@ class BatchedLink:
         self._single = SingleLink(driver)
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        if not self._pinned.is_whole and not self._are_pinned(moves):
+        if not self._pinned.is_pinned and not self._are_pinned(moves):
             self._single.cross(direction, moves, stream)
             return
-        to, of = (moves.host, moves.device) if direction is Direction.STORE else (moves.device, moves.host)
-        self._driver.copy_batch(to, of, moves.size, moves.count, stream)
+        self._driver.copy_batch(*_to_and_of(direction, moves.device, moves.host), moves.size, moves.count, stream)
 
     def _are_pinned(self, moves: Moves) -> bool:
-        end = self._base + self._pinned.num_bytes
+        end = self._base + self._pinned.pinned_bytes
         return all(here + size <= end for _, here, size in moves.listed())
+
+
+def _to_and_of(direction: Direction, there: int, here: int) -> tuple[int, int]:
+    return (here, there) if direction is Direction.STORE else (there, here)

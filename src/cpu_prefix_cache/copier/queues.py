@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache.errors import MisuseError
+from cpu_prefix_cache.memory.driver import cuda_driver
 
 NAP_SECONDS = 80e-6  # with what the system adds, a quarter of the time that a slice needs on the link
 
@@ -35,7 +36,7 @@ class Queue(Protocol):
     def mark(self) -> Mark: ...
 
     def move(self, mark: Mark) -> None:
-        """Take a mark of this queue from where it was to where the queue is. Nobody waits for it any more."""
+        """Take a mark of this queue from where it was to where the queue is. Only if nobody waits for it any more."""
 
     def wait(self, mark: Mark) -> None: ...
 
@@ -118,12 +119,14 @@ class CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
         self.event.record(stream)
+        self._driver = cuda_driver()
 
     def passed(self) -> bool:
-        return bool(self.event.query())
+        with self._driver.beside_captures():
+            return bool(self.event.query())
 
     def until_passed(self) -> None:
-        while not self.event.query():
+        while not self.passed():
             time.sleep(NAP_SECONDS)
 
 

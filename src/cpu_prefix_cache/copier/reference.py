@@ -36,11 +36,13 @@ class ReferenceCopier(Copier):
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         self._binding.check(direction, copies)
         after.until_passed()
-        for copy in copies:
-            if copy.host_blocks:
-                group = self._binding.groups[copy.group]
-                (self._store if direction is Direction.STORE else self._load)(group, copy)
-        self.here().until_passed()
+        try:
+            for copy in copies:
+                if copy.host_blocks:
+                    group = self._binding.groups[copy.group]
+                    (self._store if direction is Direction.STORE else self._load)(group, copy)
+        finally:
+            self.here().until_passed()
         return Passed()
 
     def _store(self, group: BoundGroup, copy: GroupCopy) -> None:

@@ -45,7 +45,7 @@ SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in 
 class StagedCopier(Copier):
     """Copies through two staging rings of `ring_bytes` bytes of device memory together. On CPU tensors, in Triton's
     interpreter, it is for tests. `host` is contiguous; for CUDA tensors `pinned` says how far it is pinned by now
-    (`HostArena.registration`), and without that it is pinned as a whole.
+    (a `HostArena` does), and without that it is pinned as a whole.
 
     Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
     largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
@@ -95,15 +95,17 @@ class StagedCopier(Copier):
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
-        with self._working():
-            try:
+        try:
+            with self._working():
                 for copy in copies:
                     if copy.host_blocks:
                         self._ways[copy.group].submit(direction, copy, ring, after)
-                return ring.lane.mark()
-            except BaseException:
+                mark = ring.lane.mark()
+        except BaseException:
+            with self._working():
                 ring.lane.drain()
-                raise
+            raise
+        return mark
 
     def _ring(self, direction: Direction, lane: Lane, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
         slots = num_bytes // slot_bytes if slot_bytes else 0
@@ -147,10 +149,10 @@ def _link(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> Li
 class _Whole:
     """A region that torch has pinned."""
 
-    is_whole = True
+    is_pinned = True
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+        self.pinned_bytes = num_bytes
 
 
 def _slot_bytes(groups: Sequence[StagedGroup], ring_bytes: int, slots: int) -> int:

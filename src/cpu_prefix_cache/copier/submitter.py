@@ -41,14 +41,17 @@ class Submitter:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
+        self._closed = False
         self._thread: threading.Thread | None = None
         if name is not None:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
     def put(self, transfer: TransferPlan, after: Mark) -> None:
-        """Have `transfer` carried out after those put before it."""
-        if self._thread is None:
+        """Have `transfer` carried out after those put before it. After `close` it fails."""
+        if self._closed:
+            self._failed.append(transfer.id)
+        elif self._thread is None:
             self._take_up(_Job(transfer, after))
         else:
             self._jobs.put(_Job(transfer, after))
@@ -56,12 +59,14 @@ class Submitter:
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:
-            yield self._failed.popleft(), False
+            yield self._failed[0], False
+            self._failed.popleft()  # after it was heard: an interrupt in between has it said again
         while self._moving:
             went_well = _has_passed(self._moving[0])
             if went_well is None:
                 return
-            yield self._moving.popleft().id, went_well
+            yield self._moving[0].id, went_well
+            self._moving.popleft()
 
     def drain(self) -> None:
         """Until all that was put has ended."""
@@ -73,11 +78,13 @@ class Submitter:
                 logger.debug("transfer %d cannot be waited for", each.id, exc_info=True)
 
     def close(self) -> None:
-        """End the thread, once all that was put has ended."""
+        """End the thread, once all that was put has ended. What is put later fails."""
+        self._closed = True
         self.drain()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -4,6 +4,9 @@ StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts include
 report    ->  all that has ended and no plan has called settled yet, and how many host blocks are ready
 """
 
+import weakref
+from collections.abc import Sequence
+
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
 from cpu_prefix_cache.errors import MisuseError
@@ -12,7 +15,7 @@ from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan
 
 
 class CopyWorker:
-    """Runs plans with one copier. One per rank.
+    """Runs plans with one copier. One per rank, called by one thread.
 
     With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
     ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
@@ -30,6 +33,7 @@ class CopyWorker:
         }
         self._done: set[int] = set()
         self._failed: set[int] = set()
+        self._ending = weakref.finalize(self, _end, list(self._submitters.values()), arena)  # at exit at the latest
 
     def run(self, plan: StepPlan) -> None:
         """Begin one step's transfers, behind what compute has been given by now.
@@ -38,18 +42,19 @@ class CopyWorker:
         """
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
-        if self._arena is not None:
-            self._arena.register()
-        self._forget(plan)
-        self._cancelled.update(plan.cancelled)
         waiting = {transfer.id: transfer for transfer in plan.transfers}
         try:
+            if self._arena is not None:
+                self._arena.register()
+            self._forget(plan)
+            self._cancelled.update(plan.cancelled)
             after = self._copier.here() if waiting else None
             for id, transfer in list(waiting.items()):
                 if after is None or transfer.failed or id in plan.cancelled:
-                    self._failed.add(id)
-                else:
+                    continue
+                try:
                     self._submitters[transfer.direction].put(transfer, after)
+                finally:  # from here on the submitter says what became of it
                     del waiting[id]
         finally:  # an interrupt leaves nothing that nobody will ever report
             self._failed.update(waiting)
@@ -66,10 +71,7 @@ class CopyWorker:
 
     def close(self) -> None:
         """End the threads and give the host region back, once all that was begun has ended."""
-        for submitter in self._submitters.values():
-            submitter.close()
-        if self._arena is not None:
-            self._arena.close()
+        self._ending()
 
     def _collect(self) -> None:
         for submitter in self._submitters.values():
@@ -82,3 +84,10 @@ class CopyWorker:
         self._done = {id for id in self._done if id >= plan.settled_below} - settled
         self._failed = {id for id in self._failed if id >= plan.settled_below} - settled
         self._cancelled -= {id for id in self._cancelled if id < plan.settled_below} | settled
+
+
+def _end(submitters: Sequence[Submitter], arena: HostArena | None) -> None:
+    for submitter in submitters:
+        submitter.close()
+    if arena is not None:
+        arena.close()

@@ -27,8 +27,11 @@ class HostArena:
     `shared_as`, all processes of this machine that give it have one region together, block by block; `forget_name`
     once all of them have it. Huge pages are asked for, and not insisted on.
 
+    A copier is given the arena as `pinned`, and keeps it: what nobody keeps is unpinned and unmapped. Other copies must
+    not cross a multiple of 16 MiB of a pinned region (`memory/moves.py`).
+
     Raises ConfigurationError, with the number that fits, when the region is more than this process may use, and when it
-    is to be pinned where there is no CUDA. `driver` is for tests.
+    is to be pinned where there is no CUDA. `driver` and `slice_bytes` are for tests.
     """
 
     def __init__(
@@ -41,18 +44,31 @@ class HostArena:
         driver: Driver | None = None,
         slice_bytes: int = SEAM_BYTES,
     ) -> None:
+        if num_blocks < 1 or block_bytes < 1:
+            raise ConfigurationError(f"a host region has blocks of some bytes, got {num_blocks} of {block_bytes} bytes")
+        if pinned_for is not None and driver is None:
+            driver = _driver_for(pinned_for)  # first: it refuses what the machine does not have
         num_bytes = num_blocks * block_bytes
         region = mapping.private(num_bytes) if shared_as is None else mapping.shared(shared_as, num_bytes)
         memory = torch.frombuffer(region, dtype=torch.uint8)
         self.blocks = memory.view(num_blocks, block_bytes)
         self.registration: Registration | None = None
         self._shared_as = shared_as
-        if pinned_for is not None:
-            driver = _driver_for(pinned_for) if driver is None else driver
+        if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
             near = processors_near(driver.pci_address(device))
             self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, device, slice_bytes)
             self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far the region is pinned by now, from its first byte on."""
+        return 0 if self.registration is None else self.registration.num_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of it is."""
+        return self.registration is not None and self.registration.is_whole
 
     @property
     def ready_blocks(self) -> int:
@@ -76,6 +92,7 @@ class HostArena:
         """Nobody else joins a shared region any more, and nothing is left of it when its processes are gone."""
         if self._shared_as is not None:
             mapping.forget(self._shared_as)
+            self._shared_as = None  # it may be somebody else's from now on
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody has a tensor of it. Nothing copies to or from it any more."""

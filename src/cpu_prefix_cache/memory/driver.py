@@ -82,12 +82,15 @@ class Driver:
         self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         return context.value or 0
 
-    def working_in(self, context: int) -> "Working":
-        """Have this thread work in a context for a while, whatever it works in otherwise, if in any.
+    def beside_captures(self) -> "BesideCaptures":
+        """What this thread does meanwhile leaves alone the CUDA graphs that other threads capture, and they it.
 
-        What it does meanwhile leaves alone the CUDA graphs that other threads capture, and they it: otherwise a call as
-        harmless as pinning memory ends every capture in the process with an error.
+        Otherwise a call as harmless as pinning memory, or a look at an event, ends every capture in the process.
         """
+        return BesideCaptures(self)
+
+    def working_in(self, context: int) -> "Working":
+        """Have this thread work in a context for a while, whatever it works in otherwise, and beside captures."""
         return Working(self, context)
 
     def push(self, context: int) -> None:
@@ -111,26 +114,45 @@ class Driver:
             raise DriverError(call, code)
 
 
-class Working:
-    """See Driver.working_in. A class, because a generator takes three times as long, and loads wait for it."""
+class BesideCaptures:
+    """See Driver.beside_captures. A class, because a generator takes three times as long, and loads wait for it."""
 
-    __slots__ = ("_context", "_driver", "_mode")
+    __slots__ = ("_driver", "_mode")
 
-    def __init__(self, driver: Driver, context: int) -> None:
-        self._driver, self._context, self._mode = driver, context, ctypes.c_int(RELAXED)
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._mode = driver, ctypes.c_int(RELAXED)
 
     def __enter__(self) -> None:
-        self._driver.push(self._context)
         self._driver.exchange_capture_mode(self._mode)
 
     def __exit__(self, *error: object) -> None:
         self._driver.exchange_capture_mode(self._mode)
+
+
+class Working(BesideCaptures):
+    """See Driver.working_in."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        super().__init__(driver)
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._driver.push(self._context)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         self._driver.pop()
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
+    try:
+        find = library.cuGetProcAddress_v2
+    except AttributeError:  # a driver of CUDA 11
+        return None
     entry, status = ctypes.c_void_p(), ctypes.c_int()
-    find = library.cuGetProcAddress_v2
     code = find(b"cuMemcpyBatchAsync", ctypes.byref(entry), BATCH_SINCE, ctypes.c_uint64(0), ctypes.byref(status))
     return None if code or not entry.value else _BATCH(entry.value)
 

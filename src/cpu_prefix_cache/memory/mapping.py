@@ -17,7 +17,9 @@ SHARED = Path("/dev/shm")
 def private(num_bytes: int) -> mmap.mmap:
     """Raises ConfigurationError, with the number that fits, when that is more than this process may use."""
     check_fits(num_bytes)
-    return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_DONTFORK)  # a child's copy-on-write must not part pinned pages from their addresses
+    return _with_huge_pages(region)
 
 
 def shared(name: str, num_bytes: int) -> mmap.mmap:
@@ -25,7 +27,8 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
 
     Raises ConfigurationError for a name that is not one, a region of another size, and like `private`.
     """
-    file = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path = _path(name)
+    file, is_new = _open(path)
     try:
         there = os.fstat(file).st_size
         if there not in (0, num_bytes):
@@ -36,8 +39,21 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
         check_fits(num_bytes, file)
         os.ftruncate(file, num_bytes)
         return _with_huge_pages(mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED))
+    except BaseException:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
     finally:
         os.close(file)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """The file, and whether we made it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o600), True
+    except FileExistsError:
+        return os.open(path, flags, 0o600), False
 
 
 def forget(name: str) -> None:

@@ -7,6 +7,7 @@ Registration would take them too, ten times slower, and no kernel is launched me
 page belongs to the NUMA node of the thread that takes it, so the threads run on processors near the device.
 """
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -36,8 +37,12 @@ class Pages:
         self._changed = threading.Condition()
         workers = min(THREADS, len(os.sched_getaffinity(0)))
         self._threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the system has no more threads: those there are would work for nobody
+            self._shorten(0)
+            raise
 
     def wait_for(self, first: int) -> bool:
         """Whether the slice from byte `first` on is there; waits until that is known."""
@@ -53,7 +58,8 @@ class Pages:
 
     def _run(self) -> None:
         if near := self._near & os.sched_getaffinity(0):
-            os.sched_setaffinity(0, near)  # of this thread
+            with contextlib.suppress(OSError):  # a container may forbid it: then pages come from anywhere
+                os.sched_setaffinity(0, near)  # of this thread
         while (first := self._take()) is not None:
             error = _populate(self._region, first, self._slice_bytes)
             if error:

@@ -8,8 +8,8 @@ to 8.9 ms late, with 16 MiB at most 1.2 ms, and 8 GiB took 1.4 s (one H200). Cap
 """
 
 import logging
+import os
 import threading
-from contextlib import nullcontext
 
 import torch
 
@@ -33,11 +33,12 @@ class Registration:
     ) -> None:
         self._region, self._pages, self._slice_bytes = region, pages, slice_bytes
         self._driver, self._device = driver, device
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._settled = threading.Event()
         self.num_bytes = 0  # pinned
-        self.ready_bytes = 0  # pinned, or never to be
+        self.ready_bytes = 0  # may be copied to and from: pinned, or there and never to be pinned
 
     @property
     def is_whole(self) -> bool:
@@ -46,45 +47,70 @@ class Registration:
     def start(self) -> None:
         """Begin, in a thread of its own. A second call does nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="pin-host-memory")
-            self._thread.start()
+            thread = threading.Thread(target=self._run, daemon=True, name="pin-host-memory")
+            thread.start()
+            self._thread = thread
 
     def wait(self) -> None:
         """Until it is whole, or will not become so."""
         self._settled.wait()
 
     def close(self) -> None:
-        """Unpin everything. Nothing copies to or from the region any more."""
+        """Unpin everything. Nothing copies to or from the region any more. In a forked process there is nothing to do.
+
+        Raises DriverError when CUDA would not unpin a slice, after it has been asked to unpin all the others.
+        """
+        if os.getpid() != self._process:
+            return
         self._stop.set()
         self._pages.close()
         if self._thread is not None:
             self._thread.join()
         pinned, self.num_bytes, self.ready_bytes = self.num_bytes, 0, 0
-        with self._working() if pinned else nullcontext():
-            for first in range(0, pinned, self._slice_bytes):
-                self._driver.unregister(self._region.data_ptr() + first)
+        if pinned:
+            self._unpin(pinned)
+
+    def _unpin(self, num_bytes: int) -> None:
+        refused: list[DriverError] = []
+        with self._working():
+            for first in range(0, num_bytes, self._slice_bytes):
+                try:
+                    self._driver.unregister(self._region.data_ptr() + first)
+                except DriverError as error:
+                    refused.append(error)
+        if refused:
+            raise refused[0]
 
     def _working(self) -> Working:
         return self._driver.working_in(self._driver.primary_context(self._device))
 
     def _run(self) -> None:
-        with self._working():
-            for first in range(0, self._region.numel(), self._slice_bytes):
-                if self._stop.is_set() or not self._pages.wait_for(first) or not self._pin(first):
-                    break
-                self._stop.wait(PAUSE_SECONDS)
-        self._settled.set()
+        pins = True
+        try:
+            with self._working():
+                for first in range(0, self._region.numel(), self._slice_bytes):
+                    if self._stop.is_set() or not self._pages.wait_for(first):
+                        break
+                    pins = pins and self._pin(first)
+                    self.ready_bytes = self._end_of(first)
+                    if pins:
+                        self.num_bytes = self.ready_bytes
+                        self._stop.wait(PAUSE_SECONDS)
+        except DriverError:
+            logger.exception("the host region is not pinned, and not used")
+        finally:
+            self._settled.set()
+
+    def _end_of(self, first: int) -> int:
+        return min(first + self._slice_bytes, self._region.numel())
 
     def _pin(self, first: int) -> bool:
-        last = min(first + self._slice_bytes, self._region.numel())
         try:
-            self._driver.register(self._region.data_ptr() + first, last - first)
+            self._driver.register(self._region.data_ptr() + first, self._end_of(first) - first)
         except DriverError as error:
             logger.warning(
                 "%s after %.2f of %.2f GB (see `ulimit -l`). The rest is used as it is: right bytes, slower copies",
                 *(error, first / 1e9, self._region.numel() / 1e9),
             )
-            self.ready_bytes = self._region.numel()
             return False
-        self.num_bytes = self.ready_bytes = last
         return True
