@@ -28,7 +28,6 @@ from cpu_prefix_cache import Direction, TransferPlan
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.driver import Driver, cuda_driver
 from cpu_prefix_cache.plan import StepPlan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -120,7 +119,7 @@ def one_size(
             continue
         method = build(few if name == "torch" else scene)
         for direction in Direction:
-            repeats = 5 if name == "staged" else 2
+            repeats = 9 if name == "staged" else 2
             host = measured(method, direction, repeats)[1]
             seconds = 0.15 if name == "staged" else 0.02
             rate = median(sustained(method, [direction], seconds) for _ in range(repeats))
@@ -324,46 +323,33 @@ def region(options: argparse.Namespace) -> HostArena:
     built = time.perf_counter() - start
     line(f"region of {num_bytes / GIB:.0f} GiB: construction {built * 1e3:.0f} ms", built <= 0.5)
     x = torch.zeros(1, device=DEVICE)
-    quiet = launches(x, lambda count: count < 20_000)
-    pinning = Watched(cuda_driver())
-    arena.registration._driver = pinning
-    time.sleep(0.2)
+    launches(x, lambda: True, 0.5)
+    quiet = launches(x, lambda: True, 8)
     start = time.perf_counter()
     arena.register()
-    beside = launches(x, lambda count: arena.ready_blocks < arena.blocks.shape[0])
+    beside = launches(x, lambda: arena.ready_blocks < arena.blocks.shape[0], 60)
     ready = time.perf_counter() - start
     line(f"region: ready {ready:.1f} s after the first step", ready <= 12)
-    late = max(pinning.work) * 1e3
-    line(f"region: to pin 16 MiB takes {late:.2f} ms of a processor at most: no launch is held longer", late <= 5)
-    worst, without = (max(end - begin for begin, end in some) * 1e3 for some in (beside, quiet))
-    line(f"region: the slowest of {len(beside)} launches meanwhile {worst:.2f} ms, before it {without:.2f}")
+    late, pauses = ([span for span in spans if span > 5e-3] for spans in (beside, quiet))
+    text = f"region: of {len(beside)} launches meanwhile {len(late)} took over 5 ms ({max(beside) * 1e3:.1f} at most)"
+    text += f"; of {len(quiet)} before it {len(pauses)} ({max(quiet) * 1e3:.1f})"
+    line(text, len(late) * len(quiet) <= len(pauses) * len(beside))
+    for share in (0.5, 0.99, 0.999, 0.9999):
+        within, before = (percentile(spans, share) * 1e3 for spans in (beside, quiet))
+        line(f"    {share:.2%} within {within:.3f} ms, before it {before:.3f} ms")
     return arena
 
 
-class Watched:
-    """A driver that notes how long it works to pin a slice. (Not how long it takes: shared machines pause.)"""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self.work = driver, []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._driver, name)
-
-    def register(self, address: int, num_bytes: int) -> None:
-        start = time.thread_time()
-        self._driver.register(address, num_bytes)
-        self.work.append(time.thread_time() - start)
-
-
-def launches(x: torch.Tensor, going: Callable[[int], bool]) -> list[tuple[float, float]]:
-    """When each launch of a loop began and ended."""
-    spans: list[tuple[float, float]] = []
-    while going(len(spans)):
-        start = time.perf_counter()
-        x += 1
-        spans.append((start, time.perf_counter()))
-        if len(spans) % 64 == 0:
-            torch.cuda.current_stream().synchronize()
+def launches(x: torch.Tensor, going: Callable[[], bool], seconds: float) -> list[float]:
+    """How long each launch of a loop took, in seconds."""
+    spans: list[float] = []
+    end = time.perf_counter() + seconds
+    while going() and time.perf_counter() < end:
+        for _ in range(64):
+            start = time.perf_counter()
+            x += 1
+            spans.append(time.perf_counter() - start)
+        torch.cuda.current_stream().synchronize()
     return spans
 
 

@@ -15,7 +15,7 @@ from cpu_prefix_cache.copier.queues import Mark, Passed
 from cpu_prefix_cache.memory.driver import cuda_driver
 
 PAGES = 4
-PAGE_IDS = 4096  # 32 KiB: 1 GiB in blocks of 256 KiB
+PAGE_IDS = 8192  # 64 KiB: 2 GiB in blocks of 256 KiB
 
 
 class Page:
