@@ -68,7 +68,7 @@ def _draw_direction(axes: Any, direction: str, rates: Sequence[Rate], limit: flo
     axes.axhline(limit, linestyle="--", color="gray", label=LIMIT)
     sizes = sorted({rate.fragment_bytes // 1024 for rate in rates})
     axes.set(xscale="log", xlabel="fragment (KiB)", title=direction)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=60)
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
