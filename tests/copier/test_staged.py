@@ -192,9 +192,11 @@ def test_a_transfer_of_more_blocks_than_a_page_takes_goes_page_by_page(monkeypat
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
     delays = DelayedQueues(("pack", "in"))
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=4096, queues=delays.queues)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=32 * 1024, slots=32, queues=delays.queues)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
-    mark = copier.submit(Direction.STORE, copies, copier.here())  # fifteen pages, of which there are four
+    mark = copier.submit(
+        Direction.STORE, copies, copier.here()
+    )  # fifteen pages, of which there are four, and more slots than that
     mark.until_passed()
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
