@@ -5,7 +5,7 @@
 A slot is handed out in rotation, and emptied behind the mark that says it was filled. The host waits until it is free
 before it asks for it to be filled, and never leaves that to a queue: streams share the few queues of the hardware, and
 a wait for what is far off holds up whatever comes behind it, the other direction, or the engine. (Both ways at once
-75 GB/s, or 95, by chance; with the host waiting always 95. One H200.)
+75 GB/s, or 95, by chance; with the host waiting always 95 to 99. One H200.)
 """
 
 from collections import deque
@@ -50,7 +50,6 @@ class Ring:
     ) -> None:
         self.lane = lane
         self.board = board
-        self.slot_bytes = slot_bytes
         self._loads = direction is Direction.LOAD
         self._fill, self._empty = (lane.copies, lane.kernels) if self._loads else (lane.kernels, lane.copies)
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
