@@ -132,15 +132,17 @@ def test_closing_unpins_everything_once_and_ends_its_threads(driver):
     assert not {thread.name for thread in threading.enumerate()} & {"pin-host-memory", "take-pages"}
 
 
-def test_closing_stops_what_is_being_pinned(driver):
+def test_closing_waits_for_the_slice_that_is_being_pinned_and_unpins_it_too(driver):
     driver.gate = threading.Semaphore(1)
     arena = arena_of(driver)
     arena.register()
     while not driver.registered:
         pass
+    (pinning,) = [thread for thread in threading.enumerate() if thread.name == "pin-host-memory"]
     threading.Timer(0.05, driver.gate.release, [5]).start()
     arena.close()
-    assert not driver.registered
+    pinning.join(10)
+    assert not driver.registered and len(driver.order) == 2
 
 
 def test_whoever_forgets_the_arena_leaves_nothing_pinned(driver):
