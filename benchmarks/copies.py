@@ -1,6 +1,6 @@
 """How near do copies come to the speed of the link, and what do they cost the engine beside them?
 
-    python benchmarks/copies.py [--csv FILE] [--plot FILE] [--only rates,both,requests,beside,slowdown,arena] [--quick]
+    python benchmarks/copies.py [--csv FILE] [--only contract,rates,both,requests,beside,slowdown,ring] [--quick]
 
 On one CUDA device, in one run: one large pinned copy, our staged copier, and three ways in which others move the same
 blocks (`copy_methods.py`). First the contract of copiers runs on the device. Then every line of the table that
@@ -175,10 +175,15 @@ def requests(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
 
 def in_worker(worker: CopyWorker, id: int, direction: Direction, copies: tuple) -> float:
     start = time.perf_counter()
-    worker.run(StepPlan(0, (TransferPlan(id, direction, copies, 0),)))
+    begin(worker, id, direction, copies)
     while id not in worker.report().done:
         time.sleep(0)
     return time.perf_counter() - start
+
+
+def begin(worker: CopyWorker, id: int, direction: Direction, copies: tuple) -> int:
+    worker.run(StepPlan(0, (TransferPlan(id, direction, copies, 0),)))
+    return id
 
 
 def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
@@ -186,26 +191,22 @@ def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) 
     for fragment in (16, 64):
         scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
         worker = CopyWorker(0, scene.copier(), threads=True)
-        ids, stores, stored = iter(range(1_000_000)), [], 0
+        ids, stored = iter(range(1_000_000)), 0
         times: list[float] = []
-        load = scene.copies(256 * MIB, first=scene.num_blocks // 2)
-        begin = time.perf_counter()
+        load, store = scene.copies(256 * MIB, first=scene.num_blocks // 2), scene.copies(256 * MIB)
+        begun = time.perf_counter()
+        stores = [begin(worker, next(ids), STORE, store) for _ in range(2)]
         while len(times) < 60:
-            while len(stores) < 2:
-                stores.append(next(ids))
-                worker.run(StepPlan(0, (TransferPlan(stores[-1], STORE, scene.copies(256 * MIB), 0),)))
-            start, id = time.perf_counter(), next(ids)
-            worker.run(StepPlan(0, (TransferPlan(id, LOAD, load, 0),)))
+            start = time.perf_counter()
+            id = begin(worker, next(ids), LOAD, load)
             while id not in (done := worker.report().done):
-                ended = [each for each in stores if each in done]
-                stored += len(ended)
-                stores = [each for each in stores if each not in done]
-                while len(stores) < 2:
-                    stores.append(next(ids))
-                    worker.run(StepPlan(0, (TransferPlan(stores[-1], STORE, scene.copies(256 * MIB), 0),)))
+                for at, each in enumerate(stores):
+                    if each in done:
+                        stores[at] = begin(worker, next(ids), STORE, store)
+                        stored += 1
                 time.sleep(0)
             times.append(time.perf_counter() - start)
-        rate = stored * 256 * MIB / (time.perf_counter() - begin) / 1e9
+        rate = stored * 256 * MIB / (time.perf_counter() - begun) / 1e9
         p95 = percentile(times, 0.95) * 1e3
         text = f"load of 256 MiB beside stores ({rate:.0f} GB/s), {fragment} KiB: median {median(times) * 1e3:.2f} ms"
         line(f"{text}, p95 {p95:.2f} ms", p95 <= 10)
@@ -254,8 +255,8 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
             for name, method in methods.items():
                 pairs = [alternating(compute, method, direction, run % 2 == 0) for run in range(runs[name])]
                 ratio = median(beside / alone for alone, beside, _ in pairs)
-                rate[name] = median(num_bytes / beside for _, beside, num_bytes in pairs) / 1e9
-                lost[name] = median((beside - alone) / max(1, num_bytes) for alone, beside, num_bytes in pairs) * 1e12
+                rate[name] = median(speed for _, _, speed in pairs) / 1e9
+                lost[name] = median((beside - alone) / max(1, speed * beside) for alone, beside, speed in pairs) * 1e12
                 text = f"{loop} beside {direction.value}s, {name}: {ratio:.3f}x at {rate[name]:.1f} GB/s"
                 text += f", {lost[name]:.2f} ms of compute lost per GB"
                 line(text, ratio <= bar if name == "staged" else None)
@@ -265,14 +266,14 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
 
 
 def alternating(compute: Callable[[], None], method: Method, direction: Direction, first: bool) -> Pair:
-    """Seconds of `compute` alone, `first` or last, and beside copies, and the bytes copied beside it."""
+    """Seconds of `compute` alone, `first` or last, and beside copies, and the bytes a second copied beside it."""
     alone = timed(compute) if first else 0.0
     with copying(method, direction) as copied:
         time.sleep(0.02)
         start, before = time.perf_counter(), copied()
         beside = timed(compute)
         rate = (copied() - before) / (time.perf_counter() - start)
-    return (alone if first else timed(compute)), beside, rate * beside
+    return (alone if first else timed(compute)), beside, rate
 
 
 def timed(compute: Callable[[], None]) -> float:
@@ -385,9 +386,7 @@ COLUMNS = ("method", "fragment_bytes", "fragments", "host_blocks", "direction", 
 def write_csv(path: str, rows: Sequence[tuple]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            ("method", "fragment_bytes", "fragments", "host_blocks", "direction", "gb_per_s", "link_gb_per_s")
-        )
+        writer.writerow(COLUMNS)
         writer.writerows((*row[:5], f"{row[5]:.2f}", f"{row[6]:.2f}") for row in rows)
 
 

@@ -12,14 +12,14 @@ blocks are the caller's choice. Every method is bound to one Scene and moves its
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece
+from cpu_prefix_cache import Direction, GroupCopy
+from cpu_prefix_cache.bench.measure import OneGroup
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.queues import CudaMark, Mark
@@ -28,14 +28,6 @@ from cpu_prefix_cache.memory.driver import STREAM_ORDER, cuda_driver
 
 DEVICE = torch.device("cuda", 0)
 ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: the peer uses it for loads
-
-
-@dataclass
-class Shapes:
-    """What a copier needs of a planner."""
-
-    pieces: list[Piece]
-    host_block_bytes: int
 
 
 class Scene:
@@ -60,11 +52,10 @@ class Scene:
         self._arena = arena
         self.device_blocks = rng.sample(range(on_device), self.num_blocks)
         self.host_blocks = _places(placed, min(len(self.host), len(self.pinned)), self.num_blocks, rng)
-        group = Group(name="only", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=self.block_bytes)
-        self.shapes = Shapes([Piece(group, 1, 1, self.block_bytes)], self.block_bytes)
+        self._shapes = OneGroup(self.block_bytes)
 
     def copier(self) -> Copier:
-        return choose_copier(self.shapes, [self.tensors], self.host, pinned=self._arena, name="staged").copier
+        return choose_copier(self._shapes, [self.tensors], self.host, pinned=self._arena, name="staged").copier
 
     def copies(self, num_bytes: int | None = None, first: int = 0) -> tuple[GroupCopy, ...]:
         """Those of the blocks from number `first` on, as many as make `num_bytes`."""

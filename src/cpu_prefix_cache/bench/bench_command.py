@@ -8,6 +8,7 @@ import argparse
 
 from cpu_prefix_cache.bench.rates import draw, table
 from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.plots import check_plot_can_be_drawn
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as missing:
         sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
         raise ConfigurationError(sentence) from missing
+    if args.plot is not None:
+        check_plot_can_be_drawn(args.plot)
     if args.device not in range(torch.cuda.device_count()):
         raise ConfigurationError(f"there is no CUDA device {args.device} here: {torch.cuda.device_count()} were found")
     torch.cuda.set_device(args.device)
@@ -41,6 +44,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"stored in {save(measured.calibration)}")
     except OSError as error:
         raise ConfigurationError(f"the calibration cannot be stored in {error.filename}: {error.strerror}") from error
-    if args.plot:
+    if args.plot is not None:
         draw(args.plot, measured.calibration.device, measured.rates, measured.limits)
     return 0

@@ -47,10 +47,13 @@ class Measured:
         return {"store": self.calibration.link_store, "load": self.calibration.link_load}
 
 
-@dataclass
-class _Shapes:
-    pieces: list[Piece]
-    host_block_bytes: int
+class OneGroup:
+    """As much of a planner as a copier needs: one group, whose pieces are a block here and a block there."""
+
+    def __init__(self, block_bytes: int) -> None:
+        group = Group(name="measured", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
+        self.pieces = [Piece(group, 1, 1, block_bytes)]
+        self.host_block_bytes = block_bytes
 
 
 def measure(device: torch.device) -> Measured:
@@ -103,8 +106,6 @@ def _link_rate(device: torch.device, direction: Direction) -> float:
 def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Rate]:
     count, blocks = BLOCK_BYTES // fragment, TRANSFER_BYTES // BLOCK_BYTES
     tensors = [torch.empty(2 * blocks, fragment, dtype=torch.uint8, device=device).random_() for _ in range(count)]
-    group = Group(name="measured", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=BLOCK_BYTES)
-    shapes = _Shapes([Piece(group, 1, 1, BLOCK_BYTES)], BLOCK_BYTES)
     rng = random.Random(0)
     here, there = rng.sample(range(arena.blocks.shape[0]), blocks), rng.sample(range(2 * blocks), blocks)
     copies = [GroupCopy(0, tuple(here), tuple(there))]
@@ -112,7 +113,7 @@ def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Ra
         ("staged", NEVER, MANY),
         ("direct", 1, MANY if fragment >= 64 * KIB else 1),
     ):
-        copier = StagedCopier(shapes, [tensors], arena.blocks, pinned=arena, direct_bytes=direct_bytes)
+        copier = StagedCopier(OneGroup(BLOCK_BYTES), [tensors], arena.blocks, pinned=arena, direct_bytes=direct_bytes)
         for direction in Direction:
             seconds = _seconds(partial(_submit, copier, direction, copies, transfers), _until_last_passed)
             yield Rate(method, fragment, direction.value, transfers * TRANSFER_BYTES / seconds / 1e9)

@@ -1,10 +1,9 @@
 """Rates of copies, method by method and size by size: as a table of text and as a plot."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.plots import check_plot_can_be_drawn, new_figure, save
 
 LIMIT = "one large copy"
 BAR = 20  # characters of a full one
@@ -40,25 +39,15 @@ def draw(path: str, title: str, rates: Sequence[Rate], limits: dict[str, float])
 
     Raises ConfigurationError without matplotlib, for a format it lacks, and for a path that cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no window, no global state
-    except ImportError as missing:
-        raise ConfigurationError("a plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'") from missing
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.lower().removeprefix(".") not in known:
-        raise ConfigurationError(f"a plot's name ends in one of .{', .'.join(known)}; got {path}")
+    check_plot_can_be_drawn(path)
+    figure = new_figure((9, 4))
     figure.suptitle(title)
     both: Any = figure.subplots(1, 2, sharey=True)
     for axes, direction in zip(both, DIRECTIONS, strict=True):
         _draw_direction(axes, direction, [rate for rate in rates if rate.direction == direction], limits[direction])
     both[0].set_ylabel("GB/s")
     both[0].legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigurationError(f"the plot cannot be written to {path}: {error.strerror}") from error
+    save(figure, path)
 
 
 def _draw_direction(axes: Any, direction: str, rates: Sequence[Rate], limit: float) -> None:

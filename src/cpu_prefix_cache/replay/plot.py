@@ -1,26 +1,10 @@
-"""A plot of hit ratios over capacities: a line for each policy; the infinite cache and MIN dashed.
+"""A plot of hit ratios over capacities: a line for each policy; the infinite cache and MIN dashed."""
 
-Matplotlib is an extra, imported when a plot is drawn.
-"""
-
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.plots import new_figure, save
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios
-
-
-def check_plot_can_be_drawn(path: str) -> None:
-    """Raises ConfigurationError without matplotlib, and for a format it lacks: before a replay, not after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix.lower().removeprefix(".") not in known:
-        raise ConfigurationError(f"a plot's name ends in one of .{', .'.join(known)}; got {path}")
 
 
 def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clairvoyant: Sequence[Outcome]) -> None:
@@ -28,9 +12,7 @@ def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clai
 
     Raises ConfigurationError for a path that cannot be written.
     """
-    from matplotlib.figure import Figure  # without pyplot: no window, no global state
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure((8, 5))
     axes = figure.add_subplot()
     for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
         _line(axes, [outcome for outcome in outcomes if outcome.policy == policy], policy, "-")
@@ -43,10 +25,7 @@ def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clai
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigurationError(f"the plot cannot be written to {path}: {error.strerror}") from error
+    save(figure, path)
 
 
 def _line(axes: Any, outcomes: Sequence[Outcome], label: str, style: str) -> None:

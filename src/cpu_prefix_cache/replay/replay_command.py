@@ -12,6 +12,7 @@ from typing import Any
 
 from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
 from cpu_prefix_cache.replay.clairvoyant import Future, replay_ideal, replay_min
@@ -27,7 +28,7 @@ from cpu_prefix_cache.replay.options import (
     trace_of,
 )
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally, as_json
-from cpu_prefix_cache.replay.plot import check_plot_can_be_drawn, draw
+from cpu_prefix_cache.replay.plot import draw
 from cpu_prefix_cache.replay.report import References, describe_admission, describe_device, describe_trace, notes, table
 from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace
