@@ -65,10 +65,12 @@ class StepPlan:
 class RankReport:
     """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is settled.
 
-    `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new.
+    `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new. `late` are
+    loads past their deadline: whoever waits for them has been told that they failed, but they may still write.
     """
 
     rank: int
     done: frozenset[int] = field(default_factory=frozenset)
     failed: frozenset[int] = field(default_factory=frozenset)
     ready_blocks: int | None = None
+    late: frozenset[int] = field(default_factory=frozenset)

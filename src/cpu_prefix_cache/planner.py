@@ -152,11 +152,22 @@ class HybridChunkPlanner:
         """How many host blocks it takes."""
         return sum(self.pieces[at.group].host_blocks for at in self.checkpoint(depth))
 
-    def device_blocks(self, start: int, stop: int) -> list[int]:
-        """How many device blocks of each group a load of chunks [start, stop) fills, to resume after `stop` of them.
+    def positions(self, start: int, stop: int) -> list[list[int]]:
+        """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills.
 
         Of a checkpoint that is only what lies in those chunks: what is before them the engine has (rule 10).
         """
+        found: list[list[int]] = [
+            list(range(start * each, stop * each)) if piece.in_chunk else []
+            for each, piece in zip(self._blocks_per_chunk, self.pieces, strict=True)
+        ]
+        for at in self.checkpoint(stop):
+            if at.chunk >= start:
+                found[at.group].append(at.chunk * self._blocks_per_chunk[at.group] + at.block)
+        return found
+
+    def device_blocks(self, start: int, stop: int) -> list[int]:
+        """How many device blocks of each group such a load fills."""
         counts = [(stop - start) * piece.device_blocks if piece.in_chunk else 0 for piece in self.pieces]
         for at in self.checkpoint(stop):
             if at.chunk >= start:

@@ -21,6 +21,7 @@ The life of a request:
 Rules are numbered in README.md beside this file.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,9 +40,12 @@ from cpu_prefix_cache.stats import CacheStatistics
 from cpu_prefix_cache.stores import StorePlanner
 from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
 
+logger = logging.getLogger(__name__)
+
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
+FAILURES_IN_A_ROW = 5  # copies that fail one after another turn the cache off
 OFFLOAD_MODES = ("lazy", "eager")
 
 
@@ -62,7 +66,7 @@ class Running:
     confirmed: int = 0
     due: int = 0  # the step in which it may have crossed a boundary again
     load: Transfer | None = None
-    stale: bool = False  # admitted before a reset: what it computes belongs to no epoch, and is not stored
+    stale: bool = False  # it stores nothing: it does not want to, or what it computes is from before a reset
 
     @property
     def id(self) -> str:
@@ -106,6 +110,9 @@ class CPUPrefixCache:
 
     A chunk is stored once `store_after` admitted prompts of at least `min_store_tokens` tokens had it; both hold
     nothing back by default. A request that was preempted and is admitted again counts again (admission.py).
+
+    When FAILURES_IN_A_ROW copies have failed one after another it turns itself off (`is_off`): it then has nothing, and
+    stores nothing.
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -194,6 +201,8 @@ class CPUPrefixCache:
         self._checkpoint_interval = checkpoint_interval
         self._counts = Counter[str]()
         self._work = 0
+        self._failures_in_a_row = 0
+        self.is_off = False
 
     # Questions. They change nothing, but for what load and reserve are asked for
 
@@ -203,7 +212,7 @@ class CPUPrefixCache:
         `now` is in seconds, on any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
-        if boundary == n0:
+        if boundary == n0 or self.is_off:
             return MISS
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
@@ -293,7 +302,7 @@ class CPUPrefixCache:
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
-        running = Running(request, n0, touch, resumed, kept, due=self._steps + 1)
+        running = Running(request, n0, touch, resumed, kept, due=self._steps + 1, stale=not request.stores)
         self._running[request.id] = running
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
@@ -325,7 +334,8 @@ class CPUPrefixCache:
         """One engine step: what all ranks are to copy, after the compute of the steps before it."""
         self._agenda.pop(self._steps, None)
         self._steps += 1
-        self._offload.plan()
+        if not self.is_off:
+            self._offload.plan()
         plans, cancelled = self._ledger.launch()
         return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below, self._ledger.take_settled())
 
@@ -362,9 +372,15 @@ class CPUPrefixCache:
             self._ready[report.rank] = report.ready_blocks
             if len(self._ready) == self._ranks:
                 self.pool.grow(min(self._ready.values()))
+        for id in report.late:
+            self._give_up(id)
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
         landed += self._ledger.report(report.rank, report.done, done=True)
-        return [self._land(transfer) for transfer in landed]
+        resolved = []
+        for transfer in landed:
+            self._count_failure(transfer)
+            resolved.append(self._land(transfer))
+        return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
@@ -389,6 +405,11 @@ class CPUPrefixCache:
         self._offload.reset()
         for running in self._running.values():
             running.stale = True
+
+    def turn_off(self) -> None:
+        """Look up and store nothing any more, for good. Transfers in flight resolve as after a reset."""
+        self.is_off = True
+        self.reset()
 
     @property
     def has_transfers(self) -> bool:
@@ -464,14 +485,34 @@ class CPUPrefixCache:
         if transfer.pin is not None:
             self.pool.unpin(transfer.pin)
         if not ok and not transfer.doomed and not transfer.plan.failed:
-            block = self.pool.find(transfer.keys[0])
-            if block is not None:
-                self.pool.withdraw(block)  # or the next lookup would find the same bytes, and fail again (rule 11)
-                self._doom_orphans()
+            self._withdraw_sources(transfer)
         running = self._running.get(transfer.request_id or "")
         if running is not None and running.load is transfer:
             running.load = None
         return ok
+
+    def _count_failure(self, transfer: Transfer) -> None:
+        """A copy that failed may have been bad luck; so many in a row are not."""
+        if transfer.doomed or transfer.plan.failed:
+            return
+        self._failures_in_a_row = 0 if transfer.succeeded else self._failures_in_a_row + 1
+        if self._failures_in_a_row == FAILURES_IN_A_ROW and not self.is_off:
+            logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
+            self.turn_off()
+
+    def _give_up(self, id: int) -> None:
+        """A load has come too late for its request. It is over for everybody but its blocks, which it may still fill."""
+        transfer = self._ledger.get(id)
+        if transfer is not None and not transfer.is_store and not transfer.doomed:
+            self._withdraw_sources(transfer)
+            self._doom(transfer)
+
+    def _withdraw_sources(self, load: Transfer) -> None:
+        """Or the next lookup would find the same bytes, and fail again (rule 11)."""
+        block = self.pool.find(load.keys[0])
+        if block is not None:
+            self.pool.withdraw(block)
+            self._doom_orphans()
 
     def _settle_stores(self, transfer: Transfer) -> None:
         """Commit or give up a store that has landed, and after it those that waited for it."""

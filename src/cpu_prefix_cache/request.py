@@ -9,12 +9,14 @@ from typing import NamedTuple
 class Request:
     """`keys[i]` is the chained key of chunk i, `num_tokens` the tokens the engine must have computed before decoding.
 
-    `keys` is the engine's own list and may grow as the request decodes; it is read, never changed.
+    `keys` is the engine's own list and may grow as the request decodes; it is read, never changed. With `stores` off,
+    nothing is stored for its sake; what others store too can be.
     """
 
     id: str
     keys: Sequence[bytes]
     num_tokens: int
+    stores: bool = True
 
 
 class CheckpointAt(NamedTuple):

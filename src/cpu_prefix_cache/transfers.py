@@ -87,6 +87,9 @@ class TransferLedger:
     def __len__(self) -> int:
         return len(self._open)
 
+    def get(self, id: int) -> Transfer | None:
+        return self._open.get(id)
+
     @property
     def settled_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""

@@ -1,41 +1,63 @@
-"""The class vLLM constructs: once in the scheduler's process, once in each worker's. The worker half is not built yet.
-
-When it is, this will be how to turn it on:
+"""The class vLLM constructs: once in the scheduler's process, once in each worker's.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector",
     "kv_connector_module_path": "connector.vllm", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552}}'
 """
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connector.vllm.messages import StepMetadata
+from connector.vllm import versions
+from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings
+from connector.vllm.tensors import Registered
 
-WORKER_NOT_BUILT = "the worker half of CPUPrefixCacheConnector is not built yet"
+logger = logging.getLogger(__name__)
 
 
 class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands each call of vLLM's to the half it concerns. vLLM's docstrings of these methods say when they come."""
+    """Hands each call of vLLM's to the half it concerns. vLLM's docstrings of these methods say when they come.
 
-    _cache_hit_source = CacheHitSource.HOST
+    Without prefix caching there is nothing to be keyed by: it says so, and does nothing.
+    """
+
+    _cache_hit_source = versions.host_hit_source()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        if role is not KVConnectorRole.SCHEDULER:
-            raise NotImplementedError(WORKER_NOT_BUILT)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = Settings.of(vllm_config, kv_cache_config)
+        settings = Settings.of(vllm_config, kv_cache_config)  # refused here, in every process
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: Any = None
+        self._settings: Settings | None = None
+        if not vllm_config.cache_config.enable_prefix_caching:
+            logger.warning("prefix caching is off, and so is the host's prefix cache: start vLLM with it to use both")
+            return
+        self._settings = settings
+        if role is KVConnectorRole.SCHEDULER:
+            versions.warn_if_untested()
+            if versions.needs_joint_hits(kv_cache_config.has_mamba_layers):
+                versions.give_joint_hits()
+        else:
+            from connector.vllm.worker import WorkerHalf  # torch, and on a GPU Triton: not in the scheduler
+
+            self.worker = WorkerHalf(settings, vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -44,19 +66,24 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self.scheduler = SchedulerHalf(self._settings, gpu_block_pool)
+        if self._settings is not None:
+            self.scheduler = SchedulerHalf(self._settings, gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler is None:
+            return 0, False
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        if self.scheduler is not None:
+            self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        return self.scheduler.build_connector_meta(scheduler_output)
+        return StepMetadata() if self.scheduler is None else self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.update_connector_output(connector_output)
+        if self.scheduler is not None:
+            self.scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -64,26 +91,60 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.request_finished(request)
+        if self.scheduler is not None:
+            self.scheduler.request_finished(request)
         return False, None  # vLLM frees its blocks at once: what is being copied has a reference of ours
 
     def reset_cache(self) -> bool:
-        self.scheduler.reset_cache()
+        if self.scheduler is not None:
+            self.scheduler.reset_cache()
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.has_transfers()  # or an idle engine would not step, and hear no reports
+        # or an idle engine would not step, and hear no reports
+        return self.scheduler is not None and self.scheduler.has_transfers()
 
     # In each worker
 
+    def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
+        if self.worker is not None:
+            self.worker.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker is not None and isinstance(connector_metadata, StepMetadata):
+            self.worker.begin(connector_metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.worker is None:
+            return None, None
+        received, _ = self.worker.results()
+        return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        received, failed = (set(), set()) if self.worker is None else self.worker.results()
+        return versions.transfer_results(received, failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self.worker is None else self.worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReports | None:
+        return None if self.worker is None else self.worker.reports()
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+
+    # Copies run beside the model, so nothing is done or waited for layer by layer
+
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
-        raise NotImplementedError(WORKER_NOT_BUILT)
+        pass
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError(WORKER_NOT_BUILT)
+        pass
 
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
-        raise NotImplementedError(WORKER_NOT_BUILT)
+        pass
 
     def wait_for_save(self) -> None:
-        raise NotImplementedError(WORKER_NOT_BUILT)
+        pass

@@ -8,39 +8,55 @@ A block waits to be evicted in the pool's free queue, hashed or not, and is hand
 
 A block in use has `ref_cnt > 0` and is out of the queue. A hold is one more reference, which is all that vLLM needs to
 leave a block and its hash alone.
+
+vLLM's key of a block is its hash and the number of its group, ours the hash alone, as it stands in
+`Request.block_hashes`. A chunk has a block in each prefix group, and is known by the one in the first of them.
+
+A checkpoint has its blocks in other groups, and they do not wait together: what a window has passed is freed while the
+request goes on. So a checkpoint is known by each of its blocks, from the moment it was found whole: the first of them
+that is about to leave brings all of it to the host.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+)
 
+from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
 
 
 class VllmDevice:
-    """The blocks of one group of full-attention layers: a chunk is one block.
-
-    vLLM's key of a block is its hash and the group, ours the hash alone, as it stands in `Request.block_hashes`.
+    """The blocks of all groups; `group_ids[i]` is vLLM's number of the planner's group i.
 
     vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaiting`
     keeps those blocks from being found.
     """
 
-    def __init__(self, pool: BlockPool, group: int = 0) -> None:
+    def __init__(self, pool: BlockPool, planner: HybridChunkPlanner, group_ids: Sequence[int]) -> None:
         self._pool = pool
-        self._group = group
+        self._planner = planner
+        self._group_ids = group_ids
+        self._prefix_ids = [id for id, piece in zip(group_ids, planner.pieces, strict=True) if piece.in_chunk]
         self.num_chunks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
         self._is_awaited: Callable[[bytes], bool] | None = None
+        self._checkpoints = _Checkpoints()
 
     def find(self, key: bytes) -> Sequence[int] | None:
-        found = self._pool.get_cached_block(key, [self._group])
-        if found is None:
+        found = self._pool.get_cached_block(BlockHash(key), self._prefix_ids)
+        if found is None or any(self._is_hidden(block, key) for block in found):
             return None
-        awaited = self._is_awaited is not None and found[0].ref_cnt > 0 and self._is_awaited(key)
-        return None if awaited else (found[0].block_id,)
+        return [block.block_id for block in found]
 
     @contextmanager
     def awaiting(self, is_awaited: Callable[[bytes], bool]) -> Iterator[None]:
@@ -51,17 +67,24 @@ class VllmDevice:
         finally:
             self._is_awaited = None
 
-    def find_checkpoint(self, checkpoint: CheckpointAt) -> None:
-        """Windows and states are not built yet: the settings refuse them."""
+    def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
+        found = self._pieces(checkpoint)
+        if found is None:
+            self._checkpoints.forget(checkpoint)
+            return None
+        if self._checkpoints.remember(checkpoint, [_name(block) for block in found]):
+            self._checkpoints.sweep(lambda oldest: self._pieces(oldest) is not None)
+        return [(block.block_id,) for block in found]
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
         for block in self._pool.free_block_queue.iter_blocks_after(start):
-            yield block.block_id, self._key(block)
+            for key in self._keys(block) or (None,):
+                yield block.block_id, key
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]
-        return here.ref_cnt == 0 and self._key(here) == key
+        return here.ref_cnt == 0 and (key in self._keys(here) if key is not None else not self._keys(here))
 
     def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
         held = [self._pool.blocks[block] for block in blocks]
@@ -87,7 +110,71 @@ class VllmDevice:
                 place.next_free_block = place = block
                 queue.num_free_blocks += 1
 
-    def _key(self, block: KVCacheBlock) -> bytes | None:
-        """Our key of a block; None without one, or with one of another group."""
+    def _pieces(self, checkpoint: CheckpointAt) -> list[KVCacheBlock] | None:
+        first = checkpoint.depth - len(checkpoint.tail)
+        pieces = []
+        for at in self._planner.checkpoint(checkpoint.depth):
+            key = checkpoint.tail[at.chunk - first]
+            found = self._pool.get_cached_block(BlockHash(key), [self._group_ids[at.group]])
+            if found is None or self._is_hidden(found[0], key):
+                return None
+            pieces.append(found[0])
+        return pieces
+
+    def _is_hidden(self, block: KVCacheBlock, key: bytes) -> bool:
+        return self._is_awaited is not None and block.ref_cnt > 0 and self._is_awaited(key)
+
+    def _keys(self, block: KVCacheBlock) -> Sequence[bytes]:
+        """Our keys of a block: that of its chunk, or those of the checkpoints that need it."""
         key = block.block_hash
-        return None if key is None or get_group_id(key) != self._group else get_block_hash(key)
+        if key is None:
+            return ()
+        if self._prefix_ids and get_group_id(key) == self._prefix_ids[0]:
+            return (get_block_hash(key),)
+        return self._checkpoints.that_need(key)
+
+
+class _Checkpoints:
+    """Which checkpoints need a block, by vLLM's key of it. What has left the device is forgotten in time: with each new
+    checkpoint two of the oldest are asked for."""
+
+    def __init__(self) -> None:
+        self._needed_by: dict[BlockHashWithGroupId, list[bytes]] = {}
+        self._names: dict[bytes, Sequence[BlockHashWithGroupId]] = {}
+        self._oldest: deque[CheckpointAt] = deque()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def that_need(self, name: BlockHashWithGroupId) -> Sequence[bytes]:
+        return self._needed_by.get(name, ())
+
+    def remember(self, checkpoint: CheckpointAt, names: Sequence[BlockHashWithGroupId]) -> bool:
+        """Whether it is new."""
+        key = checkpoint_key(checkpoint.tail[-1])
+        if key in self._names:
+            return False
+        self._names[key] = names
+        for name in names:
+            self._needed_by.setdefault(name, []).append(key)
+        self._oldest.append(checkpoint)
+        return True
+
+    def forget(self, checkpoint: CheckpointAt) -> None:
+        key = checkpoint_key(checkpoint.tail[-1])
+        for name in self._names.pop(key, ()):
+            self._needed_by[name].remove(key)
+            if not self._needed_by[name]:
+                del self._needed_by[name]
+
+    def sweep(self, is_here: Callable[[CheckpointAt], bool]) -> None:
+        for checkpoint in [self._oldest.popleft() for _ in range(min(2, len(self._oldest)))]:
+            if is_here(checkpoint):
+                self._oldest.append(checkpoint)
+            else:
+                self.forget(checkpoint)
+
+
+def _name(block: KVCacheBlock) -> BlockHashWithGroupId:
+    name: BlockHashWithGroupId = block.block_hash
+    return name

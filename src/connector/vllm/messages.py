@@ -1,7 +1,7 @@
 """What travels between the two halves inside vLLM's own messages: out with each step, back with each step's output."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -12,12 +12,14 @@ from cpu_prefix_cache import RankReport, StepPlan
 class StepMetadata(KVConnectorMetadata):
     """One step's plan, and for each load in it the request vLLM wants to hear about when the load is over.
 
-    A rank names that request once in `finished_recving`, however the load ended, and in `failed_recving` too if it
+    `plan` is None where there is no cache. `destinations` are the device blocks of loads, where vLLM is told of those
+    that failed by their blocks. A rank names that request once in `finished_recving`, however the load ended, and in `failed_recving` too if it
     failed or was cancelled: vLLM keeps the blocks of an aborted request until it has heard.
     """
 
-    plan: StepPlan
-    requests: Mapping[int, str]
+    plan: StepPlan | None = None
+    requests: Mapping[int, str] = field(default_factory=dict)
+    destinations: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass

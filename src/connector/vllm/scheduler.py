@@ -18,8 +18,9 @@ has named it in `finished_recving`. A step, as the cache must see it:
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache as once
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -27,35 +28,48 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
 
+from connector.vllm import versions
 from connector.vllm.device import VllmDevice
+from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request
 
+# What a request may say in `kv_transfer_params`: false keeps the cache from loading for it, or from storing what it
+# computes.
+LOAD, STORE = "cpu_prefix_cache_load", "cpu_prefix_cache_store"
+
 
 class SchedulerHalf:
-    """A CPUPrefixCache beside vLLM's scheduler and over its block pool, for one group of full attention.
+    """A CPUPrefixCache beside vLLM's scheduler and over its block pool.
 
     What it remembers is what vLLM says once: the requests it admitted, how much of each was on the device when the
     cache was asked, and, until the step's plan has gone out, which load is for whom and who was admitted again.
     """
 
     def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.device = VllmDevice(pool)
+        self.device = VllmDevice(pool, settings.planner, settings.group_ids)
         self.cache = settings.build(self.device)
         self.clock = clock
+        self._planner = settings.planner
+        self._group_ids = settings.group_ids
         self._grid = settings.planner.grid_tokens
+        self._hashes_per_chunk = settings.hashes_per_chunk
+        self._min_load_tokens = settings.min_load_tokens or 0
         self._on_device: dict[str, int] = {}
         self._admitted: dict[str, EngineRequest] = {}
         self._loads: dict[int, str] = {}
+        self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[str] = set()
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._on_device[request.request_id] = num_computed_tokens
-        answer = self.cache.lookup(_request(request), num_computed_tokens, self.clock())
+        if request.skip_reading_prefix_cache or not _wants(request, LOAD):
+            return 0, False
+        answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
             return None, False
-        if isinstance(answer, Hit):
+        if isinstance(answer, Hit) and answer.boundary - num_computed_tokens >= self._min_load_tokens:
             return answer.boundary - num_computed_tokens, True
         return 0, False
 
@@ -63,16 +77,27 @@ class SchedulerHalf:
         id = request.request_id
         if request.num_computed_tokens:
             return  # its load is over, and it was admitted before that
-        if id in self._admitted:
-            self._lost_its_blocks(id)
         n0 = self._on_device.pop(id)
         boundary = n0 + num_external_tokens
+        ours = self._request(request)
+        # What was found must not be evicted by what the request itself leaves behind.
+        lease = self.cache.reserve(ours, boundary) if num_external_tokens else None
+        if id in self._admitted:
+            self._lost_its_blocks(id)
         self._admitted[id] = request
-        self.cache.admit(_request(request), n0, boundary, self.clock())
+        self.cache.admit(ours, n0, boundary, self.clock())
         if num_external_tokens:
-            table = blocks.get_block_ids()[0]
-            destinations = table[n0 // self._grid : boundary // self._grid]
-            self._loads[self.cache.load(id, boundary, [destinations], self.clock())] = id
+            tables = blocks.get_block_ids()
+            positions = self._planner.positions(n0 // self._grid, boundary // self._grid)
+            destinations = [
+                [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
+            ]
+            load = self.cache.load(id, boundary, destinations, self.clock())
+            self._loads[load] = id
+            if not versions.TAKES_FAILED_REQUESTS:
+                self._destinations[load] = [block for found in destinations for block in found]
+        if lease is not None:
+            self.cache.release(lease)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         with self.device.awaiting(self._computed_by(output)):
@@ -84,7 +109,8 @@ class SchedulerHalf:
                 self.cache.computed(id, _computed_tokens(self._admitted[id]))
             plan = self.cache.step()
         requests, self._loads = self._loads, {}
-        return StepMetadata(plan, requests)
+        destinations, self._destinations = self._destinations, {}
+        return StepMetadata(plan, requests, destinations)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.cache.invalidated(output.invalid_block_ids)
@@ -102,6 +128,10 @@ class SchedulerHalf:
 
     def has_transfers(self) -> bool:
         return self.cache.has_transfers
+
+    def _request(self, request: EngineRequest) -> Request:
+        keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
+        return Request(request.request_id, keys, request.num_tokens, stores=_wants(request, STORE))
 
     def _preempted(self, id: str) -> None:
         self._admitted.pop(id, None)
@@ -127,11 +157,13 @@ class SchedulerHalf:
         for id, num_tokens in output.num_scheduled_tokens.items():
             request = self._admitted[id]
             before = request.num_computed_tokens
-            yield from request.block_hashes[before // self._grid : (before + num_tokens) // self._grid]
+            keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
+            yield from keys[before // self._grid : (before + num_tokens) // self._grid]
 
 
-def _request(request: EngineRequest) -> Request:
-    return Request(request.request_id, request.block_hashes, request.num_tokens)
+def _wants(request: EngineRequest, what: str) -> bool:
+    params: dict[str, Any] | None = request.kv_transfer_params
+    return params is None or params.get(what, True) is not False
 
 
 def _computed_tokens(request: EngineRequest) -> int:

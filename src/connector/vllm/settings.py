@@ -1,94 +1,114 @@
-"""From vLLM's configuration to ours, refused in one sentence when it asks for what is not built."""
+"""What an operator may say in `kv_connector_extra_config`, checked when vLLM starts.
 
-from collections.abc import Mapping
+Every option has one place here: its type, its least value, its unit. What is unknown, of another type or too small is
+refused in a sentence that says what would work; nothing is rounded or replaced.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Group, GroupKind, HybridChunkPlanner
+from connector.vllm.groups import hash_blocks_per_chunk, is_replicated, planned_group_ids, planner_for
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, HybridChunkPlanner
+from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 
-NUMBERS = {"store_after": "prompts", "min_store_tokens": "tokens"}
-OPTIONS = ("cpu_bytes_to_use", "offload", "policy", *NUMBERS)
+BYTES = "cpu_bytes_to_use"
+NUMBERS = {  # whole numbers: the least that is allowed, and what they count
+    BYTES: (1, "bytes"),
+    "checkpoint_interval": (1, "tokens"),
+    "min_load_tokens": (0, "tokens"),
+    "store_after": (1, "prompts"),
+    "min_store_tokens": (0, "tokens"),
+}
+TEXTS = ("offload", "policy", "test_corrupt_group")
+OPTIONS = (*NUMBERS, *TEXTS)
+OURS = ("min_load_tokens", "test_corrupt_group")  # not the cache's
+LOAD_DEADLINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`planner` for the model's groups, and what the rest of vLLM's configuration says to a CPUPrefixCache.
-
-    Of `kv_connector_extra_config`: `cpu_bytes_to_use` is the host memory of all ranks together; `offload`, `policy`,
-    `store_after` and `min_store_tokens` are passed on.
-    """
+    """What both halves are built from. There is a host region for each rank, or where all ranks of a tensor-parallel group
+    keep the same bytes, one that they share."""
 
     planner: HybridChunkPlanner
-    options: Mapping[str, Any]
+    group_ids: Sequence[int]  # vLLM's numbers of the planner's groups
+    host_bytes: int  # of one region
+    ranks: int
+    is_shared: bool
+    hashes_per_chunk: int
+    max_step_tokens: int
+    step_blocks: int  # what one step can allocate on the device
+    decode_step_tokens: int
+    options: Mapping[str, Any]  # what was said, beside the memory
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
-        extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        unknown = sorted(set(extra) - set(OPTIONS))
-        if unknown:
-            raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
-        host_bytes = extra.pop("cpu_bytes_to_use", None)
-        if type(host_bytes) is not int:
-            raise ConfigurationError(
-                f"kv_connector_extra_config needs cpu_bytes_to_use, a whole number of bytes, got {host_bytes!r}"
-            )
-        for name in NUMBERS.keys() & extra.keys():
-            if type(extra[name]) is not int:
-                raise ConfigurationError(f"{name} is a whole number of {NUMBERS[name]}, got {extra[name]!r}")
-        planner = _planner(vllm_config, kv_cache_config)
-        speculative = vllm_config.speculative_config
-        options = {
-            "host_blocks": host_bytes // vllm_config.parallel_config.world_size // planner.host_block_bytes,
-            "ready_blocks": 0,  # until every rank has reported its region
-            "ranks": vllm_config.parallel_config.world_size,
-            "max_step_tokens": _step_tokens(vllm_config, planner.grid_tokens),
-            "decode_step_tokens": 1 + (speculative.num_speculative_tokens if speculative else 0),
-            **extra,
-        }
-        return cls(planner, options)
+        """Raises ConfigurationError, in a sentence that says what would work."""
+        options = _checked(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        planner = planner_for(vllm_config, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
+        regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
+        scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+        grid = planner.grid_tokens
+        # Blocks for its tokens, and one that each request has begun and not filled.
+        step_tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * grid
+        return cls(
+            planner,
+            group_ids=planned_group_ids(kv_cache_config),
+            host_bytes=options.pop(BYTES) // regions,
+            ranks=parallel.world_size,
+            is_shared=is_shared,
+            hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
+            max_step_tokens=step_tokens,
+            step_blocks=-(-step_tokens // grid) * len(kv_cache_config.kv_cache_groups),
+            decode_step_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
+            options=options,
+        )
+
+    @property
+    def min_load_tokens(self) -> int | None:
+        """The shortest load that is worth its while; None where it was not said."""
+        return self.options.get("min_load_tokens")
+
+    @property
+    def corrupt_group(self) -> str | None:
+        """The group whose loads are damaged, for tests."""
+        return self.options.get("test_corrupt_group")
 
     def build(self, device: Device) -> CPUPrefixCache:
-        return CPUPrefixCache(self.planner, device, **self.options)
+        passed_on = {name: value for name, value in self.options.items() if name not in OURS}
+        return CPUPrefixCache(
+            self.planner,
+            device,
+            host_blocks=self.host_bytes // self.planner.host_block_bytes,
+            ready_blocks=0,  # until every rank has reported its region
+            ranks=self.ranks,
+            max_step_tokens=self.max_step_tokens,
+            decode_step_tokens=self.decode_step_tokens,
+            lazy_horizon=max(1, min(2 * self.step_blocks, device.num_chunks // 2)),
+            **passed_on,
+        )
 
 
-def _step_tokens(vllm_config: VllmConfig, grid: int) -> int:
-    """What one step can allocate: blocks for its tokens, and one that each request has begun and not filled."""
-    scheduler = vllm_config.scheduler_config
-    return int(scheduler.max_num_batched_tokens + scheduler.max_num_seqs * grid)
-
-
-def _planner(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HybridChunkPlanner:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ConfigurationError(f"models with one KV cache group are built, with several not yet; got {kinds}")
-    grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return HybridChunkPlanner(
-        [_group(groups[0], grid)], max_model_len=vllm_config.model_config.max_model_len, grid_tokens=grid
-    )
-
-
-def _group(group: KVCacheGroupSpec, block_tokens: int) -> Group:
-    spec = group.kv_cache_spec
-    for each in iter_layer_specs(spec):
-        # Not isinstance: a subclass may keep its blocks by another rule.
-        if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise ConfigurationError(f"KV state of kind {type(each).__name__} is not built yet; full attention is")
-    layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-    return Group(
-        name="attention",
-        kind=GroupKind.PREFIX,
-        block_tokens=block_tokens,
-        block_bytes=spec.page_size_bytes * layers,
-    )
+def _checked(said: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(said) - set(OPTIONS))
+    if unknown:
+        raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
+    if BYTES not in said:
+        raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
+    for name, value in said.items():
+        if name in TEXTS:
+            if type(value) is not str:
+                raise ConfigurationError(f"{name} is a word, got {value!r}")
+            continue
+        least, unit = NUMBERS[name]
+        if type(value) is not int or value < least:
+            raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
+    if said.get("offload", "lazy") not in OFFLOAD_MODES:
+        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {said['offload']!r}")
+    return dict(said)

@@ -2,7 +2,7 @@
 
     waiting  --taken up-->  moving: submitted, and its mark not passed  --passed-->  done
         |                                                            `--raised-->  failed
-        `--cancelled, or the copier raised-->  failed
+        `--cancelled, abandoned, or the copier raised-->  failed
 
 The thread never dies: whatever is raised fails the transfer it is about, and the next one is taken up. Without a thread
 an interrupt goes on to the caller, after it has failed its transfer.
@@ -41,6 +41,8 @@ class Submitter:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
+        self._waiting: set[int] = set()
+        self._taking = threading.Lock()  # what is abandoned is not taken up, and what is taken up not abandoned
         self._closed = False
         self._thread: threading.Thread | None = None
         if name is not None:
@@ -49,12 +51,22 @@ class Submitter:
 
     def put(self, transfer: TransferPlan, after: Mark) -> None:
         """Have `transfer` carried out after those put before it. After `close` it fails."""
+        self._waiting.add(transfer.id)
         if self._closed:
             self._failed.append(transfer.id)
         elif self._thread is None:
             self._take_up(_Job(transfer, after))
         else:
             self._jobs.put(_Job(transfer, after))
+
+    def abandon(self, id: int) -> bool:
+        """Whether a transfer has not begun, and now never will: it fails."""
+        with self._taking:
+            if id not in self._waiting:
+                return False
+            self._waiting.discard(id)
+        self._failed.append(id)
+        return True
 
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
@@ -98,6 +110,10 @@ class Submitter:
 
     def _take_up(self, job: _Job) -> None:
         id = job.transfer.id
+        with self._taking:
+            if id not in self._waiting:
+                return  # abandoned, and said to have failed
+            self._waiting.discard(id)
         if self._is_cancelled(id):
             self._failed.append(id)
             return

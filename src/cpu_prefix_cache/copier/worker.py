@@ -2,10 +2,15 @@
 
 StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts included (rule 11)
 report    ->  all that has ended and no plan has called settled yet, and how many host blocks are ready
+
+A load has a deadline. One that has not begun by then never will: it has failed. One that is moving cannot be called
+back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
 """
 
+import logging
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
@@ -13,16 +18,29 @@ from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan
 
+logger = logging.getLogger(__name__)
+
 
 class CopyWorker:
     """Runs plans with one copier. One per rank, called by one thread.
+
+    Loads are late after `load_seconds`, by `clock`; None: never.
 
     With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
     ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
     belongs to the worker: both end with `close`.
     """
 
-    def __init__(self, rank: int, copier: Copier, arena: HostArena | None = None, *, threads: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        copier: Copier,
+        arena: HostArena | None = None,
+        *,
+        threads: bool = False,
+        load_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._rank = rank
         self._copier = copier
         self._arena = arena
@@ -31,6 +49,10 @@ class CopyWorker:
             direction: Submitter(copier, self._cancelled.__contains__, f"{direction.value}-{rank}" if threads else None)
             for direction in Direction
         }
+        self._load_seconds = load_seconds
+        self._clock = clock
+        self._deadlines: dict[int, float] = {}  # of loads that have not ended
+        self._late: set[int] = set()
         self._done: set[int] = set()
         self._failed: set[int] = set()
         self._ending = weakref.finalize(self, _end, list(self._submitters.values()), arena)  # at exit at the latest
@@ -52,6 +74,8 @@ class CopyWorker:
             for id, transfer in list(waiting.items()):
                 if after is None or transfer.failed or id in plan.cancelled:
                     continue
+                if transfer.direction is Direction.LOAD and self._load_seconds is not None:
+                    self._deadlines[id] = self._clock() + self._load_seconds
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -61,8 +85,10 @@ class CopyWorker:
 
     def report(self) -> RankReport:
         self._collect()
+        if self._give_up():
+            self._collect()
         ready = None if self._arena is None else self._arena.ready_blocks
-        return RankReport(self._rank, frozenset(self._done), frozenset(self._failed), ready)
+        return RankReport(self._rank, frozenset(self._done), frozenset(self._failed), ready, frozenset(self._late))
 
     def drain(self) -> None:
         """Until all that was begun has ended."""
@@ -76,13 +102,29 @@ class CopyWorker:
     def _collect(self) -> None:
         for submitter in self._submitters.values():
             for id, went_well in submitter.ended():
-                (self._done if went_well else self._failed).add(id)
+                # What came too late is of no use to anybody.
+                (self._done if went_well and id not in self._late else self._failed).add(id)
+                self._deadlines.pop(id, None)
+
+    def _give_up(self) -> bool:
+        """End the wait for loads whose time is up. Whether there are any."""
+        if not self._deadlines:
+            return False
+        now = self._clock()
+        over = [id for id, deadline in self._deadlines.items() if now >= deadline]
+        for id in over:
+            del self._deadlines[id]
+            if not self._submitters[Direction.LOAD].abandon(id):
+                self._late.add(id)
+            logger.error("load %d has not ended in %s s and is given up", id, self._load_seconds)
+        return bool(over)
 
     def _forget(self, plan: StepPlan) -> None:
         self._collect()
         settled = set(plan.settled)
         self._done = {id for id in self._done if id >= plan.settled_below} - settled
         self._failed = {id for id in self._failed if id >= plan.settled_below} - settled
+        self._late = {id for id in self._late if id >= plan.settled_below} - settled
         self._cancelled -= {id for id in self._cancelled if id < plan.settled_below} | settled
 
 

@@ -1,0 +1,130 @@
+"""vLLM's KV cache groups as ours: which kind each one is, and what one block of it weighs.
+
+A layer's kind is known by the exact type of its spec: a subclass may keep its blocks by another rule, and what is not
+known here is refused by name (DESIGN 4.1). The bytes are those without padding, as `tensors.py` finds them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+
+from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
+
+Fields = dict[str, Any]
+
+
+def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HybridChunkPlanner:
+    """The arithmetic of this model's cache, as one rank has it.
+
+    Raises ConfigurationError for a kind of KV state that is not known, and for one that cannot be kept as configured.
+    """
+    grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        raise ConfigurationError("KV that is dealt over ranks by context parallelism is not built; use TP or PP")
+    drops = _lookahead_tokens(vllm_config, grid)
+    groups = [_group(at, group, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
+    misfit = next((group for group in groups if group.kind is not GroupKind.NONE and group.block_tokens != grid), None)
+    if misfit is not None:
+        raise ConfigurationError(
+            f"group {misfit.name!r} has blocks of {misfit.block_tokens} tokens where prefix hits come every {grid}; "
+            "groups with blocks of different lengths are not built yet"
+        )
+    return HybridChunkPlanner(groups, max_model_len=vllm_config.model_config.max_model_len, grid_tokens=grid)
+
+
+def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
+    """vLLM's numbers of the planner's groups: those of which something is kept."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return [at for at, group in groups if _kind(layer_specs(group)[0]) is not GroupKind.NONE]
+
+
+def is_replicated(planner: HybridChunkPlanner) -> bool:
+    """Whether every rank of a tensor-parallel group has the same bytes, in all that is kept."""
+    return all(group.replicated for group in planner.groups)
+
+
+def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many of a request's block hashes make a chunk: the last of them is the chunk's key."""
+    grid, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return grid // hashed
+
+
+def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
+    """What vLLM drops from the end of a hit for drafts: with any connector, one block (config/vllm.py)."""
+    speculative = vllm_config.speculative_config
+    return grid if speculative is not None and speculative.use_eagle() else 0
+
+
+def _group(at: int, group: KVCacheGroupSpec, lookahead_tokens: int) -> Group:
+    layers = layer_specs(group)
+    kinds = {_kind(spec) for spec in layers}
+    if len(kinds) > 1:
+        raise ConfigurationError(f"layers of one KV cache group are of different kinds: {sorted(map(str, kinds))}")
+    spec = layers[0]
+    fields = _KNOWN[type(spec).__name__](spec)
+    if fields["kind"] is GroupKind.PREFIX:
+        fields["lookahead_tokens"] = lookahead_tokens
+    return Group(
+        name=f"{fields['kind'].value}-{at}",
+        block_tokens=spec.block_size,
+        block_bytes=sum(_block_bytes(each) for each in layers),
+        **fields,
+    )
+
+
+def layer_specs(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
+    """The spec of every layer of a group: its own, or the one they share."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec] * len(group.layer_names)
+
+
+def _kind(spec: KVCacheSpec) -> GroupKind:
+    name = type(spec).__name__
+    if name not in _KNOWN:
+        raise ConfigurationError(f"KV state of kind {name} is not known; known are {', '.join(sorted(_KNOWN))}")
+    kind: GroupKind = _KNOWN[name](spec)["kind"]
+    return kind
+
+
+def _state(spec: Any) -> Fields:
+    if spec.mamba_cache_mode != "align":
+        raise ConfigurationError(
+            f'recurrent state with mamba_cache_mode "{spec.mamba_cache_mode}" is not built; '
+            'start vLLM with --mamba-cache-mode align'
+        )
+    return {"kind": GroupKind.STATE}
+
+
+def _window(spec: Any) -> Fields:
+    # Releases before 0.28 have no extra tokens to keep, and no field that says so.
+    extra = vars(spec).get("extra_retained_tokens", 0)
+    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": extra}
+
+
+_KNOWN: dict[str, Callable[[Any], Fields]] = {
+    "FullAttentionSpec": lambda spec: {"kind": GroupKind.PREFIX},
+    "MLAAttentionSpec": lambda spec: {"kind": GroupKind.PREFIX, "replicated": True},
+    "SlidingWindowSpec": _window,
+    "SlidingWindowMLASpec": lambda spec: {**_window(spec), "replicated": True},
+    "ChunkedLocalAttentionSpec": lambda spec: {
+        "kind": GroupKind.CHUNK_LOCAL,
+        "window_tokens": spec.attention_chunk_size,
+    },
+    "MambaSpec": _state,
+    "CircularBufferSpec": lambda spec: {"kind": GroupKind.NONE},
+}
+
+
+def _block_bytes(spec: Any) -> int:
+    """Without padding. Both names are vLLM's, for the two families of specs."""
+    if type(spec).__name__ == "MambaSpec":
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return int(spec.real_page_size_bytes)
+

@@ -1,0 +1,86 @@
+"""Where vLLM keeps the bytes of a block: tensors as they are registered, taken apart into rows.
+
+Per layer vLLM registers a view of its KV, or a list of them for a state. What differs is which dimension counts blocks,
+what lies outside of it (K and V, heads), whether a block is cut into smaller ones for the kernel, and how far apart
+blocks are:
+
+    [2, blocks, tokens, heads, size]        K of all blocks, then V of all blocks        two rows a block
+    [blocks, heads, tokens, size]           in whatever order of memory                  one row, or one for each head
+    [slots, ...], [slots, ...]              convolution and recurrent state              a row each
+
+Only bytes that a view shows are copied. Padding, and pages that other groups have in the same memory, are not in it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.memory.parts import same_blocks
+
+Registered = torch.Tensor | Sequence[torch.Tensor]
+
+
+def group_rows(
+    kv_caches: Mapping[str, Registered], layer_names: Iterable[str], num_blocks: int
+) -> list[torch.Tensor]:
+    """The rows of one group, uint8 [num_blocks, bytes] each: layer by layer, what several layers share once.
+
+    Raises ConfigurationError for a layer that was not registered, and for a view that has other blocks.
+    """
+    rows: list[torch.Tensor] = []
+    for name in layer_names:
+        if name not in kv_caches:
+            raise ConfigurationError(f"vLLM has not registered the KV of layer {name!r}")
+        registered = kv_caches[name]
+        views = [registered] if isinstance(registered, torch.Tensor) else registered
+        for row in (row for view in views for row in view_rows(view, num_blocks)):
+            if not any(same_blocks(row, other) for other in rows):
+                rows.append(row)
+    return rows
+
+
+def view_rows(view: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
+    """The rows of one view: what of each block lies together, uint8 [num_blocks, bytes], in the order of memory."""
+    at = _block_dimension(view, num_blocks)
+    kernel_blocks = view.shape[at] // num_blocks
+    stride = view.stride(at) * kernel_blocks
+    inner = [(view.stride(d), view.shape[d]) for d in range(view.ndim) if d != at]
+    if kernel_blocks > 1:
+        inner.append((view.stride(at), kernel_blocks))
+    width, outer = _together(inner)
+    bytes_of = _as_bytes(view)
+    scale = view.element_size()
+    for steps in product(*(range(size) for _, size in outer)):
+        offset = view.storage_offset() + sum(step * apart for step, (apart, _) in zip(steps, outer, strict=True))
+        yield bytes_of.as_strided((num_blocks, width * scale), (stride * scale, 1), offset * scale)
+
+
+def _block_dimension(view: torch.Tensor, num_blocks: int) -> int:
+    """The dimension of the blocks: the first, or the second behind K and V, which lie further apart than blocks do."""
+    if view.ndim > 2 and view.shape[0] == 2 and view.stride(0) > view.stride(1) and view.shape[1] % num_blocks == 0:
+        return 1
+    if view.ndim < 2 or view.shape[0] % num_blocks:
+        raise ConfigurationError(
+            f"vLLM has {num_blocks} blocks, but has registered KV of shape {tuple(view.shape)}, whose blocks do not "
+            "come first"
+        )
+    return 0
+
+
+def _together(dimensions: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """How many elements lie together, and the other dimensions, as (stride, size), the furthest apart first."""
+    width, outer = 1, []
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride == width and not outer:
+            width *= size
+        else:
+            outer.append((stride, size))
+    return width, outer[::-1]
+
+
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    """All the memory that a view is a part of, as uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+

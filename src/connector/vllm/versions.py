@@ -1,0 +1,82 @@
+"""What differs between the releases of vLLM this connector runs with, decided once, when it is imported.
+
+Known by what vLLM has, not by its number: a release in between behaves as what it has. The numbers say only where the
+tests have been: 0.26.0 (on a GPU), 0.32.0 (its CPU build), and 0.33.0 (its base class alone).
+
+    before 0.28   a failed load is told by block ids, which vLLM refuses in models with several groups
+    later         by the names of requests
+    before 0.28   a Mamba hybrid with any connector is given the longest hit of a group, not the joint one
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger(__name__)
+
+TESTED = ((0, 26), (0, 33))  # the first and the last
+
+# Whether vLLM takes the names of requests whose load has failed.
+TAKES_FAILED_REQUESTS = any(field.name == "failed_recving" for field in fields(KVConnectorOutput))
+
+
+def warn_if_untested() -> None:
+    """Once for each process: outside of the range everything may work, and nobody has looked."""
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if release is None or not TESTED[0] <= release <= TESTED[1]:
+        (first, last) = (f"{major}.{minor}" for major, minor in TESTED)
+        logger.warning(
+            "CPUPrefixCacheConnector was tested with vLLM %s to %s; this is %s", first, last, vllm.__version__
+        )
+
+
+def transfer_results(received: set[str], failed: set[str]) -> Any:
+    """What `get_transfer_results` returns, where vLLM asks for it."""
+    return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+
+def host_hit_source() -> Any:
+    """How vLLM's statistics name hits on the host; None where they do not tell sources apart."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def needs_joint_hits(has_mamba: bool) -> bool:
+    """Whether vLLM would ask about a prefix of which it has the attention and not the state."""
+    return has_mamba and _per_group is not None and not _is_opt_in()
+
+
+def give_joint_hits() -> None:
+    """Let a hybrid with state groups resume only where all of its groups can.
+
+    Before 0.28 the scheduler asks every group by itself as soon as a connector is configured, and takes the longest
+    answer as computed: the state of a shorter one is then read from null block 0. Two connectors of one process share
+    the patch, which says what the joint search says.
+    """
+    kv_cache_coordinator.HybridKVCacheCoordinator.find_longest_cache_hit_per_group = _joint_hit
+
+
+def _joint_hit(self: Any, block_hashes: Any, max_cache_hit_length: int) -> tuple[Any, tuple[int, ...]]:
+    blocks, length, _ = self.find_longest_cache_hit(block_hashes, max_cache_hit_length)
+    return blocks, (length,) * len(blocks)
+
+
+def _is_opt_in() -> bool:
+    """Whether a connector must ask for hits that differ between groups, which ours does not."""
+    return "supports_divergent_local_hybrid_hits" in vars(base.KVConnectorBase_V1)
+
+
+_per_group: Callable[..., Any] | None = vars(kv_cache_coordinator.HybridKVCacheCoordinator).get(
+    "find_longest_cache_hit_per_group"
+)

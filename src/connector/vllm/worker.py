@@ -1,0 +1,187 @@
+"""The copying half in one of vLLM's workers: vLLM's tensors, our host region, and what vLLM wants to hear.
+
+    in a worker                  becomes
+    register_kv_caches           the tensors are bound, the host region is mapped; nothing is pinned yet
+    bind_connector_metadata      the step's plan begins, behind what compute has been given so far
+    get_transfer_results         the requests whose loads are over on this rank, each once, however they ended
+    build_connector_worker_meta  what else this rank has to report
+
+A step's plan begins before its forward pass: what it stores was computed by the steps before, and what it loads nobody
+reads in this one. vLLM zeroes new blocks before it binds, except those that are loaded.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connector.vllm import versions
+from connector.vllm.groups import planned_group_ids
+from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
+from connector.vllm.tensors import Registered, group_rows
+from cpu_prefix_cache import ConfigurationError, RankReport
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.dealt import DealtCopier
+from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.second_try import SecondTryCopier
+from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.planner import ALIGNMENT, Piece
+
+logger = logging.getLogger(__name__)
+NULL_BLOCK = 0  # vLLM's, in every group
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a copier needs to know of a rank: pieces in as many host blocks as on every other, of this rank's size."""
+
+    pieces: tuple[Piece, ...]
+    host_block_bytes: int
+
+
+class WorkerHalf:
+    """One rank's share of the cache. `can_fail_loads`: whether vLLM can be told that the load of a request failed.
+
+    Raises ConfigurationError when the host region does not fit, or the tensors are not what the settings say.
+    """
+
+    def __init__(self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._settings = settings
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank: int = vllm_config.parallel_config.rank
+        self._takes_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
+        self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._takes_blocks
+        self._worker: CopyWorker | None = None
+        self._waiting: dict[int, str] = {}  # load -> the request that vLLM wants to hear of
+        self._destinations: dict[int, Sequence[int]] = {}
+        self._bad_blocks: set[int] = set()
+        self._report = RankReport(self._rank)
+        self._sent = RankReport(self._rank)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
+        self.close()
+        tensors = [
+            group_rows(kv_caches, self._kv_cache_config.kv_cache_groups[at].layer_names, self._kv_cache_config.num_blocks)
+            for at in planned_group_ids(self._kv_cache_config)
+        ]
+        shapes = self._shapes()
+        device = tensors[0][0].device
+        arena = HostArena(
+            self._settings.host_bytes // shapes.host_block_bytes,
+            shapes.host_block_bytes,
+            pinned_for=device if device.type == "cuda" else None,
+            shared_as=self._shared_name() if self._settings.is_shared else None,
+        )
+        if self._settings.is_shared:
+            get_tp_group().barrier()
+            arena.forget_name()
+        self._worker = CopyWorker(
+            self._rank,
+            self._copier(shapes, tensors, arena),
+            arena,
+            threads=True,
+            load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else None,
+        )
+
+    def begin(self, metadata: StepMetadata) -> None:
+        """Carry out a step's plan, behind what compute has been given."""
+        if self._worker is None or metadata.plan is None:
+            return
+        self._waiting |= metadata.requests
+        plan = metadata.plan
+        if self._takes_blocks:
+            for transfer in plan.transfers:
+                if transfer.id in metadata.requests:
+                    self._destinations[transfer.id] = metadata.destinations[transfer.id]
+        # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
+        self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended here since this was asked last, and those of them that failed."""
+        if self._worker is None:
+            return set(), set()
+        self._report = report = self._worker.report()
+        over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_given_up(id)]
+        received: set[str] = set()
+        failed: set[str] = set()
+        for id in over:
+            request = self._waiting.pop(id)
+            received.add(request)
+            blocks = self._destinations.pop(id, ())
+            if id not in report.done:
+                self._fail(id, request)
+                failed.add(request)
+                self._bad_blocks.update(blocks)
+        return received, failed
+
+    def take_bad_blocks(self) -> set[int]:
+        """Device blocks of failed loads, for a vLLM that wants to know those."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def reports(self) -> WorkerReports | None:
+        """What this rank has finished; None when it was said already and the other half has heard."""
+        if self._report == self._sent and not (self._report.done or self._report.failed or self._report.late):
+            return None
+        self._sent = self._report
+        return WorkerReports((self._report,))
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _is_given_up(self, id: int) -> bool:
+        """A late load, if vLLM frees its blocks when it is told; we hold them until the copy has ended."""
+        return versions.TAKES_FAILED_REQUESTS and id in self._report.late
+
+    def _fail(self, id: int, request: str) -> None:
+        if not self.can_fail_loads:
+            raise RuntimeError(
+                f"load {id} for request {request} failed twice, and this vLLM cannot be told so for a model with "
+                "several KV cache groups: stopping before wrong bytes are used"
+            )
+        logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
+
+    def _shapes(self) -> Shapes:
+        """The planner's. Stages of a pipeline have other layers: there pieces take as many host blocks as on the first
+        rank, which the scheduler goes by, and those are as large as they must be."""
+        planner = self._settings.planner
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return Shapes(planner.pieces, planner.host_block_bytes)
+        counts = get_world_group().broadcast_object([piece.host_blocks for piece in planner.pieces], src=0)
+        pieces = tuple(replace(piece, host_blocks=n) for piece, n in zip(planner.pieces, counts, strict=True))
+        block = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
+        return Shapes(pieces, -(-block // ALIGNMENT) * ALIGNMENT)
+
+    def _shared_name(self) -> str:
+        parallel = self._vllm_config.parallel_config
+        stage = self._rank // parallel.tensor_parallel_size
+        return f"cpu-prefix-cache-{self._vllm_config.instance_id}-{parallel.data_parallel_rank}-{stage}"
+
+    def _copier(self, shapes: Shapes, tensors: Sequence[Sequence[torch.Tensor]], arena: HostArena) -> Copier:
+        choice = choose_copier(shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK)
+        logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
+        copier = choice.copier
+        if not self.can_fail_loads:
+            copier = SecondTryCopier(
+                copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK)
+            )
+        if self._settings.is_shared:
+            size = self._vllm_config.parallel_config.tensor_parallel_size
+            copier = DealtCopier(copier, shapes, self._rank % size, size)
+        if self._settings.corrupt_group is not None:
+            names = [piece.group.name for piece in shapes.pieces]
+            if self._settings.corrupt_group not in names:
+                raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
+            copier = CorruptingCopier(copier, tensors, names.index(self._settings.corrupt_group), loads=None)
+        return copier

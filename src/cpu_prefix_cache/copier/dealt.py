@@ -1,0 +1,51 @@
+"""One host region for several ranks that hold the same bytes: each block has one writer, and every rank reads.
+
+The pieces of a store are dealt round by the number of their first host block, so that all links carry an equal share.
+A rank whose share of a transfer is empty has ended with it at once.
+"""
+
+from collections.abc import Sequence
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.binding import Shapes
+from cpu_prefix_cache.copier.queues import Mark, Passed
+from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.planner import Piece
+
+
+class DealtCopier(Copier):
+    """Of stores, what falls to rank `rank` of `ranks`, by way of `copier`; of loads, everything."""
+
+    def __init__(self, copier: Copier, shapes: Shapes, rank: int, ranks: int) -> None:
+        self._copier = copier
+        self._pieces = shapes.pieces
+        self._rank = rank
+        self._ranks = ranks
+
+    def here(self) -> Mark:
+        return self._copier.here()
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+        if direction is Direction.STORE:
+            dealt = [share(copy, self._pieces[copy.group], self._rank, self._ranks) for copy in copies]
+            copies = [copy for copy in dealt if copy.host_blocks]
+            if not copies:
+                return Passed()
+        return self._copier.submit(direction, copies, after)
+
+
+def share(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
+    """The pieces of `copy` that one rank writes.
+
+    >>> from cpu_prefix_cache.groups import Group, GroupKind
+    >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)
+    >>> share(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
+    GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))
+    """
+    here, there = piece.host_blocks, piece.device_blocks
+    mine = [at for at in range(len(copy.host_blocks) // here) if copy.host_blocks[at * here] % ranks == rank]
+    return GroupCopy(
+        copy.group,
+        tuple(block for at in mine for block in copy.host_blocks[at * here : (at + 1) * here]),
+        tuple(block for at in mine for block in copy.device_blocks[at * there : (at + 1) * there]),
+    )

@@ -1,0 +1,30 @@
+"""A load that must not fail: what one copier could not do is done again by another, the plain one."""
+
+import logging
+from collections.abc import Sequence
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.plan import Direction, GroupCopy
+
+logger = logging.getLogger(__name__)
+
+
+class SecondTryCopier(Copier):
+    """`copier`, and for loads that it refuses `plain`. For engines that cannot be told that a load has failed."""
+
+    def __init__(self, copier: Copier, plain: Copier) -> None:
+        self._copier = copier
+        self._plain = plain
+
+    def here(self) -> Mark:
+        return self._copier.here()
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+        try:
+            return self._copier.submit(direction, copies, after)
+        except Exception:
+            if direction is Direction.STORE:
+                raise
+            logger.exception("a load failed and is repeated the plain way")
+        return self._plain.submit(direction, copies, after)
