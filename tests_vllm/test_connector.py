@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache import ConfigurationError
 from tests_vllm.engine import ATTENTION, BLOCK, LOADING, Engine, one_group, vllm_config
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
-WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=ATTENTION.dtype, sliding_window=9)
 
 
 @pytest.fixture
@@ -226,30 +227,59 @@ def test_one_corrupted_device_block_is_noticed(start):
 # Being constructed
 
 
-def test_options_are_checked_by_name(start, tmp_path):
-    with pytest.raises(ConfigurationError, match="unknown option 'speed'; known options are cpu_bytes_to_use"):
-        start(speed="fast")
-    with pytest.raises(ConfigurationError, match="offload must be one of lazy, eager"):
-        start(offload="never")
-    with pytest.raises(ConfigurationError, match="store_after must be at least 1, got 0"):
-        start(store_after=0)
-    with pytest.raises(ConfigurationError, match="min_store_tokens is a whole number of tokens, got '4k'"):
-        start(min_store_tokens="4k")
-    with pytest.raises(ConfigurationError, match="a whole number of bytes, got '48 GiB'"):
-        CPUPrefixCacheConnector(
-            vllm_config(tmp_path, cpu_bytes_to_use="48 GiB"), KVConnectorRole.SCHEDULER, one_group(80)
-        )
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ({"speed": "fast"}, "unknown option 'speed'; known options are cpu_bytes_to_use"),
+        ({"offload": "never"}, "offload must be one of lazy, eager; got 'never'"),
+        ({"offload": 1}, "offload is a word, got 1"),
+        ({"policy": "fifo"}, "policy"),
+        ({"store_after": 0}, "store_after is a whole number of prompts, at least 1; got 0"),
+        ({"min_store_tokens": "4k"}, "min_store_tokens is a whole number of tokens, at least 0; got '4k'"),
+        ({"min_load_tokens": True}, "min_load_tokens is a whole number of tokens, at least 0; got True"),
+        ({"checkpoint_interval": 6}, "checkpoint_interval must be a multiple of the grid's 4 tokens, got 6"),
+    ],
+)
+def test_options_are_checked_by_name(start, said, answer):
+    with pytest.raises(ConfigurationError, match=answer):
+        start(**said)
 
 
-def test_a_model_with_a_window_is_refused_and_not_guessed_at(tmp_path):
+def test_memory_is_whole_bytes_and_enough_for_a_chunk(tmp_path):
+    def connector(**said):
+        made = CPUPrefixCacheConnector(vllm_config(tmp_path, **said), KVConnectorRole.SCHEDULER, one_group(80))
+        made.bind_gpu_block_pool(BlockPool(80, enable_caching=True, hash_block_size=BLOCK))
+
+    with pytest.raises(ConfigurationError, match="needs cpu_bytes_to_use, a whole number of bytes"):
+        connector()
+    with pytest.raises(ConfigurationError, match="a whole number of bytes, at least 1; got '48 GiB'"):
+        connector(cpu_bytes_to_use="48 GiB")
+    with pytest.raises(ConfigurationError, match="the host needs at least the 1 blocks of a chunk"):
+        connector(cpu_bytes_to_use=100)
+
+
+def test_without_prefix_caching_it_says_so_and_does_nothing(tmp_path, caplog):
     config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
-    full, window = KVCacheGroupSpec(["full"], ATTENTION), KVCacheGroupSpec(["window"], WINDOW)
-    with pytest.raises(ConfigurationError, match="FullAttentionSpec, SlidingWindowSpec"):
-        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(80, [], [full, window]))
-    with pytest.raises(ConfigurationError, match="SlidingWindowSpec is not built yet"):
-        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(80, [], [window]))
-    with pytest.raises(NotImplementedError, match="worker half"):
-        CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(80))
+    config.cache_config.enable_prefix_caching = False
+    with caplog.at_level("WARNING"):
+        connector = CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, one_group(80))
+    assert "prefix caching is off" in caplog.text
+    connector.bind_gpu_block_pool(BlockPool(80, enable_caching=False, hash_block_size=BLOCK))
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert connector.build_connector_meta(None).plan is None
+    assert not connector.has_pending_push_work()
+
+
+def test_a_kind_of_state_that_is_not_known_is_refused_and_not_guessed_at(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class LikeFullAttention(FullAttentionSpec):
+        """What it keeps of its blocks nobody knows."""
+
+    spec = LikeFullAttention(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=ATTENTION.dtype)
+    config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
+    caches = KVCacheConfig(80, [], [KVCacheGroupSpec(["full"], spec)])
+    with pytest.raises(ConfigurationError, match="KV state of kind LikeFullAttention is not known; known are Chunked"):
+        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, caches)
 
 
 def test_importing_the_connector_imports_nothing_heavy_of_its_own():

@@ -15,11 +15,15 @@ vLLM's key of a block is its hash and the number of its group, ours the hash alo
 A checkpoint has its blocks in other groups, and they do not wait together: what a window has passed is freed while the
 request goes on. So a checkpoint is known by each of its blocks, from the moment it was found whole: the first of them
 that is about to leave brings all of it to the host.
+
+In a model without prefix groups chunks have no blocks. Which of them there were, nobody can ask vLLM: the latest are
+remembered, a few times as many as there are blocks.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -33,6 +37,8 @@ from vllm.v1.core.kv_cache_utils import (
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
+
+SEEN_PER_BLOCK = 4  # a window of a few blocks, or one state, hangs below chunks of a whole prompt
 
 
 class VllmDevice:
@@ -51,8 +57,21 @@ class VllmDevice:
         self.null_block: int = pool.null_block.block_id
         self._is_awaited: Callable[[bytes], bool] | None = None
         self._checkpoints = _Checkpoints()
+        self._seen: dict[bytes, None] = {}  # without prefix groups: the latest chunks, the last seen at the end
+
+    def saw(self, keys: Sequence[bytes], start: int = 0) -> None:
+        """A request has these chunks, from number `start` on."""
+        if self._prefix_ids:
+            return
+        for key in keys[start:]:
+            self._seen.pop(key, None)
+            self._seen[key] = None
+        for key in list(islice(self._seen, max(0, len(self._seen) - SEEN_PER_BLOCK * self.num_chunks))):
+            del self._seen[key]
 
     def find(self, key: bytes) -> Sequence[int] | None:
+        if not self._prefix_ids:
+            return () if key in self._seen else None
         found = self._pool.get_cached_block(BlockHash(key), self._prefix_ids)
         if found is None or any(self._is_hidden(block, key) for block in found):
             return None

@@ -97,7 +97,7 @@ def _state(spec: Any) -> Fields:
     if spec.mamba_cache_mode != "align":
         raise ConfigurationError(
             f'recurrent state with mamba_cache_mode "{spec.mamba_cache_mode}" is not built; '
-            'start vLLM with --mamba-cache-mode align'
+            "start vLLM with --mamba-cache-mode align"
         )
     return {"kind": GroupKind.STATE}
 
@@ -127,4 +127,3 @@ def _block_bytes(spec: Any) -> int:
     if type(spec).__name__ == "MambaSpec":
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return int(spec.real_page_size_bytes)
-

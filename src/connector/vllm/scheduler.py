@@ -85,6 +85,7 @@ class SchedulerHalf:
         if id in self._admitted:
             self._lost_its_blocks(id)
         self._admitted[id] = request
+        self.device.saw(ours.keys)
         self.cache.admit(ours, n0, boundary, self.clock())
         if num_external_tokens:
             tables = blocks.get_block_ids()
@@ -106,7 +107,9 @@ class SchedulerHalf:
                     self._preempted(id)
             self._readmitted.clear()
             for id in self.cache.due():
-                self.cache.computed(id, _computed_tokens(self._admitted[id]))
+                request = self._admitted[id]
+                self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
+                self.cache.computed(id, _computed_tokens(request))
             plan = self.cache.step()
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}

@@ -22,9 +22,7 @@ from cpu_prefix_cache.memory.parts import same_blocks
 Registered = torch.Tensor | Sequence[torch.Tensor]
 
 
-def group_rows(
-    kv_caches: Mapping[str, Registered], layer_names: Iterable[str], num_blocks: int
-) -> list[torch.Tensor]:
+def group_rows(kv_caches: Mapping[str, Registered], layer_names: Iterable[str], num_blocks: int) -> list[torch.Tensor]:
     """The rows of one group, uint8 [num_blocks, bytes] each: layer by layer, what several layers share once.
 
     Raises ConfigurationError for a layer that was not registered, and for a view that has other blocks.
@@ -71,7 +69,8 @@ def _block_dimension(view: torch.Tensor, num_blocks: int) -> int:
 
 def _together(dimensions: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
     """How many elements lie together, and the other dimensions, as (stride, size), the furthest apart first."""
-    width, outer = 1, []
+    width = 1
+    outer: list[tuple[int, int]] = []
     for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
         if stride == width and not outer:
             width *= size
@@ -83,4 +82,3 @@ def _together(dimensions: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[in
 def _as_bytes(view: torch.Tensor) -> torch.Tensor:
     """All the memory that a view is a part of, as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
-

@@ -70,7 +70,9 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
         self.close()
         tensors = [
-            group_rows(kv_caches, self._kv_cache_config.kv_cache_groups[at].layer_names, self._kv_cache_config.num_blocks)
+            group_rows(
+                kv_caches, self._kv_cache_config.kv_cache_groups[at].layer_names, self._kv_cache_config.num_blocks
+            )
             for at in planned_group_ids(self._kv_cache_config)
         ]
         shapes = self._shapes()
@@ -173,9 +175,7 @@ class WorkerHalf:
         logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
         copier = choice.copier
         if not self.can_fail_loads:
-            copier = SecondTryCopier(
-                copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK)
-            )
+            copier = SecondTryCopier(copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK))
         if self._settings.is_shared:
             size = self._vllm_config.parallel_config.tensor_parallel_size
             copier = DealtCopier(copier, shapes, self._rank % size, size)

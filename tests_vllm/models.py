@@ -1,0 +1,86 @@
+"""Tiny float32 models for tests with a real vLLM engine, with random weights in which the past matters.
+
+Attention that looks at nothing hides a wrong cache, and so does attention that looks at one token only: whatever is
+in the other blocks never shows. What makes queries and keys is scaled so that it looks at a few tokens, and a damaged
+block anywhere in a prompt of 1,000 tokens changes the logprobs far beyond the tolerance (`test_models.py`).
+
+    embeddings     N(0, 1), as the first layer sees them; not tied to the output
+    matrices       N(0, 1 / fan_in); what makes queries and keys SHARPNESS times that
+    norms          1; those of queries and keys, where a model has them and they undo the above, SHARPNESS
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 1000
+MAX_MODEL_LEN = 4096
+WINDOW = 64  # tokens that a window layer of Gemma 3 sees
+SHARPNESS = 3.0
+
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=MAX_MODEL_LEN,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def save_llama(folder: Path) -> Path:
+    return _save(LlamaForCausalLM, LlamaConfig(**SIZES, num_hidden_layers=4), folder)
+
+
+def save_qwen3(folder: Path) -> Path:
+    return _save(Qwen3ForCausalLM, Qwen3Config(**SIZES, num_hidden_layers=4), folder)
+
+
+def save_gemma3(folder: Path) -> Path:
+    """Two layers with a window, one with full attention, and the same again."""
+    config = Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=SIZES["head_dim"],
+    )
+    return _save(Gemma3ForCausalLM, config, folder)
+
+
+MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
+
+
+def _save(architecture, config, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = architecture(config)
+    initialise(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def initialise(model: PreTrainedModel) -> None:
+    gemma = isinstance(model, Gemma3ForCausalLM)
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name:
+            weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)
+        elif weight.dim() == 2:
+            gain = SHARPNESS if "q_proj" in name or "k_proj" in name else 1
+            weight.normal_(std=gain * weight.shape[1] ** -0.5)
+        elif "q_norm" in name or "k_norm" in name:
+            weight.fill_(SHARPNESS - gemma)

@@ -1,0 +1,258 @@
+"""A whole vLLM engine in this process, on the CPU, for a test to question and to look into.
+
+    with RealEngine(folder, connector="CPUPrefixCacheConnector", extra={"cpu_bytes_to_use": 2**26}) as engine:
+        before = engine.answer(prompts)
+        engine.forget()
+        assert max(differences(engine.answer(prompts), before)) <= TOLERANCE
+
+Logprobs are those of the whole vocabulary: they cost nothing with a tiny model, and say what their deviation is. Only
+one engine can live at a time. While it does, environment variables are vLLM's; its start seeds all random generators.
+
+vLLM takes blocks of multiples of 32 tokens on the CPU, and never schedules asynchronously there.
+"""
+
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.v1.request import Request
+
+BLOCK = 32  # tokens; the smallest there is on the CPU
+TOLERANCE = 1e-4  # of the standard deviation of the logprobs
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    logprobs: torch.Tensor  # one row for each of `tokens`, one column for each token of the vocabulary
+    cached_tokens: int  # of the prompt, not computed
+    loaded_tokens: int  # those of them that the connector brought
+
+
+def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[float]:
+    """Of each prompt the largest difference in logprobs, in standard deviations of those expected.
+
+    Positions count until the tokens differ: what comes behind has another past. That they do differ shows in the
+    logprobs that chose them. Answers that are not as many or not as long are no answers to the same questions.
+    """
+    pairs = list(zip(answers, expected, strict=True))
+    for answer, other in pairs:
+        assert answer.logprobs.shape == other.logprobs.shape, "answers of different lengths"
+    return [_difference(answer, other) for answer, other in pairs]
+
+
+def _difference(answer: Answer, expected: Answer) -> float:
+    same = [*(a == b for a, b in zip(answer.tokens, expected.tokens, strict=True)), False].index(False)
+    found, reference = answer.logprobs[: same + 1], expected.logprobs[: same + 1]
+    return float(((found - reference).abs().amax(dim=1) / reference.std(dim=1)).max())
+
+
+class RealEngine:
+    """The engine and its parts: `llm`, `core`, `scheduler`, `pool`, `worker`, `caches` and the connector's two halves.
+
+    `core` is vLLM's EngineCore, `caches` the KV caches of all layers, `connectors` the objects that vLLM made of the
+    connector's class, `scheduler` and `worker` its attributes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        blocks: int = 100,
+        block_tokens: int = BLOCK,
+        step_tokens: int = 256,
+        max_requests: int = 8,
+        max_model_len: int = -1,  # as long as the blocks can hold
+        connector: str | None = None,
+        module: str = "connector.vllm",
+        extra: dict[str, object] | None = None,
+        log_stats: bool = False,
+        **engine_args: object,
+    ) -> None:
+        self.finished: dict[str, Answer] = {}
+        self._loaded: dict[str, int] = {}
+        self._numbers = count()
+        transfer = dict(
+            kv_connector=connector,
+            kv_connector_module_path=module,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra or {},
+        )
+        arguments = dict(
+            model=str(folder),
+            num_gpu_blocks_override=blocks,
+            block_size=block_tokens,
+            max_num_batched_tokens=step_tokens,
+            max_num_seqs=max_requests,
+            max_model_len=max_model_len,
+            kv_transfer_config=transfer if connector else None,
+            disable_log_stats=not log_stats,
+            enable_prefix_caching=True,
+            disable_hybrid_kv_cache_manager=False,  # a connector would turn it on
+            skip_tokenizer_init=True,
+            dtype="float32",
+            seed=0,
+            max_logprobs=-1,
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**30,  # that it is given saves measuring; `blocks` says how much there is
+            use_tqdm_on_load=False,
+        )
+        self._closing = ExitStack()
+        with ExitStack() as failing:
+            failing.enter_context(self._closing)
+            self._start(folder, arguments | engine_args)
+            failing.pop_all()
+
+    def _start(self, folder: Path, arguments: dict[str, object]) -> None:
+        self._closing.callback(_clean)
+        self._closing.enter_context(patch.dict(os.environ, ENVIRONMENT))
+        self._closing.enter_context(torch.compiler.set_stance("force_eager"))  # vLLM compiles what ranks logprobs
+        with _frozen_imports():
+            _inspect_here(folder)
+            self.llm = LLM(**arguments)
+        client = self.llm.llm_engine.engine_core
+        self._closing.callback(client.shutdown)
+        self.core = client.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.worker = self.core.model_executor.driver_worker.worker
+        self.caches = self.worker.model_runner.kv_caches
+        self.connectors = SimpleNamespace(
+            scheduler=self.scheduler.connector,
+            worker=get_kv_transfer_group() if has_kv_transfer_group() else None,
+        )
+        self._observe(client)
+
+    def _observe(self, client: object) -> None:
+        """Note what the connector has loaded for each prompt; vLLM's own output says only how much it was spared."""
+        get_output = client.get_output
+
+        def observed():
+            outputs = get_output()
+            for each in outputs.outputs:
+                if each.prefill_stats:
+                    name = each.request_id.rsplit("-", 1)[0]
+                    self._loaded[name] = each.prefill_stats.num_external_cached_tokens
+            return outputs
+
+        client.get_output = observed
+
+    def __enter__(self) -> "RealEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with _frozen_imports():
+            self._closing.close()
+            for part in ("llm", "core", "scheduler", "pool", "worker", "caches", "connectors"):
+                vars(self).pop(part, None)
+            gc.collect()
+
+    # Questions
+
+    def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int = 4) -> list[Answer]:
+        """All prompts at once. The same ones cut in the same way, if as much of them is in the caches."""
+        names = [self.submit(prompt, max_tokens) for prompt in prompts]
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.step()
+        return [self.finished.pop(name) for name in names]
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 4) -> str:
+        name = str(next(self._numbers))
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0, logprobs=-1, flat_logprobs=True, ignore_eos=True, detokenize=False
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        return name
+
+    def step(self) -> None:
+        """What ends in it is in `finished` then."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                self.finished[output.request_id] = self._read(output)
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def rest(self, seconds: float = 30) -> None:
+        """Step until nothing is left to do: no requests, and no transfers, which go on when answers are out."""
+        stop = time.monotonic() + seconds
+        while self.scheduler.has_requests():
+            assert time.monotonic() < stop, "the engine does not come to rest"
+            self.step()
+
+    def forget(self, host: bool = False) -> None:
+        """Empty the device's prefix cache, and the connector's with `host`."""
+        self.rest()
+        assert self.core.reset_prefix_cache(reset_connector=host)
+
+    def _read(self, output: object) -> Answer:
+        (completion,) = output.outputs
+        flat = completion.logprobs
+        logprobs = torch.empty(len(flat.start_indices), self.llm.model_config.get_vocab_size())
+        for row, start, stop in zip(logprobs, flat.start_indices, flat.end_indices, strict=True):
+            row[flat.token_ids[start:stop]] = torch.tensor(flat.logprobs[start:stop])
+        loaded = self._loaded.pop(output.request_id)
+        return Answer(list(completion.token_ids), logprobs, output.num_cached_tokens, loaded)
+
+    # The device's blocks
+
+    def groups(self) -> list[object]:
+        """vLLM's KVCacheGroupSpec of each group."""
+        return self.scheduler.kv_cache_config.kv_cache_groups
+
+    def cached(self, prompt: Sequence[int], group: int = 0) -> dict[int, int]:
+        """Which blocks of `prompt` can be found on the device: from a block's index in the prompt to its number."""
+        request = Request("", list(prompt), SamplingParams(), None, block_hasher=self.core.request_block_hasher)
+        found = [self.pool.get_cached_block(key, [group]) for key in request.block_hashes]
+        return {index: blocks[0].block_id for index, blocks in enumerate(found) if blocks}
+
+    @contextmanager
+    def damaged(self, block: int) -> Iterator[None]:
+        """Noise in place of what `block` holds, in all layers."""
+        before = [cache[block].clone() for cache in self.caches]
+        for cache in self.caches:
+            cache[block].normal_()
+        yield
+        for cache, content in zip(self.caches, before, strict=True):
+            cache[block].copy_(content)
+
+
+@contextmanager
+def _frozen_imports() -> Iterator[None]:
+    """vLLM collects garbage five times in an engine's life, half a second each, over all that has been imported."""
+    gc.freeze()
+    try:
+        with patch.object(gc, "freeze"), patch.object(gc, "unfreeze"):
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def _inspect_here(folder: Path) -> None:
+    """Spare vLLM the process of its own, of ten seconds, in which it would look at the model's class."""
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def _clean() -> None:
+    """All that an engine leaves behind in its process, also one that did not start."""
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
