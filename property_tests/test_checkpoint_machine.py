@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State, resume
 from cpu_prefix_cache.pieces import PieceNeed
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
+from property_tests.listener import Listener
 from property_tests.strategies import pick, positions, prompts
 
 LAYOUTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)), min_size=1, max_size=2)
@@ -58,8 +59,13 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.ready = blocks // 2 if late else blocks
         self.model = SlowHybridPool(lambda depth: period == 1 or depth % period > 0)
         self.pool = BlockPool(
-            blocks, blocks_per_chunk=per_chunk, ready=self.ready, needs_checkpoint=self.model.needs_checkpoint
+            blocks,
+            blocks_per_chunk=per_chunk,
+            ready=self.ready,
+            needs_checkpoint=self.model.needs_checkpoint,
+            log_boundaries=True,
         )
+        self.listener = Listener()
         self.memory: dict[int, Any] = {}
         self.stores: list[Store] = []
         self.pins: list[tuple[Any, list[Node | Piece]]] = []
@@ -433,6 +439,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert not self.pool.has_room(0, [PieceNeed("any", blocks + 1)])
 
     @invariant()
+    def pins_hold_no_more_than_is_said(self) -> None:
+        now = self.pool.statistics()
+        assert now.cached - self.model.can_free() <= now.held <= now.cached
+        assert self.pins or self.stores or not now.held
+
+    @invariant()
     def what_is_found_is_complete(self) -> None:
         for node in self.model.in_state("cached"):
             assert self.pool.find(self.key(node.name)) == node.number
@@ -462,6 +474,12 @@ class CheckpointMachine(RuleBasedStateMachine):
                 name = self.model.resumable(node.name)
                 assert found == (self.model.cached(name).number if name else self.pool.root)
                 assert self.pool.depth(node.number) == len(node.name)
+
+    @invariant()
+    def the_log_tells_what_can_be_hit(self) -> None:
+        names = {node.name for node in self.model.in_state("cached") if not node.is_checkpoint}
+        could = {name for name in names if not self.model.needs_checkpoint(len(name)) or self.model.cached(name + "!")}
+        assert self.listener.hear(self.pool.take_events()) == could
 
     @invariant()
     def all_that_may_leave_is_in_the_order(self) -> None:

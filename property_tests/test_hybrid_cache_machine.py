@@ -112,6 +112,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             max_step_tokens=3 * GRID,
             link_bytes_per_second=1e12,
             checkpoint_interval=interval and interval * GRID,
+            log_boundaries=True,
         )
         self.begin_with_nothing(ranks)
         self.stages = 0
@@ -145,6 +146,10 @@ class HybridCacheMachine(PrefixCacheMachine):
 
     def kept_on_host(self) -> set[str]:
         return {name.decode() for name in ALL_NAMES if self.cache.pool.find(checkpoint_key(name)) is not None}
+
+    def can_be_hit(self) -> set[str]:
+        kept = self.kept_on_host()
+        return {name for name in self.on_host() if name in kept or not self.needed(len(name) * GRID)}
 
     def slow_boundary(self, prompt: str, n0: int, num_tokens: int) -> int:
         on_host, kept = self.on_host(), self.kept_on_host()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted, State
+from property_tests.listener import Listener
 from property_tests.model import Chunk, Foretold, SlowArc, SlowPool
 from property_tests.strategies import chain, pick, positions, prompts
 
@@ -28,7 +29,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.per_chunk = per_chunk
         self.ready = 2 * per_chunk if late else chunks * per_chunk + spare
         blocks = chunks * per_chunk + spare
-        self.pool = BlockPool(blocks, self.policy, blocks_per_chunk=per_chunk, ready=self.ready)
+        self.pool = BlockPool(blocks, self.policy, blocks_per_chunk=per_chunk, ready=self.ready, log_boundaries=True)
+        self.listener = Listener()
         self.model = type(self).make_model(self.pool)
         self.now = 0.0
         self.memory: dict[int, str] = {}  # block -> what its last writer left there
@@ -211,6 +213,24 @@ class PoolMachine(RuleBasedStateMachine):
             assert [self.pool.key(each) for each in self.pool.path(block, len(name))] == chain(name)
         for chunk in self.in_state("writing", "retired"):
             assert self.pool.key(chunk.block) is None
+
+    @invariant()
+    def the_log_tells_what_can_be_hit(self) -> None:
+        assert self.listener.hear(self.pool.take_events()) == self.model.names()
+
+    @invariant()
+    def pins_hold_no_more_than_is_said(self) -> None:
+        held: set[int] = set()
+        for _, chunks in self.pins:
+            for chunk in chunks:
+                above: Chunk | None = chunk
+                while above is not None:
+                    if above.state == "cached":
+                        held.add(above.block)
+                    above = above.parent
+        now = self.pool.statistics()
+        assert len(held) * self.per_chunk <= now.held <= now.cached
+        assert self.pins or not now.held
 
     @invariant()
     def what_is_pinned_keeps_its_bytes(self) -> None:

@@ -34,6 +34,7 @@ from cpu_prefix_cache import (
     TransferPlan,
 )
 from property_tests.engines import Holding, PoolSlots, QueueSlots
+from property_tests.listener import Listener
 from property_tests.model import longest_boundary
 from property_tests.strategies import chain, pick, positions, prompts
 
@@ -122,10 +123,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ranks=ranks,
             max_step_tokens=3 * GRID,
             link_bytes_per_second=1e12,
+            log_boundaries=True,
         )
         self.begin_with_nothing(ranks)
 
     def begin_with_nothing(self, ranks: int) -> None:
+        self.listener = Listener()
         self.ranks = range(ranks)
         self.device: list[dict[int, Any]] = [{} for _ in self.ranks]
         self.host: list[dict[int, Any]] = [{} for _ in self.ranks]
@@ -156,6 +159,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def on_host(self) -> set[str]:
         """What the host has, asked chunk by chunk."""
         return {name.decode() for name in ALL_NAMES if self.cache.pool.find(name) is not None}
+
+    def can_be_hit(self) -> set[str]:
+        """Where a request could resume from the host alone."""
+        return self.on_host()
 
     # requests
 
@@ -515,6 +522,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def the_cache_keeps_its_own_rules(self) -> None:
         self.cache.check_valid()
         self.slots.check_valid()
+
+    @invariant()
+    def the_log_tells_what_can_be_hit(self) -> None:
+        assert self.listener.hear(self.cache.take_events()) == self.can_be_hit()
 
     @invariant()
     def bytes_are_those_of_the_key(self) -> None:

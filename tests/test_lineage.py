@@ -15,7 +15,9 @@ class Family:
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))
-        self.lineage.add(chain(prompt), start, len(prompt))
+        saved = next((at for at, key in enumerate(chain(prompt)) if key not in self.host), len(prompt))
+        self.lineage.add(chain(prompt), start, len(prompt), saved)
+        self.lineage.sweep()
 
 
 def test_every_chunk_knows_the_one_above_it():

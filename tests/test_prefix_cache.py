@@ -17,6 +17,8 @@ from cpu_prefix_cache import (
     Request,
     Resolved,
 )
+from cpu_prefix_cache.break_even import least_tokens
+from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from property_tests.engines import QueueSlots
 from tests.story import ATTENTION, GRID, Engine, chain
 
@@ -207,6 +209,108 @@ def test_a_failed_load_is_withdrawn_so_that_nothing_loops():
     engine.computes("r")
     engine.copies()
     assert engine.asks("abc") == Hit(3 * GRID)  # recomputed, and stored again (L5.14)
+
+
+def test_a_late_load_is_over_for_everybody_but_its_blocks():
+    """S7.24, rule 11: whoever waited has been told; the copy may still write, so its destinations stay held."""
+    engine = on_host_only("abc")
+    engine.serves("x")
+    id = engine.starts("r", "abc")
+    slots = list(engine.slots["r"])
+    engine.steps()
+    late = RankReport(0, late=frozenset([id]))
+    assert engine.cache.report(late) == [] == engine.cache.report(late)
+    assert engine.asks("abc") == Miss() and engine.host - {"abc", "ab", "a"} == {"x"}
+    engine.preempts("r")
+    assert all(engine.gpu.is_pinned(slot) for slot in slots)
+    assert engine.reports(failed=[id]) == [Resolved(id, Direction.LOAD, "r", False)]
+    assert not any(engine.gpu.is_pinned(slot) for slot in slots) and engine.is_at_rest()
+
+
+def test_a_late_load_that_ends_well_is_late_all_the_same():
+    engine = on_host_only("abc")
+    id = engine.starts("r", "abc")
+    engine.steps()
+    assert engine.cache.report(RankReport(0, late=frozenset([id]))) == []
+    assert engine.reports(done=[id]) == [Resolved(id, Direction.LOAD, "r", False)]
+    assert engine.asks("abc") == Miss()
+
+
+def test_copies_that_fail_one_after_another_turn_the_cache_off(engine, caplog):  # S7.45
+    engine.serves("abc")
+    for number in range(FAILURES_IN_A_ROW):
+        assert engine.asks("abc") == Hit(3 * GRID)
+        prompt = str(number)
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        engine.reports(failed=[transfer.id for transfer in engine.steps().transfers])
+        engine.leaves(prompt)
+    assert engine.cache.is_off and "the host cache is off from now on" in caplog.text
+    assert engine.asks("abc") == Miss()
+    engine.serves("xyz")  # goes on
+    assert engine.host == set()
+
+
+def test_a_copy_that_works_in_between_is_bad_luck_forgotten(engine):
+    for number in range(3 * FAILURES_IN_A_ROW):
+        prompt = str(number)
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        ids = [transfer.id for transfer in engine.steps().transfers]
+        engine.reports(**{"done" if number % 3 == 0 else "failed": ids})
+        engine.ends(prompt)
+        engine.copies()
+    assert not engine.cache.is_off
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_request_may_want_nothing_stored_for_its_sake(mode):
+    engine = Engine(mode, device=4)
+    request = Request("quiet", chain("abc"), 13, stores=False)
+    engine.starts("quiet", "abc")
+    engine.cache.finished("quiet", 0)
+    engine.cache.admit(request, 0)
+    engine.computes("quiet")
+    engine.ends("quiet")
+    for prompt in ("wxyz", "stuv"):
+        engine.serves(prompt)
+    assert not engine.host & {"a", "ab", "abc"}
+
+
+def test_short_hits_are_misses_where_that_was_said():
+    engine = on_host_only("abc", min_load_tokens=2 * GRID)
+    assert engine.asks("abc") == Hit(3 * GRID) and engine.asks("ab") == Hit(2 * GRID)
+    assert engine.asks("a") == engine.asks("abc", n0=2 * GRID) == Miss()
+
+
+def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
+    engine = on_host_only("abc", min_load_tokens=None, ranks=1)
+    assert engine.cache.min_load_tokens == 0
+    engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
+    assert engine.cache.min_load_tokens == 0  # nobody knows how fast it computes
+    engine.cache.prefilled(100, 1.0)  # a step of few tokens says nothing
+    assert engine.cache.min_load_tokens == 0
+    engine.cache.prefilled(10_000, 1.0)
+    assert engine.cache.min_load_tokens == least_tokens(25, 1e9, 10_000)
+    assert engine.asks("abc") == Miss()
+    engine.cache.prefilled(1_000_000_000, 1.0)  # computes faster than the link brings it
+    assert engine.cache.min_load_tokens > 1 << 60
+
+
+def test_stores_wait_for_a_load_to_go_out_and_not_longer():
+    engine = Engine("lazy", device=8, host=32, lazy_horizon=8, max_step_tokens=32 * GRID)
+    for prompt in ("abcd", "wxyz", "stuv"):
+        engine.serves(prompt)
+    assert engine.asks("abcd") == Hit(4 * GRID)
+    engine.starts("new", "n")
+    engine.computes("new")
+    engine.ends("new")
+    id = engine.starts("r", "abcd")
+    plan = engine.steps()
+    assert [transfer.id for transfer in plan.transfers] == [id]
+    engine.cache.catch_up()
+    stores = engine.steps().transfers
+    assert stores and all(transfer.direction is Direction.STORE for transfer in stores)
 
 
 def test_a_store_below_a_withdrawn_prefix_meets_no_second_store():

@@ -82,7 +82,7 @@ def test_a_step_that_can_store_nothing_costs_nothing():
                 plan = cache.step()
                 cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))
                 leases = [cache.reserve(Request("lease", keys, 1), at * GRID) for at in range(1, 31)]
-        for _ in range(5):
+        for _ in range(30):  # until the sweep of what is remembered has caught up
             plan = cache.step()
             if lands:
                 cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))

@@ -21,6 +21,7 @@ Everything here decides; nothing here imports torch. The bytes are moved by `cpu
 """
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin
+from cpu_prefix_cache.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
@@ -38,6 +39,9 @@ __all__ = [
     "OFFLOAD_MODES",
     "POLICIES",
     "BlockPool",
+    "BoundariesRemoved",
+    "BoundariesStored",
+    "BoundaryEvent",
     "CPUPrefixCache",
     "CacheStatistics",
     "ChainHasher",

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.admission import Admission
+from cpu_prefix_cache.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.forest import NONE, Forest
@@ -78,6 +79,8 @@ class BlockPool:
     `store_after` and `min_store_tokens` hold chunks back that too few or too short prompts had (admission.py): what
     `accepted` answers then is less.
 
+    With `log_boundaries` it keeps a log of what can be hit, which somebody takes now and then (`take_events`).
+
     Raises ConfigurationError for an unknown policy, a pool that holds no chunk, a `store_after` below 1 or negative
     `min_store_tokens`.
     """
@@ -92,6 +95,7 @@ class BlockPool:
         needs_checkpoint: Callable[[int], bool] | None = None,
         store_after: int = 1,
         min_store_tokens: int = 0,
+        log_boundaries: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigurationError(f"policy must be one of {', '.join(sorted(POLICIES))}; got {policy!r}")
@@ -114,10 +118,11 @@ class BlockPool:
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED chunks whose writer is not done
         self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
-        self._has_checkpoints = needs_checkpoint is not None
+        self.has_checkpoints = needs_checkpoint is not None
         self.needs_checkpoint = needs_checkpoint or (lambda depth: False)
         self._pieces = SharedPieces()
-        self._resume = ResumeIndex(self._forest)
+        self._log = BoundaryLog(self._forest) if log_boundaries else None
+        self._resume = ResumeIndex(self._forest, self._log)
         self._chunk_of: dict[int, int] = {}  # checkpoint -> the chunk it stands below, while it can be found
         self._idle: dict[int, None] = {}  # chunks that may have become useless, the last one last
         self._numbers: list[int] = []  # of nodes that are gone
@@ -153,7 +158,7 @@ class BlockPool:
 
         That is one whose checkpoint is cached, or whose boundary needs none.
         """
-        return block if not self._has_checkpoints else self._resume.nearest(block)
+        return block if not self.has_checkpoints else self._resume.nearest(block)
 
     def depth(self, block: int) -> int:
         """How many chunks end at or above this one."""
@@ -226,7 +231,7 @@ class BlockPool:
 
         Where there are checkpoints it is their order that is exact, and a chunk may come later than it would leave.
         """
-        if not self._has_checkpoints:
+        if not self.has_checkpoints:
             yield from self._policy.soonest_evicted()
             return
         useless = [block for block in reversed(self._idle) if self._is_useless(block)]
@@ -248,6 +253,7 @@ class BlockPool:
             cached=cached,
             retired=retired,
             pinned=len(self._forest.pinned),
+            held=min(cached, self._held_at_most()),
             evictions=self._evictions,
         )
 
@@ -303,7 +309,7 @@ class BlockPool:
 
     def ended(self, *blocks: int) -> None:
         """Whoever brought or held these chunks is done with them: without a checkpoint they are the first to go."""
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             for block in blocks:
                 self._may_be_useless(block)
 
@@ -348,7 +354,7 @@ class BlockPool:
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer blocks (rule 4).
         """
-        if not self._has_checkpoints:
+        if not self.has_checkpoints:
             raise MisuseError("this pool has no checkpoints: it was built without needs_checkpoint")
         if keys and len(keys) != chunks + 1:
             raise MisuseError(f"{len(keys)} keys were given for {chunks} chunks and a checkpoint")
@@ -397,10 +403,12 @@ class BlockPool:
         self._forest.insert_run(blocks, keys, parent)
         for block in blocks:
             state[block] = CACHED
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             for block in blocks:
                 self._can_resume(block, parent)
                 parent = block
+        elif self._log is not None:
+            self._log.stored(blocks)
         self._policy.inserted(blocks, touch)
         self._moved(WRITING, CACHED, blocks)
 
@@ -433,6 +441,10 @@ class BlockPool:
         """Withdraw every key. Never fails; pinned chunks keep their bytes until their pins end."""
         self._withdraw_all(self._forest.subtree(self.root)[1:])
 
+    def take_events(self) -> list[BoundaryEvent]:
+        """What can be hit now and could not before, and what no longer can, since this was asked last; see the log."""
+        return [] if self._log is None else self._log.take()
+
     def grow(self, ready: int) -> None:
         """Make blocks usable up to `ready`. It never shrinks."""
         ready = min(ready, self.capacity)
@@ -461,7 +473,7 @@ class BlockPool:
             assert self._count[state] == found, f"{State(state).name} blocks are miscounted"
         for block in self._unfinished:
             assert self._state[block] == RETIRED, f"block {block} has a writer and is {self.state(block).name}"
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             self._check_resumable()
 
     def _check_resumable(self) -> None:
@@ -479,10 +491,12 @@ class BlockPool:
     def _available_blocks(self, wanted: int) -> int:
         """How many blocks could be had now, as far as `wanted`: free ones, and what eviction frees."""
         free, cached = len(self._free), self._count[CACHED]
-        held_at_most = self._forest.pinned_depth * self.blocks_per_chunk + self._pinned_pieces
-        if wanted <= free or wanted <= free + cached - held_at_most:
+        if wanted <= free or wanted <= free + cached - self._held_at_most():
             return wanted
         return min(wanted, free + cached - self._held_blocks())
+
+    def _held_at_most(self) -> int:
+        return self._forest.pinned_depth * self.blocks_per_chunk + self._pinned_pieces
 
     def _held_blocks(self) -> int:
         """How many CACHED blocks pins hold. O(held nodes)."""
@@ -580,8 +594,10 @@ class BlockPool:
                 self._policy.removed(block)
                 self._forest.withdraw(block)
                 self._state[block] = RETIRED
-                if self._has_checkpoints:
+                if self.has_checkpoints:
                     self._cannot_resume(block)
+                elif self._log is not None:
+                    self._log.removed((block,))
                 self._moved(CACHED, RETIRED, (block,))
         self._prune(reversed(subtree))
 
@@ -609,7 +625,7 @@ class BlockPool:
     def _moved(self, before: int, after: int, nodes: Sequence[int]) -> None:
         """Account for nodes that went from one state to another and keep their blocks."""
         chunks = len(nodes)
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             for node in nodes:
                 if node in self._pieces:
                     chunks -= 1
@@ -624,8 +640,10 @@ class BlockPool:
 
     def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:
         """Nodes end here. The blocks that nobody has any more: they are to be taken or put back at once."""
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             return [block for node in nodes for block in self._end(node, before)]
+        if self._log is not None and before == CACHED:
+            self._log.removed(nodes)
         self._count[before] -= len(nodes) * self.blocks_per_chunk
         if self.blocks_per_chunk == 1:
             return list(nodes)

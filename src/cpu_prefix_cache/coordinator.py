@@ -49,6 +49,7 @@ def new_pool(
     on_device: bool = False,
     store_after: int = 1,
     min_store_tokens: int = 0,
+    log_boundaries: bool = False,
 ) -> BlockPool:
     """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
     return BlockPool(
@@ -59,6 +60,7 @@ def new_pool(
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
         store_after=store_after,
         min_store_tokens=min_store_tokens,
+        log_boundaries=log_boundaries,
     )
 
 

@@ -17,6 +17,9 @@ least half of the stretch is covered, which is what one step can allocate. Where
 what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 
+A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
+the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
+
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
 last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
 
@@ -24,7 +27,7 @@ In a model that needs checkpoints, a chunk is stored for the sake of a checkpoin
 lazily with the one that is about to leave the device (rule 9).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -85,8 +88,11 @@ class Offload(Protocol):
     def used(self, chunks: int) -> None:
         """So many chunks on the device were used again: they no longer wait to be evicted."""
 
-    def plan(self) -> None:
-        """Plan the stores of this step."""
+    def plan(self, *, with_loads: bool) -> None:
+        """Plan the stores of this step, in which loads go out too or not."""
+
+    def catch_up(self) -> None:
+        """The step's plan has gone out: plan what was put off for its sake, to go out with the next."""
 
     def landed(self, transfer: Transfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
@@ -130,10 +136,13 @@ class Eager:
     def used(self, chunks: int) -> None:
         pass
 
-    def plan(self) -> None:
+    def plan(self, *, with_loads: bool) -> None:
         due, self._due = self._due, {}
         for progress in due.values():
             self.work += store_confirmed(self._pool, self._stores, progress)
+
+    def catch_up(self) -> None:
+        pass
 
     def landed(self, transfer: Transfer) -> None:
         pass
@@ -170,19 +179,28 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *
 
 
 class Lazy:
-    """Keeps the soonest evicted `horizon` blocks of the device covered, at most `chunks_in_flight` on their way."""
+    """Keeps the soonest evicted `horizon()` blocks of the device covered, at most `chunks_in_flight()` on their way.
+    Both are asked at each look."""
 
     def __init__(
-        self, pool: BlockPool, stores: StorePlanner, device: Device, *, horizon: int, chunks_in_flight: int
+        self,
+        pool: BlockPool,
+        stores: StorePlanner,
+        device: Device,
+        *,
+        horizon: Callable[[], int],
+        chunks_in_flight: Callable[[], int],
     ) -> None:
         self._pool = pool
         self._stores = stores
         self._device = device
         self._horizon = horizon
-        self._quarter = max(1, horizon // 4)
+        self._quarter = 1  # of the stretch, as it was at the last look
         self._chunks_in_flight = chunks_in_flight
         self._lineage = Lineage(
-            self._is_on_device, lambda key: pool.find(key) is not None, needs_checkpoint=pool.needs_checkpoint
+            self._is_on_device,
+            lambda key: pool.find(key) is not None,
+            needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
         )
         self._mark: Place | None = None
         self._end: Place | None = None  # of an order that is shorter than the stretch
@@ -190,6 +208,7 @@ class Lazy:
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
         self._has_landed = False  # a store of this walk, since the last look
+        self._is_put_off = False  # the last step did not look, for the sake of a load
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
         self.work = 0
 
@@ -202,7 +221,8 @@ class Lazy:
         return self._lineage.lost
 
     def confirmed(self, progress: Progress, before: int) -> None:
-        self._lineage.add(progress.keys, before, progress.confirmed)
+        saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
+        self._lineage.add(progress.keys, before, progress.confirmed, saved)
         self.work += progress.confirmed - before
 
     def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
@@ -218,7 +238,18 @@ class Lazy:
     def used(self, chunks: int) -> None:
         self._used += chunks
 
-    def plan(self) -> None:
+    def plan(self, *, with_loads: bool) -> None:
+        self._is_put_off = with_loads and not self._is_put_off
+        if not self._is_put_off:
+            self._plan()
+
+    def catch_up(self) -> None:
+        if self._is_put_off:
+            self._is_put_off = False
+            self._plan()
+
+    def _plan(self) -> None:
+        self._lineage.sweep()
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now()
         if has_changed:
             self._settled.clear()
@@ -258,15 +289,18 @@ class Lazy:
         self._mark = self._end = None
         self._used = 0
         self._has_landed = False
-        length = self._horizon - self._held
+        horizon = self._horizon()
+        self._quarter = max(1, horizon // 4)
+        length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
+        held = self._held
         first = before = None  # the first block that keeps its place, and the one before the block in hand
         for at, place in enumerate(stretch):
             if place[1] is not None and not self._cover(place, place[1], before):
                 self._mark = first or place
                 return
-            if self._waits(place):
+            if self._held == held or self._waits(place):  # nothing was held in this look, or not this
                 first, before = first or place, place
                 if at < self._quarter or self._mark is None:
                     self._mark = place
@@ -280,7 +314,7 @@ class Lazy:
         """
         if key in self._settled or self._stores.is_covered(key):
             return True
-        budget = self._chunks_in_flight - self._held
+        budget = self._chunks_in_flight() - self._held
         if budget <= 0:
             return False  # before the chain is walked, which may be long
         chain = self._missing_chain(key)

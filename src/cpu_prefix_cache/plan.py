@@ -67,6 +67,7 @@ class RankReport:
 
     `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new. `late` are
     loads past their deadline: whoever waits for them has been told that they failed, but they may still write.
+    `load_bytes_per_second` is what the rank is known to load at, None if nobody has measured it.
     """
 
     rank: int
@@ -74,3 +75,4 @@ class RankReport:
     failed: frozenset[int] = field(default_factory=frozenset)
     ready_blocks: int | None = None
     late: frozenset[int] = field(default_factory=frozenset)
+    load_bytes_per_second: float | None = None

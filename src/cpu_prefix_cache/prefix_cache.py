@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_prefix_cache.block_pool import Pin
+from cpu_prefix_cache.boundary_log import BoundaryEvent
+from cpu_prefix_cache.break_even import PrefillRate, least_tokens
 from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
+NEVER = 1 << 62  # more tokens than anybody has
 FAILURES_IN_A_ROW = 5  # copies that fail one after another turn the cache off
 OFFLOAD_MODES = ("lazy", "eager")
 
@@ -100,10 +103,14 @@ class CPUPrefixCache:
 
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
-    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. Lazy stores hold
-    at most `lazy_bytes_in_flight` on the device (default and upper bound: what a step can allocate), and look
-    ahead over the `lazy_horizon` chunks the device evicts next (default: what two steps can allocate, at most half of
-    the device; never more than all of it).
+    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
+    ends at once is reported `report_steps` steps after its own.
+
+    Lazy stores hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many steps can
+    allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
+    more can allocate, at most half of the device; never more than all of it). An engine that allocates chunks as a
+    whole leaves `device_groups` at 0; one that allocates a block in each of so many groups as tokens come says so: each
+    request may then begin some.
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
@@ -111,8 +118,14 @@ class CPUPrefixCache:
     A chunk is stored once `store_after` admitted prompts of at least `min_store_tokens` tokens had it; both hold
     nothing back by default. A request that was preempted and is admitted again counts again (admission.py).
 
+    Hits of fewer than `min_load_tokens` tokens are misses; None: of so few that they are computed sooner
+    (break_even.py), which takes `prefilled` and ranks that know what they load at, and is 0 until then.
+
     When FAILURES_IN_A_ROW copies have failed one after another it turns itself off (`is_off`): it then has nothing, and
     stores nothing.
+
+    With `log_boundaries` it keeps a log of what can be hit on the host alone, which the engine takes (`take_events`).
+    It goes by what is here: what groups that look ahead drop from the end of a hit is not taken off.
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -131,10 +144,14 @@ class CPUPrefixCache:
         decode_step_tokens: int = 1,
         lazy_bytes_in_flight: int | None = None,
         lazy_horizon: int | None = None,
+        device_groups: int = 0,
+        report_steps: int = 1,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
         store_after: int = 1,
         min_store_tokens: int = 0,
+        min_load_tokens: int | None = 0,
+        log_boundaries: bool = False,
     ) -> None:
         if offload not in OFFLOAD_MODES:
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
@@ -145,6 +162,8 @@ class CPUPrefixCache:
             ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
             ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
             ("link_bytes_per_second", link_bytes_per_second),
+            ("report_steps", report_steps),
+            ("min_load_tokens", min_load_tokens or 1),
         ):
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
@@ -170,6 +189,7 @@ class CPUPrefixCache:
             ready=ready_blocks,
             store_after=store_after,
             min_store_tokens=min_store_tokens,
+            log_boundaries=log_boundaries,
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
@@ -179,20 +199,23 @@ class CPUPrefixCache:
         self._decode_step_tokens = decode_step_tokens
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
+        self._max_step_chunks = -(-max_step_tokens // planner.grid_tokens)
+        self._device_groups = device_groups
+        in_flight = device.num_chunks
+        if lazy_bytes_in_flight is not None:
+            in_flight = max(1, lazy_bytes_in_flight // max(1, planner.chunk_bytes))
         self._offload: Offload
         if offload == "eager":
             self._offload = Eager(self.pool, self._stores)
         else:
-            step_chunks = -(-max_step_tokens // planner.grid_tokens)
-            chunks_in_flight = step_chunks
-            if lazy_bytes_in_flight is not None:
-                chunks_in_flight = max(1, min(step_chunks, lazy_bytes_in_flight // max(1, planner.chunk_bytes)))
             self._offload = Lazy(
                 self.pool,
                 self._stores,
                 device,
-                horizon=lazy_horizon or max(1, min(2 * step_chunks, device.num_chunks // 2)),
-                chunks_in_flight=chunks_in_flight,
+                horizon=lambda: (
+                    lazy_horizon or max(1, min((1 + report_steps) * self._step_blocks(), device.num_chunks // 2))
+                ),
+                chunks_in_flight=lambda: min(report_steps * self._step_chunks(), in_flight),
             )
         self._running: dict[str, Running] = {}
         self._steps = 0
@@ -203,6 +226,9 @@ class CPUPrefixCache:
         self._work = 0
         self._failures_in_a_row = 0
         self.is_off = False
+        self._min_load_tokens = min_load_tokens
+        self._prefill = PrefillRate()
+        self._load_rates: dict[int, float] = {}  # of the ranks that know theirs
 
     # Questions. They change nothing, but for what load and reserve are asked for
 
@@ -212,7 +238,7 @@ class CPUPrefixCache:
         `now` is in seconds, on any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
-        if boundary == n0 or self.is_off:
+        if boundary == n0 or self.is_off or boundary - n0 < self.min_load_tokens:
             return MISS
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
@@ -302,8 +328,11 @@ class CPUPrefixCache:
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
-        running = Running(request, n0, touch, resumed, kept, due=self._steps + 1, stale=not request.stores)
+        running = Running(
+            request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
+        )
         self._running[request.id] = running
+        self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
 
@@ -335,9 +364,17 @@ class CPUPrefixCache:
         self._agenda.pop(self._steps, None)
         self._steps += 1
         if not self.is_off:
-            self._offload.plan()
+            self._offload.plan(with_loads=self._ledger.plans_loads)
         plans, cancelled = self._ledger.launch()
         return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below, self._ledger.take_settled())
+
+    def catch_up(self) -> None:
+        """The step's plan has gone out to the ranks: plan the stores that were put off so as not to hold up its loads.
+
+        `report` does so too. If neither comes before the next step, that does.
+        """
+        if not self.is_off:
+            self._offload.catch_up()
 
     def preempted(self, request_id: str) -> None:
         """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
@@ -372,6 +409,8 @@ class CPUPrefixCache:
             self._ready[report.rank] = report.ready_blocks
             if len(self._ready) == self._ranks:
                 self.pool.grow(min(self._ready.values()))
+        if report.load_bytes_per_second is not None:
+            self._load_rates[report.rank] = report.load_bytes_per_second
         for id in report.late:
             self._give_up(id)
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
@@ -380,6 +419,7 @@ class CPUPrefixCache:
         for transfer in landed:
             self._count_failure(transfer)
             resolved.append(self._land(transfer))
+        self.catch_up()
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
@@ -411,6 +451,22 @@ class CPUPrefixCache:
         self.is_off = True
         self.reset()
 
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """The engine has computed so many tokens in one step, in so much time: what `min_load_tokens` may go by."""
+        self._prefill.observe(num_tokens, seconds)
+
+    @property
+    def min_load_tokens(self) -> int:
+        """The shortest load: as it was said, or from where on it is sooner there than computed."""
+        if self._min_load_tokens is not None:
+            return self._min_load_tokens
+        prefill = self._prefill.tokens_per_second
+        if prefill is None or len(self._load_rates) < self._ranks:
+            return 0
+        per_token = self.planner.chunk_bytes / self.planner.grid_tokens
+        least = least_tokens(per_token, min(self._load_rates.values()), prefill)
+        return NEVER if least is None else least
+
     @property
     def has_transfers(self) -> bool:
         """Whether anything is planned or moving: an engine at rest keeps stepping until it is not."""
@@ -425,6 +481,7 @@ class CPUPrefixCache:
             running=len(self._running),
             storing=storing,
             loading=len(self._ledger) - storing,
+            hit_tokens=counts["hit_tokens"],
             chunks_stored=counts["chunks_stored"],
             checkpoints_stored=counts["checkpoints_stored"],
             chunks_loaded=counts["chunks_loaded"],
@@ -434,11 +491,19 @@ class CPUPrefixCache:
             loads_failed=counts["loads_failed"],
             store_refusals=self._stores.refusals,
             store_declined=self._stores.declined,
+            store_given_up=counts["store_given_up"],
             union_misses=counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,
             work=self._work + self._offload.work,
         )
+
+    def take_events(self) -> list[BoundaryEvent]:
+        """What can be hit on the host and could not before, and what no longer, since this was asked last.
+
+        Nothing unless the cache was built with `log_boundaries`.
+        """
+        return self.pool.take_events()
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
@@ -501,7 +566,7 @@ class CPUPrefixCache:
             self.turn_off()
 
     def _give_up(self, id: int) -> None:
-        """A load has come too late for its request. It is over for everybody but its blocks, which it may still fill."""
+        """A load has come too late for its request. It is over but for its blocks, which it may still fill."""
         transfer = self._ledger.get(id)
         if transfer is not None and not transfer.is_store and not transfer.doomed:
             self._withdraw_sources(transfer)
@@ -524,6 +589,7 @@ class CPUPrefixCache:
             committed = store.succeeded and self._commit(store)
             if not committed:
                 self._counts["stores_failed"] += 1
+                self._counts["store_given_up"] += len(store.keys)
                 self._doom(store)
                 self.pool.abort(store.nodes)
             self._ledger.remove(store)
@@ -562,6 +628,14 @@ class CPUPrefixCache:
                 self.pool.retire(doomed.nodes)
 
     # Small things
+
+    def _step_chunks(self) -> int:
+        """Into how many chunks one step can write: those of its tokens, and one that each request has begun."""
+        return self._max_step_chunks + (len(self._running) if self._device_groups else 0)
+
+    def _step_blocks(self) -> int:
+        """How many device blocks it can allocate for that."""
+        return self._step_chunks() * max(1, self._device_groups)
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
         """What must be held on the host to resume at `boundary`, if all of it is here."""

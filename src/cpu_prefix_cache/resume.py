@@ -12,16 +12,18 @@ All of it is indexed by node, like the forest.
 
 from array import array
 
+from cpu_prefix_cache.boundary_log import BoundaryLog
 from cpu_prefix_cache.forest import NONE, Forest
 
 SEGMENT = 64  # chunks: as many steps within a segment as segments in a prefix of 4,096
 
 
 class ResumeIndex:
-    """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest."""
+    """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest; tells the log."""
 
-    def __init__(self, forest: Forest) -> None:
+    def __init__(self, forest: Forest, log: BoundaryLog | None = None) -> None:
         self._forest = forest
+        self._log = log
         size = len(forest.parent)
         self._head = array("i", [NONE]) * size  # the first chunk of the segment
         self._count = array("i", [0]) * size  # of a first chunk: how many in its segment can be resumed from
@@ -41,9 +43,12 @@ class ResumeIndex:
 
     def set(self, chunk: int, resumable: bool) -> None:
         """Whether a chunk can be resumed from, now. Before it leaves the forest, it cannot."""
-        if self._here[chunk] != resumable:
-            self._here[chunk] = resumable
-            self._count[self._head[chunk]] += 1 if resumable else -1
+        if self._here[chunk] == resumable:
+            return
+        self._here[chunk] = resumable
+        self._count[self._head[chunk]] += 1 if resumable else -1
+        if self._log is not None:
+            (self._log.stored if resumable else self._log.removed)((chunk,))
 
     def here(self, chunk: int) -> bool:
         """Whether a chunk can be resumed from."""

@@ -14,6 +14,7 @@ class PoolStatistics:
     cached: int
     retired: int
     pinned: int  # chunks somebody holds a pin on
+    held: int  # cached blocks that these pins keep, at most: what is above several of them counts for each
     evictions: int  # chunks evicted so far
 
 
@@ -25,6 +26,7 @@ class CacheStatistics:
     running: int  # requests admitted and not yet finished or preempted
     storing: int  # transfers planned or moving
     loading: int
+    hit_tokens: int  # that admitted requests were given by loads, whatever became of these
     chunks_stored: int
     checkpoints_stored: int
     chunks_loaded: int
@@ -34,6 +36,7 @@ class CacheStatistics:
     loads_failed: int
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
+    store_given_up: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
     union_misses: int  # prompts that device and host together could have resumed later than either alone
     lost_before_store: int  # lazy: chunks the device evicted before the host was offered them, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk

@@ -91,6 +91,11 @@ class TransferLedger:
         return self._open.get(id)
 
     @property
+    def plans_loads(self) -> bool:
+        """Whether a load goes out with the next plan."""
+        return any(not transfer.is_store for transfer in self._planned)
+
+    @property
     def settled_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
         return next(iter(self._open), self._next_id)

@@ -157,10 +157,23 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
 
 def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
     bench = Bench(DelayedQueues(("pack", "out")))
-    ids = tuple(range(12))
+    ids = tuple(range(11))
     mark = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
-    assert bench.delays.ran.count("out") == 12 - 2
+    assert bench.delays.ran.count("out") == 11 - 2
     mark.until_passed()
+
+
+def test_a_store_lets_its_queue_run_empty_now_and_then():
+    """What else is to come to the host waits for the copy engine until there is nothing in that queue."""
+    bench = Bench(DelayedQueues(("pack", "out")))
+    waited = []
+    for slices in range(1, 13):
+        ids = tuple(range(slices))
+        before = bench.delays.ran.count("out")
+        bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
+        waited.append(slices - (bench.delays.ran.count("out") - before))
+        bench.copier.submit(Direction.STORE, [GroupCopy(0, ids[:1], ids[:1])], bench.copier.here()).until_passed()
+    assert 1 in waited and max(waited) == 2
 
 
 def test_no_queue_is_made_to_wait_for_a_slot():

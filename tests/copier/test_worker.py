@@ -189,6 +189,68 @@ def test_a_load_that_is_cancelled_while_it_waits_is_not_begun(threaded, held):
     assert held.copied == 1
 
 
+# Deadlines
+
+
+@pytest.fixture
+def punctual(held):
+    """A worker whose clock is set by hand, and the clock."""
+    now = [0.0]
+    worker = CopyWorker(0, held, threads=True, load_seconds=30, clock=lambda: now[0])
+    yield worker, now
+    held.ended.update(range(20))
+    for _ in range(20):
+        held.let_through.release()
+    worker.close()
+
+
+def test_a_load_that_has_not_begun_in_time_never_does(punctual, held):
+    worker, now = punctual
+    worker.run(plan(0, 1))
+    assert held.began.acquire(timeout=10)  # load 0 is being submitted, and 1 waits for that
+    now[0] = 31
+    report = worker.report()
+    assert report.failed == {1} and report.late == {0}
+    held.ended.add(0)
+    held.let_through.release(2)
+    worker.drain()
+    assert held.copied == 1
+
+
+def test_a_load_that_moves_is_late_until_it_has_ended_and_then_has_failed(punctual, held):
+    worker, now = punctual
+    worker.run(plan(0))
+    held.let_through.release()
+    assert eventually(lambda: held.copied == 1)
+    now[0] = 29
+    assert not worker.report().late
+    now[0] = 30
+    assert worker.report().late == {0} and not worker.report().failed
+    held.ended.add(0)
+    report = worker.report()
+    assert report.failed == {0} and not report.done
+    worker.run(plan(settled_below=1))
+    assert not worker.report().late and not worker.report().failed
+
+
+def test_a_load_that_ended_in_time_and_was_asked_for_late_is_done(punctual, held):
+    worker, now = punctual
+    worker.run(plan(0))
+    held.ended.add(0)
+    held.let_through.release()
+    worker.drain()
+    now[0] = 100
+    report = worker.report()
+    assert report.done == {0} and not report.late
+
+
+def test_stores_have_no_deadline(punctual, held):
+    worker, now = punctual
+    worker.run(plan(0, direction=Direction.STORE))
+    now[0] = 100
+    assert not worker.report().late and not worker.report().failed
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.filterwarnings("error")
 def test_a_copy_thread_survives_whatever_is_raised(threaded, held, error):  # rule 11

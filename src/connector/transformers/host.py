@@ -83,7 +83,11 @@ class HostTier:
         self.step()
 
     def step(self) -> set[int]:
-        """One engine step of the cache. The loads that ended well."""
+        """One engine step of the cache, and one more for stores that a load had put off. The loads that ended well."""
+        loaded = self._copy()
+        return loaded | self._copy() if self.cache.has_transfers else loaded
+
+    def _copy(self) -> set[int]:
         try:
             self._worker.run(self.cache.step())
         finally:  # what an interrupt cut short is resolved, too, when it has ended

@@ -6,10 +6,11 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,6 +26,8 @@ from vllm.v1.request import Request
 
 from connector.vllm import versions
 from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.metrics import CachePromMetrics, CacheStats
+from connector.vllm.plugin import register
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import Registered
@@ -104,6 +107,9 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         # or an idle engine would not step, and hear no reports
         return self.scheduler is not None and self.scheduler.has_transfers()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self.scheduler is None else self.scheduler.take_events()
+
     # In each worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
@@ -135,6 +141,26 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.close()
 
+    # In either, and in the frontend
+
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        half = self.worker if self.scheduler is None else self.scheduler
+        return None if half is None else half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
+        return CacheStats.of(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CachePromMetrics:
+        return CachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # Copies run beside the model, so nothing is done or waited for layer by layer
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
@@ -148,3 +174,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         pass
+
+
+# Also where the entry point is not installed: a MultiConnector knows the class of a part's statistics by name alone.
+register()

@@ -97,9 +97,16 @@ class VllmDevice:
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
-        for block in self._pool.free_block_queue.iter_blocks_after(start):
-            for key in self._keys(block) or (None,):
-                yield block.block_id, key
+        chunk_id = self._prefix_ids[0] if self._prefix_ids else None
+        for block in self._pool.free_block_queue.iter_blocks_after(start):  # many of them: no call more than needed
+            name = block.block_hash
+            if name is None:
+                yield block.block_id, None
+            elif get_group_id(name) == chunk_id:
+                yield block.block_id, get_block_hash(name)
+            else:
+                for key in self._checkpoints.that_need(name) or (None,):
+                    yield block.block_id, key
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]

@@ -4,7 +4,7 @@
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step
-    update_connector_output             cache.invalidated, cache.report
+    update_connector_output             cache.invalidated, cache.report, cache.catch_up
     request_finished                    cache.finished
     reset_cache                         cache.reset
 
@@ -18,10 +18,12 @@ has named it in `finished_recving`. A step, as the cache must see it:
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache as once
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,8 +32,10 @@ from vllm.v1.request import Request as EngineRequest
 
 from connector.vllm import versions
 from connector.vllm.device import VllmDevice
+from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request
 
@@ -50,17 +54,19 @@ class SchedulerHalf:
     def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
         self.device = VllmDevice(pool, settings.planner, settings.group_ids)
         self.cache = settings.build(self.device)
+        self._counts = CacheCounts(self.cache)
         self.clock = clock
         self._planner = settings.planner
         self._group_ids = settings.group_ids
         self._grid = settings.planner.grid_tokens
         self._hashes_per_chunk = settings.hashes_per_chunk
-        self._min_load_tokens = settings.min_load_tokens or 0
         self._on_device: dict[str, int] = {}
         self._admitted: dict[str, EngineRequest] = {}
         self._loads: dict[int, str] = {}
         self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[str] = set()
+        # The tokens of steps that have not ended, and when they began; vLLM has two or three under way.
+        self._begun: deque[tuple[int, float]] = deque(maxlen=4)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._on_device[request.request_id] = num_computed_tokens
@@ -69,7 +75,7 @@ class SchedulerHalf:
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
             return None, False
-        if isinstance(answer, Hit) and answer.boundary - num_computed_tokens >= self._min_load_tokens:
+        if isinstance(answer, Hit):
             return answer.boundary - num_computed_tokens, True
         return 0, False
 
@@ -111,15 +117,20 @@ class SchedulerHalf:
                 self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
                 self.cache.computed(id, _computed_tokens(request))
             plan = self.cache.step()
+        self._begun.append((output.total_num_scheduled_tokens, self.clock()))
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}
-        return StepMetadata(plan, requests, destinations)
+        return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
         for report in reports.reports if reports is not None else ():
             self.cache.report(report)
+        self.cache.catch_up()
+        if self._begun:
+            tokens, began = self._begun.popleft()
+            self.cache.prefilled(tokens, self.clock() - began)
 
     def request_finished(self, request: EngineRequest) -> None:
         self._on_device.pop(request.request_id, None)
@@ -131,6 +142,12 @@ class SchedulerHalf:
 
     def has_transfers(self) -> bool:
         return self.cache.has_transfers
+
+    def take_stats(self) -> CacheStats | None:
+        return self._counts.take()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return block_events(self.cache.take_events(), self._grid)
 
     def _request(self, request: EngineRequest) -> Request:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)

@@ -25,14 +25,14 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
 }
 TEXTS = ("offload", "policy", "test_corrupt_group")
 OPTIONS = (*NUMBERS, *TEXTS)
-OURS = ("min_load_tokens", "test_corrupt_group")  # not the cache's
+OURS = ("test_corrupt_group",)  # not the cache's
 LOAD_DEADLINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both halves are built from. There is a host region for each rank, or where all ranks of a tensor-parallel group
-    keep the same bytes, one that they share."""
+    """What both halves are built from. There is a host region for each rank, or one that all ranks of a tensor-parallel
+    group share, where they keep the same bytes."""
 
     planner: HybridChunkPlanner
     group_ids: Sequence[int]  # vLLM's numbers of the planner's groups
@@ -41,8 +41,10 @@ class Settings:
     is_shared: bool
     hashes_per_chunk: int
     max_step_tokens: int
-    step_blocks: int  # what one step can allocate on the device
+    device_groups: int  # each with blocks of its own for the same tokens
+    report_steps: int
     decode_step_tokens: int
+    tells_events: bool  # whether vLLM publishes KV events
     options: Mapping[str, Any]  # what was said, beside the memory
 
     @classmethod
@@ -53,10 +55,7 @@ class Settings:
         parallel = vllm_config.parallel_config
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
-        scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-        grid = planner.grid_tokens
-        # Blocks for its tokens, and one that each request has begun and not filled.
-        step_tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * grid
+        speculative = vllm_config.speculative_config
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
@@ -64,16 +63,15 @@ class Settings:
             ranks=parallel.world_size,
             is_shared=is_shared,
             hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
-            max_step_tokens=step_tokens,
-            step_blocks=-(-step_tokens // grid) * len(kv_cache_config.kv_cache_groups),
+            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            device_groups=len(kv_cache_config.kv_cache_groups),
+            # Workers look at copies as soon as a step is launched, and are heard when it has ended; with asynchronous
+            # scheduling the next step has been decided by then.
+            report_steps=3 if vllm_config.scheduler_config.async_scheduling else 2,
             decode_step_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
+            tells_events=_tells_events(vllm_config),
             options=options,
         )
-
-    @property
-    def min_load_tokens(self) -> int | None:
-        """The shortest load that is worth its while; None where it was not said."""
-        return self.options.get("min_load_tokens")
 
     @property
     def corrupt_group(self) -> str | None:
@@ -90,9 +88,16 @@ class Settings:
             ranks=self.ranks,
             max_step_tokens=self.max_step_tokens,
             decode_step_tokens=self.decode_step_tokens,
-            lazy_horizon=max(1, min(2 * self.step_blocks, device.num_chunks // 2)),
-            **passed_on,
+            device_groups=self.device_groups,
+            report_steps=self.report_steps,
+            log_boundaries=self.tells_events,
+            **{"min_load_tokens": None, **passed_on},
         )
+
+
+def _tells_events(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
 
 
 def _checked(said: Mapping[str, Any]) -> dict[str, Any]:

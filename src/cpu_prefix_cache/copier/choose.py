@@ -21,11 +21,13 @@ COPIERS = ("auto", "reference", "staged")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The copier, its name, and in a clause for the log why it was chosen."""
+    """The copier, its name, and in a clause for the log why it was chosen; what it is known to load at on this machine,
+    None if nobody has measured it here."""
 
     copier: Copier
     name: str
     reason: str
+    load_bytes_per_second: float | None = None
 
 
 def choose_copier(
@@ -85,4 +87,11 @@ def _staged(
         ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
         direct_bytes=calibration.direct_bytes,
     )
-    return Choice(copier, "staged", f"{reason}; {copier.ways}; calibration: {calibration} ({origin})")
+    device = tensors[0][0].device
+    is_of_here = device.type == "cuda" and torch.cuda.get_device_name(device) == calibration.device
+    return Choice(
+        copier,
+        "staged",
+        f"{reason}; {copier.ways}; calibration: {calibration} ({origin})",
+        calibration.staged_load * 1e9 if is_of_here else None,
+    )

@@ -6,6 +6,10 @@ A slot is handed out in rotation, and emptied behind the mark that says it was f
 before it asks for it to be filled, and never leaves that to a queue: streams share the few queues of the hardware, and
 a wait for what is far off holds up whatever comes behind it, the other direction, or the engine. (Both ways at once
 75 GB/s, or 95, by chance; with the host waiting always 95 to 99. One H200.)
+
+The engine that copies to the host goes on with a queue as long as there is something in it: a few bytes of somebody
+else, such as the tokens a step has sampled, then wait for all of a store (57 ms for 3 GB). So every BREATH slices a
+store lets that queue run empty, for a moment.
 """
 
 from collections import deque
@@ -19,6 +23,7 @@ from cpu_prefix_cache.copier.queues import Lane, Mark
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
+BREATH = 4  # slices: 2.3 ms that others wait at most
 DIRECT_AHEAD = 4  # slices that cross without a slot: how far the host is ahead of them
 
 
@@ -59,6 +64,7 @@ class Ring:
             for at in range(num_slots)
         ]
         self._next = 0
+        self._count = 0
         self._crossing: deque[Mark] = deque()
         free.until_passed()
 
@@ -80,12 +86,21 @@ class Ring:
         self._fill.submit(fill)
         self._fill.move(slot.filled)
         self._empty.wait(slot.filled)
+        self._breathe(self._slots[(self._next - 2) % len(self._slots)].free)
         self._empty.submit(empty)
         self._empty.move(slot.free)
 
     def past(self, link: Callable[[int], object]) -> None:
         """Have a slice cross without a slot."""
+        if self._crossing:
+            self._breathe(self._crossing[-1])
         self.lane.copies.submit(link)
         self._crossing.append(self.lane.copies.mark())
         if len(self._crossing) > DIRECT_AHEAD:
             self._crossing.popleft().until_passed()
+
+    def _breathe(self, last: Mark) -> None:
+        """Of a store: before one slice in BREATH crosses, wait until the last one has."""
+        self._count += 1
+        if not self._loads and self._count % BREATH == 0:
+            last.until_passed()

@@ -68,6 +68,11 @@ class Submitter:
         self._failed.append(id)
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has not ended, or nobody has heard that it has."""
+        return bool(self._waiting or self._moving or self._failed)
+
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:

@@ -16,7 +16,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
 from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan
+from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,15 @@ logger = logging.getLogger(__name__)
 class CopyWorker:
     """Runs plans with one copier. One per rank, called by one thread.
 
-    Loads are late after `load_seconds`, by `clock`; None: never.
+    Loads are late after `load_seconds`, by `clock`; None: never. `load_bytes_per_second`, if it is known, is passed on
+    with every report.
 
     With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
     ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
     belongs to the worker: both end with `close`.
+
+    `on_done` is told of each transfer that ended well, and in how many seconds: from when its plan began until it was
+    seen to have ended, which is when somebody asks for a report.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class CopyWorker:
         threads: bool = False,
         load_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_done: Callable[[TransferPlan, float], object] | None = None,
+        load_bytes_per_second: float | None = None,
     ) -> None:
         self._rank = rank
         self._copier = copier
@@ -51,6 +57,9 @@ class CopyWorker:
         }
         self._load_seconds = load_seconds
         self._clock = clock
+        self._on_done = on_done
+        self._load_bytes_per_second = load_bytes_per_second
+        self._began: dict[int, tuple[TransferPlan, float]] = {}  # what has not ended, if anybody wants to know
         self._deadlines: dict[int, float] = {}  # of loads that have not ended
         self._late: set[int] = set()
         self._done: set[int] = set()
@@ -71,11 +80,14 @@ class CopyWorker:
             self._forget(plan)
             self._cancelled.update(plan.cancelled)
             after = self._copier.here() if waiting else None
+            began = self._clock() if waiting and self._on_done is not None else None
             for id, transfer in list(waiting.items()):
                 if after is None or transfer.failed or id in plan.cancelled:
                     continue
                 if transfer.direction is Direction.LOAD and self._load_seconds is not None:
                     self._deadlines[id] = self._clock() + self._load_seconds
+                if began is not None:
+                    self._began[id] = transfer, began
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -88,7 +100,13 @@ class CopyWorker:
         if self._give_up():
             self._collect()
         ready = None if self._arena is None else self._arena.ready_blocks
-        return RankReport(self._rank, frozenset(self._done), frozenset(self._failed), ready, frozenset(self._late))
+        ended = frozenset(self._done), frozenset(self._failed)
+        return RankReport(self._rank, *ended, ready, frozenset(self._late), self._load_bytes_per_second)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer has not ended, or its end was not reported."""
+        return any(submitter.is_busy for submitter in self._submitters.values())
 
     def drain(self) -> None:
         """Until all that was begun has ended."""
@@ -102,9 +120,15 @@ class CopyWorker:
     def _collect(self) -> None:
         for submitter in self._submitters.values():
             for id, went_well in submitter.ended():
-                # What came too late is of no use to anybody.
-                (self._done if went_well and id not in self._late else self._failed).add(id)
+                is_done = went_well and id not in self._late  # what came too late is of no use to anybody
+                (self._done if is_done else self._failed).add(id)
                 self._deadlines.pop(id, None)
+                self._tell(id, is_done)
+
+    def _tell(self, id: int, is_done: bool) -> None:
+        transfer, began = self._began.pop(id, (None, 0.0))
+        if is_done and transfer is not None and self._on_done is not None:
+            self._on_done(transfer, self._clock() - began)
 
     def _give_up(self) -> bool:
         """End the wait for loads whose time is up. Whether there are any."""

@@ -1,4 +1,8 @@
-"""The few calls of the CUDA driver that torch does not bind: through ctypes, which lets other threads run meanwhile.
+"""The few calls of the CUDA driver that torch does not bind, through ctypes.
+
+Calls of microseconds keep Python's lock: who gives it up, beside an engine that is never at rest, has it back after
+milliseconds (`sys.getswitchinterval`), and a slice of a copy takes a dozen such calls. Those that may take long, to pin
+memory or to copy what is not pinned, let other threads run.
 
 A call that CUDA refuses raises DriverError, with its name and CUDA's number for the reason.
 """
@@ -33,7 +37,7 @@ class _Attributes(ctypes.Structure):
 
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_BATCH = ctypes.CFUNCTYPE(
+_BATCH = ctypes.PYFUNCTYPE(
     ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER
 )
 
@@ -43,10 +47,12 @@ _IN_ORDER, _ZERO, _FAILED = _Attributes(source_order=STREAM_ORDER), _SIZE(0), _S
 
 
 class Driver:
-    """libcuda. A thread that calls it works in a context (`working_in`); torch sees to that only for its own calls."""
+    """libcuda, as a library whose calls let other threads run, and as one whose calls do not. A thread that calls it
+    works in a context (`working_in`); torch sees to that only for its own calls."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, quick: ctypes.PyDLL) -> None:
         self._library = library
+        self._quick = quick
         self._batch = _batch_entry(library)
 
     @property
@@ -94,14 +100,14 @@ class Driver:
         return Working(self, context)
 
     def push(self, context: int) -> None:
-        self._check("enter a context", self._library.cuCtxPushCurrent_v2(_POINTER(context)))
+        self._check("enter a context", self._quick.cuCtxPushCurrent_v2(_POINTER(context)))
 
     def pop(self) -> None:
-        self._check("leave a context", self._library.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
+        self._check("leave a context", self._quick.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
 
     def exchange_capture_mode(self, mode: ctypes.c_int) -> None:
         """Of this thread; `mode` becomes what it was before."""
-        self._check("change a capture mode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        self._check("change a capture mode", self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
     def pci_address(self, device: int) -> str:
         """Such as "0000:1b:00.0"."""
@@ -160,4 +166,4 @@ def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
 @cache
 def cuda_driver() -> Driver:
     """Raises OSError where there is none."""
-    return Driver(ctypes.CDLL("libcuda.so.1"))
+    return Driver(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))

@@ -87,10 +87,11 @@ class ReplayEngine:
         return hit
 
     def step(self) -> None:
-        """One engine step, all of whose copies are done at once."""
-        plan = self.cache.step()
-        if plan.transfers:
-            self.cache.report(RankReport(RANK, frozenset(transfer.id for transfer in plan.transfers)))
+        """One engine step, all of whose copies are done at once, and those that were put off for the sake of a load."""
+        transfers = self.cache.step().transfers
+        while transfers:
+            self.cache.report(RankReport(RANK, frozenset(transfer.id for transfer in transfers)))
+            transfers = self.cache.step().transfers if self.cache.has_transfers else ()
 
 
 class _Running:

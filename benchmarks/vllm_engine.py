@@ -1,0 +1,57 @@
+"""One vLLM engine in a process of its own, that does what it is told line by line. `vllm_reload.py` starts several.
+
+    {"ask": [[[seed, length], ...], ...], "max_tokens": 1, "together": false}
+
+asks prompts that are pieces of so many tokens of so many seeds, one after the other or all at once, and answers
+
+    {"seconds": [...], "cached": [...]}
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from functools import cache
+from typing import Any
+
+VOCABULARY = 128_000
+MARK = "ANSWER "  # vLLM writes to the same pipe
+
+
+@cache
+def piece(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+
+
+def answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=told["max_tokens"], ignore_eos=True, detokenize=False)
+    prompts = [
+        {"prompt_token_ids": [token for seed, length in prompt for token in piece(seed, length)]}
+        for prompt in told["ask"]
+    ]
+    seconds, outputs = [], []
+    for batch in [prompts] if told["together"] else [[prompt] for prompt in prompts]:
+        start = time.perf_counter()
+        outputs += llm.generate(batch, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "cached": [output.num_cached_tokens for output in outputs]}
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM
+
+    started = time.perf_counter()
+    llm = LLM(**json.loads(sys.argv[1]))
+    print(MARK + json.dumps({"start": time.perf_counter() - started}), flush=True)
+    for line in sys.stdin:
+        print(MARK + json.dumps(answer(llm, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The floor: a connector that offers the hits ours would, and copies nothing. Its answers are wrong, at once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from connector.vllm import CPUPrefixCacheConnector
+from connector.vllm.messages import StepMetadata, WorkerReports
+from cpu_prefix_cache import RankReport
+
+
+class NullCopies:
+    """A worker half whose copies have all ended when they begin."""
+
+    def __init__(self, rank: int, host_blocks: int) -> None:
+        self._rank, self._host_blocks = rank, host_blocks
+        self._done: set[int] = set()
+        self._received: set[str] = set()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        pass
+
+    def begin(self, metadata: StepMetadata) -> None:
+        self._received |= set(metadata.requests.values())
+        self._done = {id for id in self._done if id >= metadata.plan.settled_below} - set(metadata.plan.settled)
+        self._done |= {transfer.id for transfer in metadata.plan.transfers}
+
+    def results(self) -> tuple[set[str], set[str]]:
+        received, self._received = self._received, set()
+        return received, set()
+
+    def take_bad_blocks(self) -> set[int]:
+        return set()
+
+    def reports(self) -> WorkerReports:
+        return WorkerReports((RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks),))
+
+    def take_stats(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class NullConnector(CPUPrefixCacheConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.worker is not None:
+            planner, settings = self._settings.planner, self._settings
+            self.worker.close()
+            self.worker = NullCopies(vllm_config.parallel_config.rank, settings.host_bytes // planner.host_block_bytes)

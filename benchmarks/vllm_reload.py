@@ -1,0 +1,226 @@
+"""What the host cache gives a vLLM server on one GPU, beside vLLM's own offload connectors, in one sitting.
+
+    python benchmarks/vllm_reload.py [--parts ttft,rounds,idle,full] [--engines none,null,ours-lazy,...] [--json FILE]
+
+Engines are processes that live side by side and are measured in turn, two of them with host memory at a time (`--waves`
+says which). Weights are random: this is about time; that the bytes are right is for tests_vllm.
+
+    none                      vLLM without a connector: what has left the device is computed again
+    null                      our hits, and no copies: the floor
+    ours-lazy, ours-eager     CPUPrefixCacheConnector
+    simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
+
+    ttft     a prompt of 8,192 or 32,768 tokens and 32 new ones, after the device was swept: on the host, or not at all
+    rounds   32 prompts of 8,192 tokens at once, 128 tokens each, three times
+    idle     prompts nobody had before, a device that is never full: what does it cost to be there?
+    full     the same with a device that is full: stores run all the time
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import print_environment
+from vllm_engine import MARK
+
+HERE = Path(__file__).parent
+LLAMA = {  # Llama 3.1 8B
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+GIB = 1 << 30
+SETTLE_SECONDS = 12  # until 48 GiB are pinned
+SWEEP = 32_768  # tokens of a prompt that pushes others out
+TAIL = 32
+PARTS = ("ttft", "rounds", "idle", "full")
+
+OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
+NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "vllm_null"}
+SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
+OFFLOADING = {"kv_connector": "OffloadingConnector"}
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
+    "none": None,
+    "null": (NULL, {"offload": "lazy"}),
+    "ours-lazy": (OURS, {"offload": "lazy"}),
+    "ours-eager": (OURS, {"offload": "eager"}),
+    "simple-lazy": (SIMPLE, {"lazy_offload": True}),
+    "simple-eager": (SIMPLE, {}),
+    "offloading": (OFFLOADING, {}),
+}
+
+
+class Engine:
+    """A child process, and the seeds of prompts nobody had before."""
+
+    def __init__(self, name: str, model: Path, args: argparse.Namespace) -> None:
+        options: dict[str, Any] = dict(
+            model=str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=40_960,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=args.device_blocks,
+            gpu_memory_utilization=args.gpu_share,
+            max_num_batched_tokens=8192,
+            disable_log_stats=True,
+        )
+        kind = ENGINES[name]
+        if kind is not None:
+            connector, extra = kind
+            extra = {"cpu_bytes_to_use": args.host_gib * GIB, **extra}
+            options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        self.name = name
+        self._new = count(1_000_000)
+        command = [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def hear(self) -> dict[str, Any]:
+        for line in self._process.stdout or ():
+            if MARK in line:
+                return dict(json.loads(line.partition(MARK)[2]))
+        raise SystemExit(f"engine {self.name} has ended with status {self._process.wait()}")
+
+    def ask(self, prompts: Sequence[Any], max_tokens: int = 1, together: bool = False) -> dict[str, Any]:
+        told = {"ask": prompts, "max_tokens": max_tokens, "together": together}
+        print(json.dumps(told), file=self._process.stdin, flush=True)
+        return self.hear()
+
+    def new(self, length: int) -> list[tuple[int, int]]:
+        return [(next(self._new), length)]
+
+    def sweep(self, tokens: int) -> None:
+        """Other prompts, as many tokens as the device holds."""
+        self.ask([self.new(SWEEP) for _ in range(tokens // SWEEP + 1)])
+        time.sleep(1)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def engines(names: Sequence[str], model: Path, args: argparse.Namespace) -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        started = []
+        for name in names:
+            started.append(Engine(name, model, args))
+            stack.callback(started[-1].close)
+            say(f"{name}: started in {started[-1].hear()['start']:.0f} s")
+        for engine in started:
+            engine.ask([engine.new(4096)])
+        time.sleep(SETTLE_SECONDS)
+        yield started
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def ms(seconds: Sequence[float]) -> float:
+    return round(median(seconds) * 1e3, 1)
+
+
+def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for length in (8_192, 32_768):
+        prompts = {engine.name: [engine.new(length) for _ in range(args.prompts)] for engine in running}
+        for engine in running:
+            cold = engine.ask(prompts[engine.name])
+            on_device = engine.ask([prompts[engine.name][-1] + engine.new(TAIL) for _ in range(3)])
+            engine.sweep(args.device_blocks * 16)
+            warm = engine.ask([prompt + engine.new(TAIL) for prompt in prompts[engine.name]])
+            yield dict(
+                engine=engine.name,
+                tokens=length,
+                computed_ms=ms(cold["seconds"]),
+                on_device_ms=ms(on_device["seconds"]),
+                from_host_ms=ms(warm["seconds"]),
+                all_ms=[round(each * 1e3, 1) for each in warm["seconds"]],
+                found=warm["cached"],
+            )
+
+
+def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    prompts = {engine.name: [engine.new(8_192) for _ in range(32)] for engine in running}
+    taken: dict[str, list[float]] = {engine.name: [] for engine in running}
+    for _ in range(3):
+        for engine in running:
+            answer = engine.ask(prompts[engine.name], max_tokens=128, together=True)
+            taken[engine.name] += [round(answer["seconds"][0], 2)]
+            time.sleep(1)
+    for name, seconds in taken.items():
+        yield dict(engine=name, round_seconds=seconds)
+
+
+def alternating(running: Sequence[Engine], args: argparse.Namespace, num_prompts: int) -> Iterator[dict[str, Any]]:
+    taken: dict[str, dict[str, list[float]]] = {engine.name: {"ttft": [], "run": []} for engine in running}
+    for _ in range(args.repeats):
+        for engine in running:
+            one = engine.ask([engine.new(4_096)])
+            many = engine.ask([engine.new(1_024) for _ in range(num_prompts)], max_tokens=64, together=True)
+            taken[engine.name]["ttft"] += one["seconds"]
+            taken[engine.name]["run"] += many["seconds"]
+    for name, each in taken.items():
+        yield dict(engine=name, ttft_ms=ms(each["ttft"]), run_ms=ms(each["run"]), runs=each)
+
+
+def idle(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """8 prompts of 1,024 tokens: a tenth of the device in use; but it fills up, so it comes first."""
+    yield from alternating(running, args, num_prompts=8)
+
+
+def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for engine in running:
+        engine.sweep(args.device_blocks * 16)
+    yield from alternating(running, args, num_prompts=64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--waves", default="none,null,ours-lazy,simple-lazy;ours-eager,offloading;simple-eager")
+    parser.add_argument("--device-blocks", type=int, default=5_000)
+    parser.add_argument("--host-gib", type=int, default=48)
+    parser.add_argument("--gpu-share", type=float, default=0.24)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--model", type=Path, default=Path("/tmp/llama-3.1-8b-shape"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print_environment(["vllm", "torch", "triton"])
+    args.model.mkdir(exist_ok=True)
+    (args.model / "config.json").write_text(json.dumps(LLAMA))
+    results = []
+    for wave in args.waves.split(";"):
+        with engines(wave.split(","), args.model, args) as running:
+            for part in sorted(args.parts.split(","), key=("idle", "ttft", "rounds", "full").index):
+                for result in {"ttft": ttft, "rounds": rounds, "idle": idle, "full": full}[part](running, args):
+                    say(f"{part:7} {json.dumps(result)}")
+                    results.append({"part": part, **result})
+                    if args.json:
+                        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

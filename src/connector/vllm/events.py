@@ -1,0 +1,49 @@
+"""What can be hit on the host, as vLLM's KV events, for routers that send a prompt to where its prefix is.
+
+    the library's log                      on the wire, medium "CPU"
+    stored b, c below a                    BlockStored [b, c], parent a
+    removed b                              BlockRemoved [b]
+    reset: removed, all there was          BlockRemoved [all there was]
+
+A boundary is told only if a request could resume there from the host alone, by the hash of the block that ends there,
+in the form in which vLLM tells its own. vLLM's AllBlocksCleared names no medium in any release so far: who hears it
+forgets the device too, so a reset is told block by block.
+
+Tokens are not told, as nobody has them any more when a store has ended.
+"""
+
+from collections.abc import Iterable
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
+
+from cpu_prefix_cache import BoundariesStored, BoundaryEvent
+
+LOCALITY = "LOCAL"  # on the engine's own host
+
+
+def block_events(events: Iterable[BoundaryEvent], block_size: int) -> list[KVCacheEvent]:
+    """`block_size`: the tokens of a chunk."""
+    return [
+        _stored(event, block_size)
+        if isinstance(event, BoundariesStored)
+        else BlockRemoved(block_hashes=_hashes(event.keys), medium=MEDIUM_CPU, locality=LOCALITY)
+        for event in events
+    ]
+
+
+def _stored(event: BoundariesStored, block_size: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=_hashes(event.keys),
+        parent_block_hash=None if event.parent_key is None else _hashes([event.parent_key])[0],
+        token_ids=[],
+        block_size=block_size,
+        lora_id=None,
+        medium=MEDIUM_CPU,
+        lora_name=None,
+        locality=LOCALITY,
+    )
+
+
+def _hashes(keys: Iterable[bytes]) -> list[ExternalBlockHash]:
+    return [maybe_convert_block_hash(BlockHash(key)) for key in keys]

@@ -1,0 +1,263 @@
+"""What the cache does, for who runs the engine: from both halves into vLLM's /metrics, and a line in its log.
+
+    in the scheduler   CacheCounts       the cache's statistics: counts since the last report, levels as they are now
+    in each worker     TransferTimes     of each transfer that ended well on this rank, its seconds and its GB/s
+    between processes  CacheStats        either of them; vLLM adds up those of all ranks, of both halves, and of steps
+    in the frontend    CachePromMetrics  the same numbers under the names in METRICS
+
+What travels is a flat dict: a key for each series, with a number, or with a list of observations.
+"""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
+
+PREFIX = "vllm:cpu_prefix_cache_"
+DIRECTIONS = tuple(direction.value for direction in Direction)
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+GB_PER_SECOND = (
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    25.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    80.0,
+    100.0,
+    200.0,
+    400.0,
+)
+
+
+class Kind(enum.Enum):
+    COUNT = "count"  # grows; reports have what came since the one before
+    LEVEL = "level"  # goes up and down; the scheduler's latest word counts
+    TIMES = "times"  # observations, one for each transfer and rank
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name in /metrics, without the prefix: one series, or one for each of the label's `values`."""
+
+    name: str
+    kind: Kind
+    help: str
+    label: str | None = None
+    values: Sequence[str] = ()
+    buckets: Sequence[float] = ()
+
+    def series(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The key of each series, and the values of its own labels."""
+        if self.label is None:
+            yield self.name, ()
+        for value in self.values:
+            yield f"{self.name}:{value}", (value,)
+
+
+METRICS = (
+    Metric("hit_tokens", Kind.COUNT, "Prompt tokens that requests were given by loads from the host."),
+    Metric(
+        "transferred_bytes",
+        Kind.COUNT,
+        "Bytes that each rank has stored to the host, or loaded from it.",
+        *("direction", DIRECTIONS),
+    ),
+    Metric("evicted_chunks", Kind.COUNT, "Chunks and checkpoints evicted from the host to make room."),
+    Metric(
+        "dropped_chunks",
+        Kind.COUNT,
+        "Times a chunk was not stored: the host was full of what cannot leave, it was not worth the room, or its copy "
+        "failed or was overtaken by a reset.",
+        *("reason", ("pool_full", "declined", "failed")),
+    ),
+    Metric("failed_loads", Kind.COUNT, "Loads that failed or were cancelled; their tokens were computed again."),
+    Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before the host was offered them."),
+    Metric(
+        "union_misses",
+        Kind.COUNT,
+        "Prompts that device and host together could have resumed later than either of them alone.",
+    ),
+    Metric("resident_blocks", Kind.LEVEL, "Host blocks that hold something that can be found."),
+    Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are held by loads, stores and reservations."),
+    Metric("ready_blocks", Kind.LEVEL, "Host blocks that every rank has prepared."),
+    Metric("capacity_blocks", Kind.LEVEL, "Host blocks there are."),
+    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or moving.", *("direction", DIRECTIONS)),
+    Metric("off", Kind.LEVEL, "1 if the cache has turned itself off because copies kept failing, else 0."),
+    Metric(
+        "transfer_seconds",
+        Kind.TIMES,
+        "Seconds of each transfer on each rank, from when its step began until a step saw it done.",
+        *("direction", DIRECTIONS, SECONDS),
+    ),
+    Metric(
+        "transfer_gigabytes_per_second",
+        Kind.TIMES,
+        "Bytes of each transfer on each rank over those seconds, in 10**9 bytes a second.",
+        *("direction", DIRECTIONS, GB_PER_SECOND),
+    ),
+)
+KINDS = {key: metric.kind for metric in METRICS for key, _ in metric.series()}
+TROUBLES = ("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off")
+
+
+class CacheStats(KVConnectorStats):
+    """A report of either half, or the sum of several. vLLM tests it for truth: no `__len__`, no `__bool__`."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> "CacheStats":
+        """A report that has arrived. The data are copied: others read them too."""
+        return cls().aggregate(cls(dict(data)))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "CacheStats":
+        """Add a later report to this one, whose levels count. To the rest the order makes no difference."""
+        for key, value in other.data.items():
+            if KINDS[key] is Kind.TIMES:
+                self.data.setdefault(key, []).extend(value)
+            elif KINDS[key] is Kind.COUNT:
+                self.data[key] = self.data.get(key, 0) + value
+            else:
+                self.data[key] = value
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's log says of an interval. Troubles are named only if there are some."""
+        told: dict[str, int | float] = {"hit_tokens": self.data.get("hit_tokens", 0)}
+        for direction, word in (("store", "stored"), ("load", "loaded")):
+            told[f"{word}_gb"] = round(self.data.get(f"transferred_bytes:{direction}", 0) / 1e9, 3)
+            told[f"{word}_gb_per_second"] = round(self._rate(direction), 1)
+        if self.data.get("capacity_blocks"):
+            told["resident_share"] = round(self.data["resident_blocks"] / self.data["capacity_blocks"], 3)
+        return told | {key.replace(":", "_"): self.data[key] for key in TROUBLES if self.data.get(key)}
+
+    def _rate(self, direction: str) -> float:
+        """GB/s of a rank while it copies this way: all bytes over all seconds."""
+        seconds = self.data.get(f"transfer_seconds:{direction}", ())
+        rates = self.data.get(f"transfer_gigabytes_per_second:{direction}", ())
+        bytes_ = sum(rate * time for rate, time in zip(rates, seconds, strict=True))
+        return bytes_ / sum(seconds) if seconds else 0.0
+
+
+class CacheCounts:
+    """The scheduler's half: what the cache has done since the last report, and what it holds now."""
+
+    def __init__(self, cache: CPUPrefixCache) -> None:
+        self._cache = cache
+        self._before: dict[str, int] = {}
+
+    def take(self) -> CacheStats | None:
+        """None when nothing has changed."""
+        before, now = self._before, self._numbers()
+        if now == before:
+            return None
+        self._before = now
+        data = {key: value for key, value in now.items() if KINDS[key] is Kind.LEVEL}
+        for key, value in now.items():
+            if KINDS[key] is Kind.COUNT and value != before.get(key, 0):
+                data[key] = value - before.get(key, 0)
+        return CacheStats(data)
+
+    def _numbers(self) -> dict[str, int]:
+        statistics = self._cache.statistics()
+        pool = statistics.pool
+        return {
+            "hit_tokens": statistics.hit_tokens,
+            "transferred_bytes:store": statistics.bytes_stored,
+            "transferred_bytes:load": statistics.bytes_loaded,
+            "evicted_chunks": pool.evictions,
+            "dropped_chunks:pool_full": statistics.store_refusals,
+            "dropped_chunks:declined": statistics.store_declined,
+            "dropped_chunks:failed": statistics.store_given_up,
+            "failed_loads": statistics.loads_failed,
+            "lost_before_store_chunks": statistics.lost_before_store,
+            "union_misses": statistics.union_misses,
+            "resident_blocks": pool.cached,
+            "pinned_blocks": pool.held,
+            "ready_blocks": pool.ready,
+            "capacity_blocks": pool.capacity,
+            "transfers_in_flight:store": statistics.storing,
+            "transfers_in_flight:load": statistics.loading,
+            "off": int(self._cache.is_off),
+        }
+
+
+class TransferTimes:
+    """A worker's half. Where `writers` ranks share a host region, each of them carries that part of a store."""
+
+    def __init__(self, writers: int = 1) -> None:
+        self._writers = writers
+        self._stats = CacheStats()
+
+    def observe(self, transfer: TransferPlan, seconds: float) -> None:
+        """A transfer ended well. One that carried nothing, or took no time, says nothing about the link."""
+        carried = transfer.num_bytes / (self._writers if transfer.direction is Direction.STORE else 1)
+        if seconds > 0 and carried:
+            direction = transfer.direction.value
+            data = self._stats.data
+            data.setdefault(f"transfer_seconds:{direction}", []).append(seconds)
+            data.setdefault(f"transfer_gigabytes_per_second:{direction}", []).append(carried / seconds / 1e9)
+
+    def take(self) -> CacheStats | None:
+        """None when nothing has ended."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, CacheStats()
+        return stats
+
+
+class CachePromMetrics(KVConnectorPromMetrics):
+    """METRICS in vLLM's /metrics, or wherever its metric classes show them. Every series is there from the start."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for metric in METRICS:
+            shown = self._show(metric)
+            for engine, labels in per_engine_labelvalues.items():
+                for key, own in metric.series():
+                    self._series[engine][key] = shown.labels(*labels, *own)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, value in transfer_stats_data.items():
+            series = self._series[engine_idx][key]
+            if KINDS[key] is Kind.TIMES:
+                for each in value:
+                    series.observe(each)
+            elif KINDS[key] is Kind.COUNT:
+                series.inc(value)
+            else:
+                series.set(value)
+
+    def _show(self, metric: Metric) -> Any:
+        labels = [*self._labelnames, *([] if metric.label is None else [metric.label])]
+        fields: dict[str, Any] = dict(name=PREFIX + metric.name, documentation=metric.help, labelnames=labels)
+        if metric.kind is Kind.TIMES:
+            return self._histogram_cls(**fields, buckets=list(metric.buckets))
+        if metric.kind is Kind.COUNT:
+            return self._counter_cls(**fields)
+        return self._gauge_cls(**fields, multiprocess_mode="mostrecent")

@@ -1,0 +1,76 @@
+"""A log of what can be hit: each boundary at which a request could resume from this pool alone, as it comes and goes.
+
+    commit of the chunks a, b, c                stored a, b, c       where chunks are all that it takes
+    the same in a model with checkpoints        nothing              no request could resume at any of them yet
+    commit of the checkpoint after b            stored b, below a
+    that checkpoint is evicted or withdrawn     removed b
+    reset                                       removed, everything there was
+
+A boundary is known by the key of the chunk that ends there. Replayed from the beginning the log gives exactly the
+boundaries that can be hit, and no key is stored or removed twice in a row. Neighbours are told together.
+
+A chunk that leaves has lost its key by the time it is known, so the log remembers what it told: 8 bytes a block.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cpu_prefix_cache.forest import Forest
+
+
+class BoundariesStored(NamedTuple):
+    """The chunk of `keys[0]` hangs below that of `parent_key` (None: it is a first chunk), each further one below the
+    one before it. The parent need not be a boundary that can be hit."""
+
+    keys: list[bytes]
+    parent_key: bytes | None
+
+
+class BoundariesRemoved(NamedTuple):
+    keys: list[bytes]
+
+
+BoundaryEvent = BoundariesStored | BoundariesRemoved
+
+
+class BoundaryLog:
+    """What became of boundaries since the log was last taken. Told of chunks, while or after they are in the forest."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._told: list[bytes | None] = []  # by chunk: the key under which it was stored last
+        self._events: list[BoundaryEvent] = []
+
+    def stored(self, run: Sequence[int]) -> None:
+        """After each chunk of `run` a request can resume, from now on. Each is the child of the one before it."""
+        all_keys = self._forest.key
+        self._told += [None] * (len(all_keys) - len(self._told))
+        keys: list[bytes] = []
+        for chunk in run:
+            key = self._told[chunk] = all_keys[chunk]
+            if key is not None:
+                keys.append(key)
+        parent_key = all_keys[self._forest.parent[run[0]]]  # the root has none
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BoundariesStored) and last.keys[-1] == parent_key:
+            last.keys.extend(keys)
+        else:
+            self._events.append(BoundariesStored(keys, parent_key))
+
+    def removed(self, chunks: Sequence[int]) -> None:
+        """After these a request cannot resume any more."""
+        keys: list[bytes] = []
+        for chunk in chunks:
+            key, self._told[chunk] = self._told[chunk], None
+            if key is not None:
+                keys.append(key)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BoundariesRemoved):
+            last.keys.extend(keys)
+        elif keys:
+            self._events.append(BoundariesRemoved(keys))
+
+    def take(self) -> list[BoundaryEvent]:
+        """What happened since this was asked last, in order."""
+        events, self._events = self._events, []
+        return events

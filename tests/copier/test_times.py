@@ -1,0 +1,125 @@
+"""How long a transfer took on a rank: told once for each that ended well, and only to who wants to know."""
+
+from itertools import count
+
+import pytest
+
+from cpu_prefix_cache import Direction, StepPlan, TransferPlan
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.worker import CopyWorker
+
+
+class Marked:
+    """A mark that is passed when a test says so."""
+
+    def __init__(self):
+        self.ended = False
+
+    def passed(self):
+        return self.ended
+
+    def until_passed(self):
+        assert self.ended
+
+
+class MarkingCopier(Copier):
+    def __init__(self):
+        self.marks, self.broken = [], False
+
+    def here(self):
+        return Passed()
+
+    def submit(self, direction, copies, after):
+        if self.broken:
+            raise RuntimeError("the link is down")
+        self.marks.append(Marked())
+        return self.marks[-1]
+
+
+class Timed:
+    """A worker on a clock that a test sets, and what it tells."""
+
+    def __init__(self, **options):
+        self.now, self.told = 100.0, []
+        self.copier = MarkingCopier()
+        self.worker = CopyWorker(0, self.copier, clock=lambda: self.now, on_done=self.hear, **options)
+
+    def hear(self, transfer, seconds):
+        self.told.append((transfer.id, transfer.direction, transfer.num_bytes, seconds))
+
+    def begins(self, *ids, direction=Direction.LOAD, failed=False, **fields):
+        transfers = tuple(TransferPlan(id, direction, (), 1_000 + id, failed) for id in ids)
+        self.worker.run(StepPlan(0, transfers, **fields))
+
+
+@pytest.fixture
+def timed():
+    return Timed()
+
+
+def test_seconds_run_from_the_plan_to_the_report_that_sees_the_end(timed):
+    timed.begins(0, direction=Direction.STORE)
+    timed.now = 100.5
+    timed.worker.report()
+    assert timed.told == []
+    timed.copier.marks[0].ended = True
+    timed.now = 102.0
+    timed.worker.report()
+    assert timed.told == [(0, Direction.STORE, 1_000, 2.0)]
+
+
+def test_each_is_told_once_however_often_it_is_reported(timed):
+    timed.begins(0, 1)
+    for mark in timed.copier.marks:
+        mark.ended = True
+    for _ in range(3):
+        assert timed.worker.report().done == {0, 1}
+    timed.begins(settled_below=2)
+    assert [id for id, *_ in timed.told] == [0, 1]
+
+
+def test_all_of_a_plan_began_with_it(timed):
+    timed.copier.here = lambda: setattr(timed, "now", 101.0) or Passed()
+    submit = timed.copier.submit
+
+    def slowly(direction, copies, after):
+        timed.now += 3.0
+        return submit(direction, copies, after)
+
+    timed.copier.submit = slowly
+    timed.begins(0, 1)
+    for mark in timed.copier.marks:
+        mark.ended = True
+    timed.worker.report()
+    assert [seconds for *_, seconds in timed.told] == [6.0, 6.0]
+
+
+def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
+    timed.copier.broken = True
+    timed.begins(0)
+    timed.copier.broken = False
+    timed.begins(1, failed=True)
+    timed.begins(2, cancelled=(2,))
+    assert timed.worker.report().failed == {0, 1, 2}
+    assert timed.told == []
+    assert not timed.worker._began, "what is over is kept for ever"
+
+
+def test_a_load_that_came_too_late_is_not_told():
+    timed = Timed(load_seconds=5.0)
+    timed.begins(0)
+    timed.now = 106.0
+    assert timed.worker.report().late == {0}
+    timed.copier.marks[0].ended = True
+    assert timed.worker.report().failed == {0}
+    assert timed.told == []
+
+
+def test_nobody_reads_the_clock_for_nobody():
+    reads = count()
+    worker = CopyWorker(0, MarkingCopier(), clock=lambda: float(next(reads)))
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 8),)))
+    worker.report()
+    assert next(reads) == 0
+    assert not worker._began

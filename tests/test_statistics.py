@@ -1,0 +1,60 @@
+"""What the counts mean, one by one: each from 0, and where it is a level, back to 0."""
+
+from tests.story import GRID, Engine
+
+
+def test_hit_tokens_are_those_a_load_was_admitted_for():
+    engine = Engine(host=8)
+    engine.serves("abc")
+    assert engine.cache.statistics().hit_tokens == 0
+    engine.device_forgets()
+    engine.serves("abx")
+    assert engine.cache.statistics().hit_tokens == 2 * GRID
+    engine.device_forgets()
+    engine.gpu.commit(engine.gpu.allocate(1), [b"a"], engine.gpu.root, engine.gpu.touch(None))
+    engine.serves("abc")
+    assert engine.cache.statistics().hit_tokens == (2 + 2) * GRID, "what the device had was counted"
+
+
+def test_hit_tokens_count_what_failed_too():
+    engine = Engine(host=8)
+    engine.serves("ab")
+    engine.device_forgets()
+    load = engine.starts("r", "ab")
+    engine.steps()
+    engine.reports(failed=[load])
+    now = engine.cache.statistics()
+    assert (now.hit_tokens, now.loads_failed) == (2 * GRID, 1)
+
+
+def test_chunks_of_a_store_that_failed_and_of_one_that_a_reset_overtook_were_given_up():
+    engine = Engine(host=8)
+    engine.starts("r", "abcd")
+    engine.computes("r", 3)
+    first = [transfer.id for transfer in engine.steps().transfers]
+    engine.computes("r", 4)
+    second = [transfer.id for transfer in engine.steps().transfers]
+    engine.reports(failed=first, done=second)
+    assert engine.cache.statistics().store_given_up == 4, "the one below it had nothing to hang below"
+    engine.serves("xy")
+    assert engine.cache.statistics().store_given_up == 4
+    engine.starts("z", "pq")
+    engine.computes("z")
+    third = [transfer.id for transfer in engine.steps().transfers]
+    engine.cache.reset()
+    engine.reports(done=third)
+    assert engine.cache.statistics().store_given_up == 6
+
+
+def test_held_are_the_blocks_that_pins_keep():
+    engine = Engine(host=8)
+    engine.serves("abc")
+    engine.serves("x")
+    assert engine.cache.statistics().pool.held == 0
+    lease = engine.reserves("ab")
+    assert engine.cache.statistics().pool.held == 2
+    another = engine.reserves("abc")
+    assert engine.cache.statistics().pool.held == 4, "the cached blocks are the most that can be held"
+    engine.cache.release(lease)
+    engine.cache.release(another)
+    assert engine.cache.statistics().pool.held == 0
