@@ -92,7 +92,7 @@ class Offload(Protocol):
         """Plan the stores of this step, in which loads go out too or not."""
 
     def catch_up(self) -> None:
-        """The step's plan has gone out: plan what was put off for its sake, to go out with the next."""
+        """The step's plan has gone out: time for what was put off for its sake, to go out with the next."""
 
     def landed(self, transfer: Transfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
@@ -209,6 +209,7 @@ class Lazy:
         self._held = 0  # chunks they keep from being reused
         self._has_landed = False  # a store of this walk, since the last look
         self._is_put_off = False  # the last step did not look, for the sake of a load
+        self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
         self.work = 0
 
@@ -239,17 +240,21 @@ class Lazy:
         self._used += chunks
 
     def plan(self, *, with_loads: bool) -> None:
+        if not self._is_swept:
+            self._lineage.sweep()
+        self._is_swept = False
         self._is_put_off = with_loads and not self._is_put_off
         if not self._is_put_off:
             self._plan()
 
     def catch_up(self) -> None:
+        self._lineage.sweep()
+        self._is_swept = True
         if self._is_put_off:
             self._is_put_off = False
             self._plan()
 
     def _plan(self) -> None:
-        self._lineage.sweep()
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now()
         if has_changed:
             self._settled.clear()

@@ -73,8 +73,12 @@ class VllmDevice:
         if not self._prefix_ids:
             return () if key in self._seen else None
         found = self._pool.get_cached_block(BlockHash(key), self._prefix_ids)
-        if found is None or any(self._is_hidden(block, key) for block in found):
+        if found is None:
             return None
+        if self._is_awaited is not None:
+            for block in found:
+                if block.ref_cnt > 0 and self._is_awaited(key):
+                    return None
         return [block.block_id for block in found]
 
     @contextmanager
