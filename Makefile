@@ -18,7 +18,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 
-# vLLM's real scheduler around our deciding half; CPU only.
+# Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest tests_vllm
 

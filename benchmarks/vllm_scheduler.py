@@ -1,4 +1,4 @@
-"""What a connector's half costs vLLM's scheduler per step: ours beside SimpleCPUOffload's, in one process. No GPU needed.
+"""What connectors cost vLLM's scheduler per step: ours beside SimpleCPUOffload, in one process. No GPU needed.
 
     python benchmarks/vllm_scheduler.py TRACE [--requests 300] [--steps 2000]
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import percentile, print_environment
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -31,6 +30,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
+from common import percentile, print_environment
 from connector.vllm.messages import StepMetadata, WorkerReports
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.replay.traces import read_traces

@@ -137,6 +137,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.copies: dict[int, Copy] = {}
         self.resolved: dict[int, bool] = {}
         self.loads: dict[int, Sequence] = {}
+        self.late: set[int] = set()  # loads that some rank has given up
         self.told: list[RankReport] = []
         self.leases: list[tuple[Any, str, int]] = []
         self.epoch = self.now = self.born = self.settled_below = 0
@@ -405,6 +406,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                     for part, block in enumerate(device):
                         self.device[rank][block] = parts[0][0][part] if whole else "torn"
 
+    @precondition(lambda self: self.loads)
+    @rule(which=positions, rank=positions)
+    def a_load_is_late(self, which: int, rank: int) -> None:
+        """A rank gives it up: nobody finds what it reads any more, and it goes on all the same until it has ended."""
+        id = pick(sorted(self.loads), which)
+        copy = self.copies.get(id)
+        if copy is None or copy.epoch == -1:
+            return
+        report = RankReport(rank % len(self.ranks), late=frozenset([id]))
+        self.told.append(report)
+        self.hear(report)
+        self.late.add(id)
+        sequence = self.loads[id]
+        assert copy.epoch != self.epoch or self.cache.pool.find(sequence.request.keys[sequence.n0 // GRID]) is None
+
     @precondition(lambda self: self.told and self.copies.keys() - self.resolved.keys())
     @rule(which=positions)
     def an_old_report_comes_again(self, which: int) -> None:
@@ -432,10 +448,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             copy = self.copies[resolved.id]
             assert len(copy.copied) == len(self.ranks), "resolved before all ranks had reported (rule 15)"
             self.resolved[resolved.id] = resolved.ok
+            assert not (resolved.ok and resolved.id in self.late), "a load that was given up counted all the same"
             if resolved.ok:
                 assert all(copy.copied.values()) and copy.epoch == self.epoch
             if resolved.direction is Direction.LOAD:
-                if not (resolved.ok or stored or copy.plan.failed or copy.epoch == -1):
+                if not (resolved.ok or stored or copy.plan.failed or copy.epoch == -1 or resolved.id in self.late):
                     sequence = self.loads[resolved.id]
                     first = sequence.request.keys[sequence.n0 // GRID]
                     assert self.cache.pool.find(first) is None, "it would fail again, for ever (rule 11)"

@@ -21,6 +21,7 @@ ENGINES = {"connector", "vllm", "sglang", "transformers", "lmcache"}
 MAY_IMPORT = {
     "errors": set(),
     "plan": set(),
+    "break_even": set(),
     "stats": set(),
     "plots": {"errors"},
     "request": set(),
@@ -46,6 +47,7 @@ MAY_IMPORT = {
     "stores": {"block_pool", "coordinator", "device", "errors", "hashing", "plan", "request", "transfers"},
     "offload": {"block_pool", "device", "hashing", "lineage", "request", "stores", "transfers"},
     "prefix_cache": {
+        "break_even",
         *("block_pool", "boundary_log", "coordinator", "device", "errors", "offload"),
         *("plan", "planner", "request", "states", "stats", "stores", "transfers"),
     },

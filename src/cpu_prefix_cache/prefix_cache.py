@@ -369,8 +369,8 @@ class CPUPrefixCache:
         return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below, self._ledger.take_settled())
 
     def catch_up(self) -> None:
-        """The step's plan has gone out to the ranks: time for what would have held it up. That is to forget what has left
-        the device, and after a step with loads to plan stores.
+        """The step's plan has gone out to the ranks: time for what would have held it up. That is to forget what has
+        left the device, and after a step with loads to plan stores.
 
         `report` does so too. If neither comes before the next step, that does.
         """
