@@ -1,41 +1,111 @@
 """vLLM's real scheduler around our connector, and workers that copy patterns instead of KV.
 
     Engine          vocabulary of the tests: submit, abort, reset, step, drain
-    FakeModel       what a forward pass writes: the bytes of a block are a function of all tokens before its end
+    FakeModel       what a forward pass reads and writes, through the block tables that workers have
     FakeRank        executes StepPlans late, in pieces, sometimes wrongly, and reports
 
-A rank copies at the worst moment it may: it reads a source either as soon as it gets the plan, before the step of that
-plan computes anything, or just before it reports, when nothing but our holds and pins has kept the bytes in place.
+A pattern stands for the bytes of a block: which group they are of, and all tokens they depend on. With blocks of 4,
+after a step that has computed 10 tokens:
+
+    block               0       1       2
+    tokens              0...3   4...7   8, 9
+    attention           0-3     0-7     0-9       what token 10 still sees of it must be right, and in the table
+    state               (null)  0-7     0-9       the running state lives in the block of the last token: at a boundary
+                                                  it stays behind, and goes on as a copy in the next block
+
+A rank reads a source as soon as it gets the plan, before the step of that plan computes anything, and again just before
+it reports, when nothing but our holds and pins has kept the bytes in place. Both must be the same. It writes at the one
+moment or the other.
 """
 
 import json
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
+from cpu_prefix_cache.hashing import checkpoint_key
 
 BLOCK = 4
 MAX_MODEL_LEN = 256
-ATTENTION = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-POISON = "poison"
+HEADS = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+ATTENTION = FullAttentionSpec(**HEADS)
+NULL = 0  # vLLM's block that stands for no block
+POISON, ZERO, TORN = "poison", "zero", "torn"
+AT_ONCE, NEVER = "at once", "never"
 
 LOADING, RUNNING = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING
+
+Device = dict[int, object]  # what is in each block of one rank
+
+
+# Models, as lists of groups
+
+
+def full(layers: int = 2) -> KVCacheGroupSpec:
+    return _group("full", layers, ATTENTION)
+
+
+def latent(layers: int = 2) -> KVCacheGroupSpec:
+    """MLA: the same bytes on every rank."""
+    return _group("latent", layers, MLAAttentionSpec(**HEADS | dict(num_kv_heads=1)))
+
+
+def window(tokens: int, layers: int = 2) -> KVCacheGroupSpec:
+    """Every token sees `tokens` of them, itself included."""
+    return _group("window", layers, SlidingWindowSpec(**HEADS, sliding_window=tokens))
+
+
+def local(tokens: int, layers: int = 2) -> KVCacheGroupSpec:
+    """Every token sees those of its own local chunk of `tokens`."""
+    return _group("local", layers, ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=tokens))
+
+
+def state(layers: int = 2) -> KVCacheGroupSpec:
+    """Mamba. A page weighs five times what a block of attention does, and takes several host blocks."""
+    shapes, dtypes = ((3, 64), (16, 68)), (torch.float32, torch.float32)
+    spec = MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    return _group("state", layers, spec)
+
+
+def _group(name: str, layers: int, spec: object) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec([f"{name}.{at}" for at in range(layers)], spec)
+
+
+def one_group(num_blocks: int) -> KVCacheConfig:
+    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], ATTENTION)])
 
 
 def vllm_config(
@@ -77,16 +147,89 @@ def vllm_config(
     )
 
 
-def one_group(num_blocks: int) -> KVCacheConfig:
-    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0", "layer.1"], ATTENTION)])
+# What a forward pass does with the blocks of one group. Blocks are counted from token 0, and named with the token that
+# what they hold goes up to
+
+
+class AttentionGroup:
+    """Full, window or chunked-local attention."""
+
+    def __init__(self, at: int, spec: object) -> None:
+        self.at = at
+        self._spec = spec
+
+    def pattern(self, prefix: object) -> object:
+        return self.at, prefix
+
+    def reads(self, start: int) -> Iterator[tuple[int, int]]:
+        """The blocks that token `start` sees of the tokens before it."""
+        first = self._first_seen(start)
+        if first < start:
+            yield from self._blocks(first, start)
+
+    def writes(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The blocks that a step writes which computes tokens [start, stop)."""
+        return self._blocks(start, stop)
+
+    def _first_seen(self, start: int) -> int:
+        if isinstance(self._spec, SlidingWindowSpec):
+            return max(0, start - self._spec.sliding_window + 1)
+        if isinstance(self._spec, ChunkedLocalAttentionSpec):
+            return start - start % self._spec.attention_chunk_size
+        return 0
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        for at in range(start // BLOCK, -(-stop // BLOCK)):
+            yield at, min((at + 1) * BLOCK, stop)
+
+
+class StateGroup:
+    """Recurrent state in align mode: `preprocess_mamba` and the kernels of vLLM's worker."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self._running: dict[str, int] = {}  # request -> the block that has its running state
+
+    def pattern(self, prefix: object) -> object:
+        return self.at, "state", prefix
+
+    def reads(self, start: int) -> Iterator[tuple[int, int]]:
+        if start:
+            yield (start - 1) // BLOCK, start
+
+    def writes(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield (stop - 1) // BLOCK, stop
+
+    def move(self, id: str, start: int, stop: int, table: Sequence[int], devices: Sequence[Device]) -> None:
+        """Copy the running state to the block in which the step ends."""
+        source, target = self._running.get(id, (start - 1) // BLOCK), (stop - 1) // BLOCK
+        assert source == (start - 1) // BLOCK, f"{id}: the state that goes on is not that of token {start}"
+        self._running[id] = target
+        assert table[target] != NULL, f"{id} has no block for its running state"
+        if start and source != target:
+            for device in devices:
+                device[table[target]] = device.get(table[source])
+
+    def forget(self, id: str) -> None:
+        self._running.pop(id, None)
 
 
 class FakeModel:
-    """Tokens as the workers know them, and the pattern that a token's KV stands for: everything up to that token."""
+    """Tokens and block tables as the workers know them, and the forward pass.
 
-    def __init__(self) -> None:
+    A pattern is made of `prefix`, which stands for all tokens before some token.
+    """
+
+    def __init__(self, specs: Sequence[object]) -> None:
+        self.groups = [
+            StateGroup(at) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec) for at, spec in enumerate(specs)
+        ]
+        self._states = [group for group in self.groups if isinstance(group, StateGroup)]
+        self._attention = [group for group in self.groups if isinstance(group, AttentionGroup)]
         self.tokens: dict[str, list[int]] = {}
         self._chain: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        self._named: dict[bytes, object] = {}  # vLLM's hash of a block -> the prefix that ends with it
 
     def begin(self, request: Request) -> None:
         self.tokens[request.request_id] = list(request.prompt_token_ids)
@@ -95,67 +238,192 @@ class FakeModel:
     def end(self, id: str) -> None:
         del self.tokens[id], self._chain[id]
 
-    def bytes(self, id: str, end: int) -> object:
-        """What the block that holds token `end - 1` contains when nothing behind that token is computed."""
+    def prefix(self, id: str, end: int) -> object:
         tokens, chain = self.tokens[id], self._chain[id]
         while len(chain) * BLOCK <= end:
             at = len(chain) * BLOCK
             chain.append(hash((chain[-1], *tokens[at - BLOCK : at])))
-        full, part = divmod(end, BLOCK)
-        return chain[full] if not part else (chain[full], *tokens[end - part : end])
+        whole, part = divmod(end, BLOCK)
+        return chain[whole] if not part else (chain[whole], *tokens[end - part : end])
 
-    def sample(self, id: str) -> int:
+    def hasher(self, hash_blocks: Callable[[Request], list[bytes]]) -> Callable[[Request], list[bytes]]:
+        """vLLM's hasher of blocks, listened to."""
+
+        def hashes(request: Request) -> list[bytes]:
+            known, new = request.block_hashes, hash_blocks(request)
+            prefix = self._named[known[-1]] if known else 0
+            for at, key in enumerate(new, start=len(known)):
+                prefix = hash((prefix, *request.all_token_ids[at * BLOCK : (at + 1) * BLOCK]))
+                self._named[key] = prefix
+            return new
+
+        return hashes
+
+    def promised(self, name: bytes) -> object:
+        """What a block holds that vLLM hashed by this name."""
+        return self.groups[get_group_id(name)].pattern(self._named[get_block_hash(name)])
+
+    def forward(
+        self, output: object, devices: Sequence[Device], held: Callable[[str], Sequence[Sequence[int]]]
+    ) -> dict[str, list[int]]:
+        """A step on every rank, after a look at all that it reads, which the request must still have as its own.
+
+        What is sampled for each request.
+        """
+        steps = self._begin_step(output)
+        for id, start, _ in steps:
+            self._check_held(id, start, held(id))
+        self._move_states(steps, devices)
+        for id, start, stop in steps:
+            for group in self._attention:
+                self.check(id, group, start, self._tables[id], devices)
+            self._write(id, start, stop, devices)
+        return {id: self._sample(id, stop) for id, _, stop in steps}
+
+    def check(
+        self,
+        id: str,
+        group: AttentionGroup | StateGroup,
+        start: int,
+        tables: Sequence[Sequence[int]],
+        devices: Sequence[Device],
+        what: str = "reads wrong KV",
+    ) -> None:
+        """A request can go on at token `start`, as far as one group is concerned."""
+        table = tables[group.at]
+        for at, end in group.reads(start):
+            assert table[at] != NULL, f"{id} needs block {at} of group {group.at} for token {start}, and it is null"
+            right = group.pattern(self.prefix(id, end))
+            for device in devices:
+                assert device.get(table[at]) == right, f"{id} {what} before token {end} in group {group.at}"
+
+    def _begin_step(self, output: object) -> list[tuple[str, int, int]]:
+        """Update the tables as a worker does. Which tokens of which request are computed."""
+        cached = output.scheduled_cached_reqs
+        for id in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids):
+            for group in self._states:
+                group.forget(id)
+        for id in output.finished_req_ids:
+            self._tables.pop(id, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
+        for id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if id in cached.resumed_req_ids:
+                self._tables[id] = [[] for _ in self.groups]
+            if new_blocks is not None:
+                for table, blocks in zip(self._tables[id], new_blocks, strict=True):
+                    table.extend(blocks)
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return [(id, starts[id], starts[id] + count) for id, count in output.num_scheduled_tokens.items()]
+
+    def _check_held(self, id: str, start: int, held: Sequence[Sequence[int]]) -> None:
+        for group in self.groups:
+            for at, _ in group.reads(start):
+                here, there = self._tables[id][group.at][at], held[group.at][at]
+                assert here == there, f"{id} reads block {here} of group {group.at}, and has {there}"
+
+    def _move_states(self, steps: Sequence[tuple[str, int, int]], devices: Sequence[Device]) -> None:
+        """States of all requests are read before any is written."""
+        for group in self._states:
+            for id, start, _ in steps:
+                self.check(id, group, start, self._tables[id], devices)
+            for id, start, stop in steps:
+                group.move(id, start, stop, self._tables[id][group.at], devices)
+            for id, start, stop in steps:
+                moved = self._tables[id][group.at][(stop - 1) // BLOCK]
+                right = group.pattern(self.prefix(id, start))
+                assert not start or all(device[moved] == right for device in devices), f"{id} lost its state"
+
+    def _write(self, id: str, start: int, stop: int, devices: Sequence[Device]) -> None:
+        for group in self.groups:
+            table = self._tables[id][group.at]
+            for at, end in group.writes(start, stop):
+                assert table[at] != NULL, f"{id} has no block {at} in group {group.at} to write to"
+                pattern = group.pattern(self.prefix(id, end))
+                for device in devices:
+                    device[table[at]] = pattern
+
+    def _sample(self, id: str, stop: int) -> list[int]:
         """The next token: a function of the ones before, so that a request computed again says the same again."""
-        token = hash((self.bytes(id, len(self.tokens[id])), 1)) % 997
+        known = len(self.tokens[id])
+        assert stop <= known, "a token was scheduled that nobody knows yet"
+        if stop < known:
+            return []
+        token = hash((self.prefix(id, known), 1)) % 997
         self.tokens[id].append(token)
-        return token
+        return [token]
 
 
-@dataclass
+class Part(NamedTuple):
+    """What one host block holds: its number among the host blocks of a piece, and the patterns of all the piece."""
+
+    number: int
+    patterns: tuple[object, ...]
+
+
 class Copy:
-    """A transfer that a rank has begun."""
+    """A transfer that a rank has begun: what its sources were, and which blocks it reads and writes, early or late."""
 
-    plan: object
-    epoch: int
-    steps_left: int
-    fails: bool
-    read: list[object] | None  # the sources, if they were read at once
-    cancelled: bool = False
+    def __init__(
+        self, plan: object, epoch: int, sources: Sequence[object], is_early: bool, fails: bool, steps_left: int
+    ) -> None:
+        self.plan = plan
+        self.epoch = epoch
+        self.sources = sources
+        self.is_early = is_early
+        self.fails = fails
+        self.steps_left = steps_left
+        self.cancelled = False
+        self.is_store = plan.direction is Direction.STORE
+        on_host = {("host", block) for copy in plan.copies for block in copy.host_blocks}
+        on_device = {("device", block) for copy in plan.copies for block in copy.device_blocks}
+        self.reads, self.writes = (on_device, on_host) if self.is_store else (on_host, on_device)
 
 
 @dataclass
 class FakeRank:
+    """`sharers` ranks have one host region together, and deal out stores by the first host block of a piece."""
+
     rank: int
     random: random.Random
     failure_rate: float
     slowest: int
-    ready: int
     host_blocks: int
-    device: dict[int, object] = field(default_factory=dict)
-    host: dict[int, object] = field(default_factory=dict)
+    pieces: Sequence[object]  # the planner's
+    host: dict[int, object]
+    sharers: int = 1
+    pace: str | None = None  # AT_ONCE or NEVER: when copies end; else when their time has come
+    ready: int = 0
+    device: Device = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
     done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+
+    def prepare(self, output: object) -> None:
+        """What a worker does with blocks before it looks at a step's plan."""
+        for block in output.new_block_ids_to_zero or ():
+            self.device[block] = ZERO
+        for copy in output.kv_cache_block_copies or ():
+            self.device[copy.dst_block_id] = self.device.get(copy.src_block_id)
 
     def begin(self, metadata: object) -> None:
         """Take a step's plan, before the step computes."""
         plan = metadata.plan
         self.waits_for |= metadata.requests
         for transfer in plan.transfers:
-            (copy,) = transfer.copies or (None,)
-            assert copy is not None or transfer.failed
-            read = None
-            if copy is not None and self.random.random() < 0.5:
-                read = self._read(transfer)
-            if copy is not None and transfer.direction is Direction.LOAD:
-                self.device |= dict.fromkeys(copy.device_blocks, POISON)
-            fails = transfer.failed or self.random.random() < self.failure_rate
-            delay = self.random.randrange(self.slowest)
-            self.copies[transfer.id] = Copy(transfer, plan.epoch, delay, fails, read)
+            copy = self._new_copy(transfer, plan.epoch)
+            self._check_apart(copy)
+            if not copy.is_store:
+                self.device |= {block: POISON for _, block in copy.writes}
+            self.copies[transfer.id] = copy
         for id in plan.cancelled:
             if id in self.copies:
                 self.copies[id].cancelled = True
+        for transfer in plan.transfers:
+            if self.copies[transfer.id].is_early:
+                self._write(self.copies[transfer.id])
         self.done = {id for id in self.done if id >= plan.settled_below}
         self.failed = {id for id in self.failed if id >= plan.settled_below}
 
@@ -164,11 +432,12 @@ class FakeRank:
         received, failed = set(), set()
         for id, copy in list(self.copies.items()):
             copy.steps_left -= 1
-            if copy.steps_left >= 0:
+            if self.pace is NEVER or (copy.steps_left >= 0 and self.pace is not AT_ONCE):
                 continue
             del self.copies[id]
+            assert self._read(copy.plan) == copy.sources, "a source has changed while it was copied"  # S7.1, S7.2
             ok = not (copy.fails or copy.cancelled)
-            if not copy.fails:
+            if not copy.is_early:
                 self._write(copy)
             (self.done if ok else self.failed).add(id)
             if id in self.waits_for:
@@ -186,34 +455,73 @@ class FakeRank:
             kv_connector_worker_meta=None if lost else WorkerReports((report,)),
         )
 
+    def _new_copy(self, transfer: object, epoch: int) -> Copy:
+        is_early = bool(transfer.copies) and self.random.random() < 0.5
+        fails = transfer.failed or self.random.random() < self.failure_rate
+        copy = Copy(transfer, epoch, self._read(transfer), is_early, fails, self.random.randrange(self.slowest))
+        assert copy.is_store or transfer.copies or transfer.failed
+        return copy
+
+    def _check_apart(self, new: Copy) -> None:
+        """No block is written that another transfer uses, none is read that another writes."""
+        for copy in self.copies.values():
+            assert copy.writes.isdisjoint(new.reads | new.writes), "used while it is written"
+            assert new.writes.isdisjoint(copy.reads), "written while it is read"  # S7.5
+
+    def _in_pieces(self, transfer: object) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The host blocks and the device blocks of each piece."""
+        for copy in transfer.copies:
+            here, there = self.pieces[copy.group].host_blocks, self.pieces[copy.group].device_blocks
+            assert len(copy.host_blocks) * there == len(copy.device_blocks) * here
+            for at in range(len(copy.host_blocks) // here):
+                host, device = slice(at * here, (at + 1) * here), slice(at * there, (at + 1) * there)
+                yield copy.host_blocks[host], copy.device_blocks[device]
+
     def _read(self, transfer: object) -> list[object]:
-        (copy,) = transfer.copies
+        """The content of each piece: patterns from the device, parts and their epochs from the host."""
         if transfer.direction is Direction.STORE:
-            return [self.device.get(block) for block in copy.device_blocks]
-        return [self.host[block] for block in copy.host_blocks]
+            return [tuple(self.device.get(block) for block in device) for _, device in self._in_pieces(transfer)]
+        return [[self.host[block] for block in host] for host, _ in self._in_pieces(transfer)]
 
     def _write(self, copy: Copy) -> None:
-        (blocks,) = copy.plan.copies
-        content = self._read(copy.plan) if copy.read is None else copy.read
-        if copy.plan.direction is Direction.STORE:
-            self.host |= {block: (each, copy.epoch) for block, each in zip(blocks.host_blocks, content, strict=True)}
+        if copy.fails:
             return
-        for block, (each, epoch) in zip(blocks.device_blocks, content, strict=True):
-            assert copy.cancelled or epoch == copy.epoch, "bytes from before a reset were loaded after it"  # S7.40
-            self.device[block] = each
+        for (host, device), content in zip(self._in_pieces(copy.plan), copy.sources, strict=True):
+            if copy.is_store:
+                if host[0] % self.sharers == self.rank % self.sharers:
+                    self.host |= {block: (Part(at, content), copy.epoch) for at, block in enumerate(host)}
+                continue
+            # S7.40
+            assert copy.cancelled or all(epoch == copy.epoch for _, epoch in content), "loaded from before a reset"
+            self.device |= zip(device, self._whole(content, len(device)), strict=True)
+
+    def _whole(self, parts: Sequence[tuple[object, int]], width: int) -> Sequence[object]:
+        """The patterns of a piece, if its host blocks are those of one piece, in order."""
+        patterns = getattr(parts[0][0], "patterns", ())
+        if len(patterns) == width and all(part == Part(at, patterns) for at, (part, _) in enumerate(parts)):
+            return patterns
+        return [TORN] * width
 
 
 class Engine:
-    """An engine whose scheduler, block pool and connector are real. `counts` is what has happened in it."""
+    """An engine whose scheduler, block pool and connector are real. `counts` is what has happened in it.
+
+    `groups` is the model: one group of full attention if it is not said. `retention` is vLLM's: how many tokens lie
+    between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
+    each prompt; None is every boundary.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
+        groups: Sequence[KVCacheGroupSpec] | None = None,
+        retention: int | None = 0,
         device_blocks: int = 48,
         host_blocks: int = 160,
         offload: str = "lazy",
         ranks: int = 1,
+        tensor_parallel: bool = False,
         seed: int = 0,
         failure_rate: float = 0.0,
         slowest: int = 6,
@@ -223,37 +531,43 @@ class Engine:
         init_none_hash(sha256)
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.model = FakeModel()
-        block_bytes = ATTENTION.page_size_bytes * 2
-        config = vllm_config(
-            folder,
-            asynchronous=asynchronous,
-            cpu_bytes_to_use=host_blocks * block_bytes * ranks,
-            offload=offload,
-            **options,
-        )
+        caches = one_group(device_blocks)
+        if groups is not None:
+            caches = KVCacheConfig(device_blocks, [], list(groups), retention)
+        config = vllm_config(folder, asynchronous=asynchronous, offload=offload, **options)
         config.parallel_config.world_size = ranks
+        config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
         config.cache_config.num_gpu_blocks = device_blocks
+        if caches.has_mamba_layers:
+            config.cache_config.mamba_cache_mode = "align"
+        planner = planner_for(config, caches)
+        sharers = ranks if tensor_parallel and all(group.replicated for group in planner.groups) else 1
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
-        self.scheduler = scheduler_class(
-            config, one_group(device_blocks), StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-        )
+        manager = StructuredOutputManager(config)
+        self.scheduler = scheduler_class(config, caches, manager, block_size=BLOCK, hash_block_size=BLOCK)
         self.half = self.scheduler.connector.scheduler
         self.half.clock = lambda: self.now
         self.cache, self.device = self.half.cache, self.half.device
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups])
+        hosts: list[dict[int, object]] = [{} for _ in range(ranks // sharers)]
+        usual = failure_rate, slowest, host_blocks, planner.pieces
         self.ranks = [
-            FakeRank(rank, random.Random((seed, rank).__hash__()), failure_rate, slowest, 0, host_blocks)
+            FakeRank(rank, random.Random((seed, rank).__hash__()), *usual, hosts[rank // sharers], sharers)
             for rank in range(ranks)
         ]
         self.requests: dict[str, Request] = {}
         self.finished: list[list[int]] = []  # the tokens of requests that ended by themselves
+        self.admitted: list[tuple[int, int]] = []  # tokens that were on the device, and tokens after the load
         self.now = 0.0
         self._in_flight: list[tuple[object, ModelRunnerOutput]] = []
         self._lag = 1 if asynchronous else 0
         self._aggregator = KVOutputAggregator(ranks)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._hasher = self.model.hasher(get_request_block_hasher(BLOCK, sha256))
+        self._loads: dict[int, tuple[str, Sequence[object]]] = {}
+        self._on_device: dict[str, int] = {}
         self._watch()
 
     # What a test says
@@ -277,8 +591,8 @@ class Engine:
         """Reset both caches, as after a change of weights; vLLM's own may refuse while blocks are in use."""
         moving = [copy for rank in self.ranks for copy in rank.copies.values()]
         self.counts["resets"] += 1
-        self.counts["resets during a load"] += any(copy.plan.direction is Direction.LOAD for copy in moving)
-        self.counts["resets during a store"] += any(copy.plan.direction is Direction.STORE for copy in moving)
+        self.counts["resets during a load"] += any(not copy.is_store for copy in moving)
+        self.counts["resets during a store"] += any(copy.is_store for copy in moving)
         self.scheduler.reset_prefix_cache(reset_connector=True)
         assert self.cache.pool.statistics().cached == 0, "something can be found after a reset"
 
@@ -318,6 +632,17 @@ class Engine:
         self.drain()
         return self.finished[-1]
 
+    def keys(self, tokens: list[int]) -> list[bytes]:
+        """Those of the chunks of a prompt."""
+        sampling = SamplingParams(max_tokens=1)
+        return Request("nobody", list(tokens), sampling, None, block_hasher=self._hasher).block_hashes
+
+    def on_device(self, tokens: list[int]) -> list[list[int]]:
+        """Which blocks of a prompt the device has, group by group."""
+        keys = self.keys(tokens)
+        groups = range(len(self.model.groups))
+        return [[at for at, key in enumerate(keys) if self.pool.get_cached_block(key, [group])] for group in groups]
+
     def check_nothing_leaked(self) -> None:
         pool, statistics = self.pool, self.cache.statistics()
         assert not self.requests
@@ -327,6 +652,7 @@ class Engine:
         assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
         assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
         assert not (self.half._admitted or self.half._on_device or self.half._loads or self.half._readmitted)
+        assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         self.cache.check_valid()
 
     # One step
@@ -336,16 +662,12 @@ class Engine:
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
         metadata = output.kv_connector_metadata
-        for transfer in metadata.plan.transfers:
-            self.counts[f"{transfer.direction.value}s planned"] += 1
-            if transfer.direction is Direction.LOAD:
-                self.counts["loads whose source was gone"] += transfer.failed
-                blocks = transfer.copies[0].device_blocks if transfer.copies else ()
-                self._loads[transfer.id] = metadata.requests[transfer.id], blocks
-        self.counts["loads cancelled"] += len(metadata.plan.cancelled)
+        self._note_plan(metadata)
         for rank in self.ranks:
+            rank.prepare(output)
             rank.begin(metadata)
-        sampled = self._compute(output)
+        devices = [rank.device for rank in self.ranks]
+        sampled = self.model.forward(output, devices, self.scheduler.kv_cache_manager.get_block_ids)
         ids = list(output.num_scheduled_tokens)
         outputs = []
         for rank in self.ranks:
@@ -355,6 +677,23 @@ class Engine:
         self.random.shuffle(outputs)  # ranks are heard in any order
         self._in_flight.append((output, self._aggregator.aggregate(outputs, 0)))
 
+    def _note_plan(self, metadata: object) -> None:
+        for transfer in metadata.plan.transfers:
+            self.counts[f"{transfer.direction.value}s planned"] += 1
+            if transfer.direction is Direction.LOAD:
+                self.counts["loads whose source was gone"] += transfer.failed
+                self._loads[transfer.id] = metadata.requests[transfer.id], transfer.copies
+            else:
+                self._check_sources(transfer)
+        self.counts["loads cancelled"] += len(metadata.plan.cancelled)
+
+    def _check_sources(self, store: object) -> None:
+        """What is stored is there before the step computes anything, and is what the block's hash says."""
+        for block in (block for copy in store.copies for block in copy.device_blocks):
+            right = self.model.promised(self.pool.blocks[block].block_hash)
+            for rank in self.ranks:
+                assert rank.device.get(block) == right, f"block {block} is stored before it holds its bytes"  # S7.9
+
     def _land(self) -> None:
         output, result = self._in_flight.pop(0)
         loading = {id for id, request in self.requests.items() if request.status is LOADING}
@@ -363,106 +702,103 @@ class Engine:
         assert loading >= {id for id in received if not self.requests[id].is_finished()}
         self.counts["loads done"] += len(received - failed)
         self.counts["loads failed"] += len(failed)
-        self._check_loads(received, failed)
+        for transfer, (id, copies) in list(self._loads.items()):
+            if id in received:
+                del self._loads[transfer]
+                if id not in failed:
+                    self._check_load(id, copies)
         self.scheduler.update_from_output(output, result)
 
-    def _compute(self, output: object) -> dict[str, list[int]]:
-        """The forward pass on every rank, after a look at all that it reads."""
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = {}
-        for id, count in output.num_scheduled_tokens.items():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(id)
-            start, stop = starts[id], starts[id] + count
-            ends = [*range(BLOCK, start, BLOCK), *([start] if start else [])]
-            for rank in self.ranks:
-                for end in ends:
-                    found = rank.device.get(table[(end - 1) // BLOCK])
-                    assert found == self.model.bytes(id, end), f"{id} reads wrong KV before token {end}"
-            for end in [*range(start - start % BLOCK + BLOCK, stop, BLOCK), stop]:
-                pattern = self.model.bytes(id, end)
-                for rank in self.ranks:
-                    rank.device[table[(end - 1) // BLOCK]] = pattern
-            known = len(self.model.tokens[id])
-            assert stop <= known, "a token was scheduled that nobody knows yet"
-            sampled[id] = [self.model.sample(id)] if stop == known else []
-        return sampled
-
-    def _check_loads(self, received: set[str], failed: set[str]) -> None:
-        for transfer, (id, blocks) in list(self._loads.items()):
-            if id not in received:
-                continue
-            del self._loads[transfer]
-            if id in failed:
-                continue
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(id)
-            assert blocks, "a load without destinations went well"
-            for block in blocks:
-                end = (table.index(block) + 1) * BLOCK
-                for rank in self.ranks:
-                    assert rank.device[block] == self.model.bytes(id, end), f"{id} was loaded with wrong bytes"
+    def _check_load(self, id: str, copies: Sequence[object]) -> None:
+        """Every group can go on behind a load, and what the device had before was left alone (rule 10)."""
+        tables = self.scheduler.kv_cache_manager.get_block_ids(id)
+        boundary, n0 = self.requests[id].num_computed_tokens, self._on_device[id]
+        assert copies, "a load without destinations went well"
+        loaded = {self.half._group_ids[copy.group]: sorted(copy.device_blocks) for copy in copies}
+        for group, table in zip(self.model.groups, tables, strict=True):
+            wanted = sorted(table[at] for at, _ in group.reads(boundary) if at * BLOCK >= n0)
+            assert self.requests[id].is_finished() or loaded.get(group.at, []) == wanted, f"group {group.at} of {id}"
+            devices = [rank.device for rank in self.ranks]
+            self.model.check(id, group, boundary, tables, devices, "was loaded with wrong bytes")
 
     # Watching the connector
 
     def _watch(self) -> None:
         """Compare every lookup with the oracle, and see what becomes of holds."""
-        lookup, in_place, find = self.cache.lookup, self.device.release_in_place, self.device.find
-        walk, hold = self.device.soonest_evicted, self.device.hold
+        for cache_method in ("lookup", "admit"):
+            self._wrap(self.cache, cache_method)
+        for device_method in ("find", "find_checkpoint", "soonest_evicted", "hold", "release_in_place"):
+            self._wrap(self.device, device_method)
 
-        def checked_lookup(request, n0, now):
-            answer = lookup(request, n0, now)
-            best = longest_boundary(self.cache, request, n0)
-            expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0}
-            assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
-            assert not isinstance(answer, Hit) or answer.boundary == best
-            assert not isinstance(answer, Pending) or answer.deadline > now
-            self.counts[type(answer).__name__.lower()] += 1
-            return answer
+    def _wrap(self, what: object, method: str) -> None:
+        setattr(what, method, partial(getattr(self, f"_watch_{method}"), getattr(what, method)))
 
-        def checked_in_place(held, behind):
-            before = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-            in_place(held, behind)
-            back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
-            after = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-            assert [id for id in after if id not in back] == before, "others have moved"
-            first = after.index(back[0]) if back else 0
-            assert after[first : first + len(back)] == back, "the deepest is not the first to be evicted"
-            ahead = after[:first]
-            while ahead and ahead[-1] != behind and not self.pool.blocks[ahead[-1]].block_hash:
-                ahead.pop()
-            assert not back or ahead[-1:] == ([] if behind is None else [behind]), "not where it waited"
-            self.counts["released in place"] += len(back)
-            self.counts["used again before they could be released"] += len(held) - len(back)
+    def _watch_lookup(self, lookup: Callable, request: object, n0: int, now: float) -> object:
+        answer = lookup(request, n0, now)
+        best = longest_boundary(self.cache, request, n0)
+        expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0}
+        assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
+        assert not isinstance(answer, Hit) or answer.boundary == best
+        assert not isinstance(answer, Pending) or answer.deadline > now
+        self.counts[type(answer).__name__.lower()] += 1
+        return answer
 
-        def counted_walk(after):
-            self.counts["walks resumed"] += after is not None
-            for each in walk(after):
-                self.counts["blocks walked"] += 1
-                yield each
+    def _watch_admit(self, admit: Callable, request: object, n0: int, boundary: int, now: float) -> None:
+        self._on_device[request.id] = n0
+        self.admitted.append((n0, boundary))
+        admit(request, n0, boundary, now)
 
-        def counted_find(key):
-            found = find(key)
-            hidden = found is None and self.pool.get_cached_block(key, [0]) is not None
-            self.counts["blocks hidden until computed"] += hidden
-            return found
+    def _watch_find(self, find: Callable, key: bytes) -> object:
+        found = find(key)
+        prefix_groups = self.device._prefix_ids
+        if found is None and prefix_groups and self.pool.get_cached_block(key, prefix_groups) is not None:
+            self.counts["blocks hidden until computed"] += 1
+        return found
 
-        def counted_hold(blocks):
-            held = hold(blocks)
-            self.counts["blocks held"] += len(held)
-            return held
+    def _watch_find_checkpoint(self, find_checkpoint: Callable, checkpoint: object) -> object:
+        found = find_checkpoint(checkpoint)
+        self.counts["checkpoints found"] += found is not None
+        return found
 
-        self.cache.lookup, self.device.release_in_place = checked_lookup, checked_in_place
-        self.device.soonest_evicted, self.device.find, self.device.hold = counted_walk, counted_find, counted_hold
+    def _watch_soonest_evicted(self, walk: Callable, after: int | None) -> Iterator[tuple[int, bytes | None]]:
+        self.counts["walks resumed"] += after is not None
+        for block, key in walk(after):
+            assert self.device.is_waiting(block, key)
+            self.counts["blocks walked"] += 1
+            yield block, key
+
+    def _watch_hold(self, hold: Callable, blocks: Sequence[int]) -> object:
+        assert NULL not in blocks and len(set(blocks)) == len(blocks)
+        held = hold(blocks)
+        self.counts["blocks held"] += len(held)
+        return held
+
+    def _watch_release_in_place(self, release_in_place: Callable, held: Sequence[object], behind: int | None) -> None:
+        before = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        release_in_place(held, behind)
+        back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
+        after = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        assert [id for id in after if id not in back] == before, "others have moved"
+        first = after.index(back[0]) if back else 0
+        assert after[first : first + len(back)] == back, "the deepest is not the first to be evicted"
+        ahead = after[:first]
+        while ahead and ahead[-1] != behind and not self.pool.blocks[ahead[-1]].block_hash:
+            ahead.pop()
+        assert not back or ahead[-1:] == ([] if behind is None else [behind]), "not where it waited"
+        self.counts["released in place"] += len(back)
+        self.counts["used again before they could be released"] += len(held) - len(back)
 
 
 def longest_boundary(cache: object, request: object, n0: int) -> int:
     """The oracle, the slow way: one chunk after another, as long as it is there and a token is left to compute."""
-    end = n0 // BLOCK
+    best, depth = n0, n0 // BLOCK
     while (
-        end < len(request.keys)
-        and (end + 1) * BLOCK <= request.num_tokens - 1
-        and cache.pool.find(request.keys[end]) is not None
+        depth < len(request.keys)
+        and (depth + 1) * BLOCK <= request.num_tokens - 1
+        and cache.pool.find(request.keys[depth]) is not None
     ):
-        end += 1
-    return end * BLOCK
+        depth += 1
+        needed = cache.planner.needs_checkpoint(depth)
+        if not needed or cache.pool.find(checkpoint_key(request.keys[depth - 1])) is not None:
+            best = depth * BLOCK
+    return best

@@ -5,17 +5,15 @@
         engine.forget()
         assert max(differences(engine.answer(prompts), before)) <= TOLERANCE
 
-Logprobs are those of the whole vocabulary: they cost nothing with a tiny model, and say what their deviation is. Only
-one engine can live at a time. While it does, environment variables are vLLM's; its start seeds all random generators.
-
-vLLM takes blocks of multiples of 32 tokens on the CPU, and never schedules asynchronously there.
+Logprobs are those of the whole vocabulary: with a tiny model they cost nothing, and they say what their deviation is.
+Only one engine can live at a time. Its start seeds all random generators.
 """
 
 import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -28,10 +26,12 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.request import Request
 
-BLOCK = 32  # tokens; the smallest there is on the CPU
+BLOCK = 32  # tokens; others on the CPU are multiples of it
 TOLERANCE = 1e-4  # of the standard deviation of the logprobs
+PATIENCE = 60  # seconds
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -61,11 +61,22 @@ def _difference(answer: Answer, expected: Answer) -> float:
     return float(((found - reference).abs().amax(dim=1) / reference.std(dim=1)).max())
 
 
-class RealEngine:
-    """The engine and its parts: `llm`, `core`, `scheduler`, `pool`, `worker`, `caches` and the connector's two halves.
+def cold_answers(
+    folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 4, blocks: int = 300, **options: object
+) -> list[Answer]:
+    """Those of an engine without a connector, which has seen nothing yet."""
+    with RealEngine(folder, blocks=blocks, **options) as engine:
+        return engine.answer(prompts, max_tokens)
 
-    `core` is vLLM's EngineCore, `caches` the KV caches of all layers, `connectors` the objects that vLLM made of the
-    connector's class, `scheduler` and `worker` its attributes.
+
+class RealEngine:
+    """The engine, from start to `close`, and its parts as vLLM made them.
+
+    llm, core                   vllm.LLM and its EngineCore
+    scheduler, pool             what decides, and the device's blocks
+    worker, caches              what computes, and the KV caches of all layers
+    connectors                  the connector's object in the scheduler, `.scheduler`, and in the worker, `.worker`
+    finished                    Answers to what was submitted, by name, until they are taken out; None: vLLM gave it up
     """
 
     def __init__(
@@ -80,17 +91,19 @@ class RealEngine:
         connector: str | None = None,
         module: str = "connector.vllm",
         extra: dict[str, object] | None = None,
+        load_failure_policy: str = "recompute",
+        asynchronous: bool = False,
         log_stats: bool = False,
         **engine_args: object,
     ) -> None:
-        self.finished: dict[str, Answer] = {}
+        self.finished: dict[str, Answer | None] = {}
         self._loaded: dict[str, int] = {}
         self._numbers = count()
         transfer = dict(
             kv_connector=connector,
             kv_connector_module_path=module,
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=load_failure_policy,
             kv_connector_extra_config=extra or {},
         )
         arguments = dict(
@@ -103,7 +116,6 @@ class RealEngine:
             kv_transfer_config=transfer if connector else None,
             disable_log_stats=not log_stats,
             enable_prefix_caching=True,
-            disable_hybrid_kv_cache_manager=False,  # a connector would turn it on
             skip_tokenizer_init=True,
             dtype="float32",
             seed=0,
@@ -115,14 +127,14 @@ class RealEngine:
         self._closing = ExitStack()
         with ExitStack() as failing:
             failing.enter_context(self._closing)
-            self._start(folder, arguments | engine_args)
+            self._start(folder, arguments | engine_args, asynchronous)
             failing.pop_all()
 
-    def _start(self, folder: Path, arguments: dict[str, object]) -> None:
+    def _start(self, folder: Path, arguments: dict[str, object], asynchronous: bool) -> None:
         self._closing.callback(_clean)
         self._closing.enter_context(patch.dict(os.environ, ENVIRONMENT))
         self._closing.enter_context(torch.compiler.set_stance("force_eager"))  # vLLM compiles what ranks logprobs
-        with _frozen_imports():
+        with _frozen_imports(), _scheduling(asynchronous):
             _inspect_here(folder)
             self.llm = LLM(**arguments)
         client = self.llm.llm_engine.engine_core
@@ -170,15 +182,13 @@ class RealEngine:
     def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int = 4) -> list[Answer]:
         """All prompts at once. The same ones cut in the same way, if as much of them is in the caches."""
         names = [self.submit(prompt, max_tokens) for prompt in prompts]
-        while self.llm.llm_engine.has_unfinished_requests():
-            self.step()
+        self._step_while(self.llm.llm_engine.has_unfinished_requests)
         return [self.finished.pop(name) for name in names]
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 4) -> str:
+    def submit(self, prompt: Sequence[int], max_tokens: int = 4, **sampling_params: object) -> str:
         name = str(next(self._numbers))
-        sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0, logprobs=-1, flat_logprobs=True, ignore_eos=True, detokenize=False
-        )
+        asked = dict(temperature=0, logprobs=-1, flat_logprobs=True, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(max_tokens=max_tokens, **asked | sampling_params)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
         return name
 
@@ -191,10 +201,13 @@ class RealEngine:
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
 
-    def rest(self, seconds: float = 30) -> None:
+    def rest(self) -> None:
         """Step until nothing is left to do: no requests, and no transfers, which go on when answers are out."""
-        stop = time.monotonic() + seconds
-        while self.scheduler.has_requests():
+        self._step_while(lambda: self.scheduler.has_requests() or self.core.batch_queue)
+
+    def _step_while(self, busy: Callable[[], object]) -> None:
+        stop = time.monotonic() + PATIENCE
+        while busy():
             assert time.monotonic() < stop, "the engine does not come to rest"
             self.step()
 
@@ -203,8 +216,10 @@ class RealEngine:
         self.rest()
         assert self.core.reset_prefix_cache(reset_connector=host)
 
-    def _read(self, output: object) -> Answer:
+    def _read(self, output: object) -> Answer | None:
         (completion,) = output.outputs
+        if completion.finish_reason == "error":
+            return None
         flat = completion.logprobs
         logprobs = torch.empty(len(flat.start_indices), self.llm.model_config.get_vocab_size())
         for row, start, stop in zip(logprobs, flat.start_indices, flat.end_indices, strict=True):
@@ -218,21 +233,33 @@ class RealEngine:
         """vLLM's KVCacheGroupSpec of each group."""
         return self.scheduler.kv_cache_config.kv_cache_groups
 
+    def hashes(self, prompt: Sequence[int]) -> list[bytes]:
+        """Those of its blocks."""
+        hasher = self.core.request_block_hasher
+        return Request("", list(prompt), SamplingParams(), None, block_hasher=hasher).block_hashes
+
     def cached(self, prompt: Sequence[int], group: int = 0) -> dict[int, int]:
         """Which blocks of `prompt` can be found on the device: from a block's index in the prompt to its number."""
-        request = Request("", list(prompt), SamplingParams(), None, block_hasher=self.core.request_block_hasher)
-        found = [self.pool.get_cached_block(key, [group]) for key in request.block_hashes]
+        found = [self.pool.get_cached_block(key, [group]) for key in self.hashes(prompt)]
         return {index: blocks[0].block_id for index, blocks in enumerate(found) if blocks}
 
+    def layers(self, group: int = 0) -> list[torch.Tensor]:
+        """The KV caches of a group's layers, indexed by block. Groups share the memory, but never a block."""
+        context = self.core.vllm_config.compilation_config.static_forward_context
+        return [context[name].kv_cache for name in self.groups()[group].layer_names]
+
     @contextmanager
-    def damaged(self, block: int) -> Iterator[None]:
-        """Noise in place of what `block` holds, in all layers."""
-        before = [cache[block].clone() for cache in self.caches]
-        for cache in self.caches:
-            cache[block].normal_()
-        yield
-        for cache, content in zip(self.caches, before, strict=True):
-            cache[block].copy_(content)
+    def damaged(self, block: int, layers: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """Noise in place of what `block` holds, as loud as that, in all layers or in some."""
+        damaged = [layer[block] for layer in layers or self.caches]
+        before = [content.clone() for content in damaged]
+        for content in damaged:
+            content.normal_(std=float(content.std()))
+        try:
+            yield
+        finally:
+            for content, good in zip(damaged, before, strict=True):
+                content.copy_(good)
 
 
 @contextmanager
@@ -244,6 +271,19 @@ def _frozen_imports() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _scheduling(asynchronous: bool) -> Iterator[None]:
+    """vLLM never schedules asynchronously on the CPU, where nothing is gained; it can all the same."""
+    configure = CpuPlatform.check_and_update_config
+
+    def configure_and_decide(config):
+        configure(config)
+        config.scheduler_config.async_scheduling = asynchronous
+
+    with patch.object(CpuPlatform, "check_and_update_config", staticmethod(configure_and_decide)):
+        yield
 
 
 def _inspect_here(folder: Path) -> None:

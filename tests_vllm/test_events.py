@@ -1,0 +1,214 @@
+"""What a router hears of the host: exactly what could be hit there, at every moment."""
+
+import msgspec
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.block_pool import BlockPool
+
+from connector.vllm.events import block_events
+from cpu_prefix_cache import BoundariesRemoved, BoundariesStored
+from cpu_prefix_cache.hashing import checkpoint_key
+from tests_vllm import engine as engines
+from tests_vllm.engine import BLOCK, Engine, full, one_group, state, vllm_config, window
+from tests_vllm.test_metrics import OURS, SILENT, multi_config
+from tests_vllm.test_stress import live_through
+
+PROMPT = list(range(30))  # 7 full blocks and 2 tokens
+
+
+class Router:
+    """Who hears vLLM's KV events, and knows nothing else."""
+
+    def __init__(self):
+        self.on_host = {}  # the hash of a boundary -> that of the block before
+        self.heard = 0
+
+    def publish(self, batch):
+        for event in batch.events:
+            if not isinstance(event, AllBlocksCleared) and event.medium == "CPU":
+                self.hear(event)
+
+    def hear(self, event):
+        self.heard += 1
+        assert event.block_hashes and event.locality == "LOCAL"
+        if isinstance(event, BlockRemoved):
+            for each in event.block_hashes:
+                del self.on_host[each]
+            return
+        assert (event.block_size, event.token_ids, event.lora_id, event.lora_name) == (BLOCK, [], None, None)
+        above = event.parent_block_hash
+        for each in event.block_hashes:
+            assert each not in self.on_host, "stored twice"
+            self.on_host[each] = above
+            above = each
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def hashes_as_they_are(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # or vLLM makes 64-bit numbers of them
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """An engine at rest with KV events, a router that listens to it, and host memory that is ready."""
+
+    def config(*args, **options):
+        made = vllm_config(*args, **options)
+        made.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        return made
+
+    def start(**options):
+        engine = Engine(tmp_path, **{"host_blocks": 200, "offload": "eager", **options})
+        engine.scheduler.kv_event_publisher = engine.router = Router()
+        while engine.cache.pool.statistics().ready < engine.cache.pool.capacity:
+            engine.step()
+        return engine
+
+    monkeypatch.setattr(engines, "vllm_config", config)
+    return start
+
+
+def can_be_hit(cache):
+    """What the pool has, chunk by chunk, that a request could resume after."""
+    pool = cache.pool
+    nodes = [node for node in range(len(pool._forest.key)) if pool.key(node) and not pool.is_checkpoint(node)]
+    return {
+        pool.key(node)
+        for node in nodes
+        if not cache.planner.needs_checkpoint(pool.depth(node)) or pool.find(checkpoint_key(pool.key(node))) is not None
+    }
+
+
+def check_against_lookups(engine, chains):
+    """A request that ends one token after a boundary is given all of it if, and only if, the router knows of it."""
+    for keys in chains:
+        for depth in range(1, len(keys) + 1):
+            found = engine.cache.coordinator.longest_boundary(keys[:depth], 0, depth * BLOCK + 1)
+            assert (found == depth * BLOCK) == (keys[depth - 1] in engine.router.on_host)
+
+
+def check_at_every_step(engine):
+    update, chains = engine.scheduler.update_from_output, {}
+
+    def checked(*args):
+        result = update(*args)
+        assert set(engine.router.on_host) == can_be_hit(engine.cache)
+        for id, request in engine.requests.items():
+            chains[id] = list(request.block_hashes)
+            for at, key in enumerate(chains[id]):
+                above = chains[id][at - 1] if at else None
+                assert engine.router.on_host.get(key, above) == above, "a boundary hangs below another one"
+        engine.counts["most on the host"] = max(engine.counts["most on the host"], len(engine.router.on_host))
+        engine.counts["checks"] += 1
+        if engine.counts["checks"] % 25 == 0:
+            check_against_lookups(engine, list(chains.values())[-40:])
+        return result
+
+    engine.scheduler.update_from_output = checked
+
+
+MODELS = {"full": None, "full, state": [full(), state()], "full, window": [full(), window(9)], "state": [state()]}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("offload", "ranks"), [("lazy", 1), ("eager", 2)])
+def test_a_router_knows_what_can_be_hit_at_every_step(start, model, offload, ranks):
+    engine = start(
+        groups=MODELS[model], offload=offload, ranks=ranks, host_blocks=160, failure_rate=0.03, device_blocks=64, seed=7
+    )
+    check_at_every_step(engine)
+    live_through(engine, requests=1500)
+    assert engine.router.heard > 100
+    assert engine.counts["most on the host"] >= 8
+    assert engine.counts["resets"] and engine.cache.statistics().pool.evictions and not engine.cache.is_off
+    assert engine.counts["loads failed"] or model == "state", "few loads, of one page each"
+
+
+# One by one
+
+
+def test_a_prompt_is_told_when_its_store_has_landed(start):
+    engine = start(slowest=1)
+    heard = []
+    engine.router.hear = heard.append
+    request = engine.requests[engine.submit(PROMPT, max_tokens=1)]
+    engine.drain()
+    [event] = heard
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == list(request.block_hashes)[:7] and event.parent_block_hash is None
+    request = engine.requests[engine.submit([*PROMPT, 1, 2, 3], max_tokens=1)]
+    engine.drain()
+    [_, event] = heard
+    assert event.block_hashes == [request.block_hashes[7]] and event.parent_block_hash == request.block_hashes[6]
+
+
+def test_a_reset_is_told_block_by_block_and_only_of_the_host(start):
+    """AllBlocksCleared would make a router forget the device too: S7.48."""
+    engine = start()
+    engine.run(PROMPT)
+    stored = set(engine.router.on_host)
+    assert len(stored) >= 7
+    engine.scheduler.connector.reset_cache()
+    told = engine.scheduler.connector.take_events()
+    assert {type(event) for event in told} == {BlockRemoved}
+    assert {each for event in told for each in event.block_hashes} == stored
+    assert engine.scheduler.connector.take_events() == []
+
+
+def test_a_model_with_states_tells_the_boundary_that_has_one(start):
+    engine = start(groups=[full(), state()])
+    request = engine.requests[engine.submit(PROMPT, max_tokens=1)]
+    engine.drain()
+    assert engine.cache.pool.resident_run(request.block_hashes, 0, 7) == 7
+    assert engine.router.on_host == {request.block_hashes[6]: request.block_hashes[5]}
+
+
+def test_hashes_look_as_those_of_vllm_itself(start, monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")  # the default
+    engine = start()
+    seen = {"CPU": {}, "GPU": {}}
+
+    def publish(batch):
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                above = event.parent_block_hash
+                for each in event.block_hashes:
+                    seen[event.medium][each], above = above, each
+
+    engine.router.publish = publish
+    engine.run(PROMPT)
+    assert len(seen["CPU"]) >= 7 and all(type(each) is int for each in seen["CPU"])
+    assert seen["CPU"].items() <= seen["GPU"].items()
+
+
+def test_events_that_nobody_publishes_are_not_kept(tmp_path):
+    engine = Engine(tmp_path, offload="eager")
+    engine.run(PROMPT)
+    assert engine.scheduler.connector.take_events() == []
+    assert engine.cache.pool._log is None
+    assert engine.cache.statistics().chunks_stored >= 7
+
+
+def test_events_travel_as_vllm_sends_them():
+    events = block_events([BoundariesStored([b"b" * 32, b"c" * 32], b"a" * 32), BoundariesRemoved([b"b" * 32])], 16)
+    sent = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+    assert msgspec.msgpack.decode(sent, type=KVEventBatch).events == events
+
+
+def test_events_come_through_a_multi_connector(tmp_path):
+    config = multi_config(tmp_path, SILENT, OURS)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    multi = MultiConnector(config, KVConnectorRole.SCHEDULER, one_group(80))
+    multi.bind_gpu_block_pool(BlockPool(80, enable_caching=True, hash_block_size=BLOCK))
+    assert list(multi.take_events()) == []
+    ours = next(part for part in multi._connectors if type(part).__name__ == "CPUPrefixCacheConnector")
+    pool = ours.scheduler.cache.pool
+    pool.grow(4)
+    pool.commit(pool.allocate(2), [b"a" * 32, b"b" * 32], pool.root, pool.touch(None))
+    assert [event.block_hashes for event in multi.take_events()] == [[b"a" * 32, b"b" * 32]]

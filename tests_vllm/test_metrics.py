@@ -1,0 +1,490 @@
+"""Every number an operator sees: where it comes from, how reports are added up, and what vLLM makes of them."""
+
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
+
+import msgspec
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from connector.vllm import CPUPrefixCacheConnector
+from connector.vllm.messages import StepMetadata
+from connector.vllm.metrics import KINDS, METRICS, PREFIX, CacheCounts, CacheStats, Kind, TransferTimes
+from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
+from tests_vllm.engine import ATTENTION, BLOCK, Engine, one_group, vllm_config
+
+PROMPT = list(range(30))  # 7 full blocks and 2 tokens
+CHUNK_BYTES = 2 * ATTENTION.page_size_bytes
+ENGINES = {0: ["llama", "0"], 1: ["llama", "1"]}
+
+
+class Board:
+    """vLLM's /metrics as one engine sees them, on a registry of their own."""
+
+    def __init__(self, config):
+        self.registry = CollectorRegistry()
+
+        class Prom(KVConnectorProm):
+            _gauge_cls = partial(Gauge, registry=self.registry)
+            _counter_cls = partial(Counter, registry=self.registry)
+            _histogram_cls = partial(Histogram, registry=self.registry)
+
+        self.prom = Prom(config, ["model_name", "engine"], ENGINES)
+
+    def hear(self, data, engine=0):
+        if data is not None:
+            self.prom.observe(data, engine)
+
+    def shows(self, key, engine=0, suffix=None):
+        """The value of a series: of a histogram, how many observations, or `suffix`."""
+        name, _, value = key.partition(":")
+        metric = next(metric for metric in METRICS if metric.name == name)
+        default = {Kind.COUNT: "_total", Kind.LEVEL: "", Kind.TIMES: "_count"}[metric.kind]
+        labels = {"model_name": "llama", "engine": str(engine)} | ({metric.label: value} if metric.label else {})
+        return self.registry.get_sample_value(PREFIX + name + (suffix or default), labels)
+
+
+@pytest.fixture
+def board(tmp_path):
+    return Board(vllm_config(tmp_path, cpu_bytes_to_use=2**20))
+
+
+class Watched:
+    """An engine whose statistics are shown after every step, as the frontend would."""
+
+    def __init__(self, folder, board, **options):
+        self.engine = Engine(folder, **{"host_blocks": 1000, "slowest": 1, "offload": "eager"} | options)
+        self.board, self.reports = board, []
+        scheduler = self.engine.scheduler
+        scheduler.log_stats = scheduler.kv_cache_manager.log_stats = True
+        scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
+        make_stats = scheduler.make_stats
+
+        def seen(*args, **kwargs):
+            stats = make_stats(*args, **kwargs)
+            self.reports.append(stats.kv_connector_stats)
+            board.hear(stats.kv_connector_stats)
+            return stats
+
+        scheduler.make_stats = seen
+        while self.engine.cache.pool.statistics().ready < self.engine.cache.pool.capacity:
+            self.engine.step()
+
+    def flood(self, prompts=12):
+        for _ in range(prompts):
+            self.engine.run([self.engine.random.randrange(500, 900) for _ in range(30)])
+
+    def shows(self, *keys):
+        return [self.board.shows(key) for key in keys]
+
+
+@pytest.fixture
+def start(tmp_path, board):
+    return partial(Watched, tmp_path, board)
+
+
+# Each value, from where it comes to where it is seen
+
+
+class Still:
+    """A cache that stands still, but for what a test says of it."""
+
+    def __init__(self, statistics):
+        self.now, self.is_off = statistics, False
+
+    def statistics(self):
+        return self.now
+
+    def says(self, name, value):
+        if name == "is_off":
+            self.is_off = bool(value)
+        elif name.startswith("pool."):
+            self.now = replace(self.now, pool=replace(self.now.pool, **{name.removeprefix("pool."): value}))
+        else:
+            self.now = replace(self.now, **{name: value})
+
+
+FROM = {
+    "hit_tokens": "hit_tokens",
+    "transferred_bytes:store": "bytes_stored",
+    "transferred_bytes:load": "bytes_loaded",
+    "evicted_chunks": "pool.evictions",
+    "dropped_chunks:pool_full": "store_refusals",
+    "dropped_chunks:declined": "store_declined",
+    "dropped_chunks:failed": "store_given_up",
+    "failed_loads": "loads_failed",
+    "lost_before_store_chunks": "lost_before_store",
+    "union_misses": "union_misses",
+    "resident_blocks": "pool.cached",
+    "pinned_blocks": "pool.held",
+    "ready_blocks": "pool.ready",
+    "capacity_blocks": "pool.capacity",
+    "transfers_in_flight:store": "storing",
+    "transfers_in_flight:load": "loading",
+    "off": "is_off",
+}
+
+
+def test_the_table_above_is_complete():
+    assert set(FROM) == {key for key, kind in KINDS.items() if kind is not Kind.TIMES}
+    assert len(set(FROM.values())) == len(FROM)
+
+
+@pytest.mark.parametrize("key", sorted(FROM))
+def test_a_value_goes_from_0_to_where_operators_look_and_back(tmp_path, board, key):
+    cache = Still(Engine(tmp_path).cache.statistics())
+    counts = CacheCounts(cache)
+    cache.says(FROM[key], 0)
+    others = {each: None for each in FROM if each != key}
+
+    def after(value):
+        cache.says(FROM[key], value)
+        stats = counts.take()
+        assert counts.take() is None, "told again though nothing has changed"
+        board.hear(stats and stats.data)
+        return board.shows(key)
+
+    assert after(0) == 0
+    others = {each: board.shows(each) for each in others}
+    assert after(1) == 1
+    if KINDS[key] is Kind.LEVEL:
+        assert after(0) == 0
+        assert after(1) == 1
+    else:
+        assert after(1) == 1
+        assert after(5) == 5  # 4 more
+    assert {each: board.shows(each) for each in others} == others, "something else has moved"
+    assert board.shows(key, engine=1) == 0, "another engine's number has moved"
+
+
+def test_each_engine_has_its_own_numbers(board):
+    for engine in ENGINES:
+        board.hear({**SUM, "hit_tokens": 10 + engine}, engine)
+    assert [board.shows("hit_tokens", engine) for engine in ENGINES] == [10, 11]
+    assert [board.shows("transfer_seconds:store", engine) for engine in ENGINES] == [3, 3]
+    assert [board.shows("resident_blocks", engine) for engine in ENGINES] == [7, 7]
+
+
+def test_every_series_is_there_before_anything_has_happened(board):
+    assert [board.shows(key) for key in KINDS] == [0] * len(KINDS)
+
+
+# In an engine
+
+
+def test_bytes_and_hit_tokens_are_those_of_the_prompt_that_came_back(start):
+    watched = start()
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("transferred_bytes:store", "transferred_bytes:load", "hit_tokens") == [7 * CHUNK_BYTES, 0, 0]
+    assert watched.shows("resident_blocks", "capacity_blocks", "ready_blocks") == [7, 1000, 1000]
+    watched.flood()
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("transferred_bytes:load", "hit_tokens", "failed_loads") == [7 * CHUNK_BYTES, 7 * BLOCK, 0]
+
+
+def test_what_is_in_flight_and_pinned_goes_up_and_down(start):
+    watched = start(slowest=30)
+    watched.engine.run(PROMPT)
+    levels = ["transfers_in_flight:store", "transfers_in_flight:load", "pinned_blocks"]
+    assert watched.shows(*levels) == [0, 0, 0]
+    watched.flood()
+    watched.engine.submit(PROMPT)
+    watched.engine.step()
+    assert watched.shows(*levels) == [0, 1, 7]
+    watched.engine.drain()
+    assert watched.shows(*levels) == [0, 0, 0]
+    assert max(report["transfers_in_flight:store"] for report in watched.reports if report) > 0
+
+
+def test_a_small_host_evicts(start):
+    watched = start(host_blocks=20)
+    watched.flood()
+    now = watched.engine.cache.statistics()
+    assert watched.shows("evicted_chunks", "resident_blocks") == [now.pool.evictions, 20]
+    assert now.pool.evictions > 0
+
+
+def test_what_is_not_stored_says_why(start):
+    watched = start(store_after=2)
+    watched.engine.run(PROMPT)
+    declined = watched.shows("dropped_chunks:declined")[0]
+    assert declined >= 7
+    watched.engine.ranks[0].failure_rate = 1.0
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("dropped_chunks:declined", "dropped_chunks:failed", "dropped_chunks:pool_full") == [
+        *(declined, 7, 0)
+    ]
+
+
+def test_a_full_host_says_so(start):
+    watched = start(host_blocks=20)
+    watched.flood(4)
+    pool = watched.engine.cache.pool
+    pins = [pool.pin(node) for node in list(pool.soonest_evicted())]
+    assert watched.shows("dropped_chunks:pool_full") == [0]
+    watched.engine.run(PROMPT)
+    assert watched.shows("dropped_chunks:pool_full")[0] >= 7
+    assert watched.shows("pinned_blocks") == [20]
+    for pin in pins:
+        pool.unpin(pin)
+
+
+def test_loads_that_fail_and_a_cache_that_gives_up_are_seen(start):
+    watched = start()
+    for at in range(FAILURES_IN_A_ROW):
+        watched.engine.run([at, *PROMPT])
+    watched.flood()
+    watched.engine.ranks[0].failure_rate = 1.0
+    assert watched.shows("failed_loads", "off") == [0, 0]
+    watched.engine.run([0, *PROMPT])
+    assert watched.shows("failed_loads") == [1]
+    for at in range(FAILURES_IN_A_ROW):
+        watched.engine.run([at, *PROMPT])
+    assert watched.shows("off", "resident_blocks") == [1, 0]
+
+
+def test_a_step_in_which_nothing_happens_reports_nothing(start):
+    watched = start()
+    watched.engine.run(PROMPT)
+    before = len(watched.reports)
+    for _ in range(5):
+        watched.engine.step()
+    assert watched.reports[before:] == [None] * 5
+
+
+# Times
+
+
+def plan_of(id, direction, num_bytes):
+    return TransferPlan(id, direction, (), num_bytes)
+
+
+def times(**seconds):
+    """A worker's report: of each direction, transfers of 10**9 bytes that took so long."""
+    taken = TransferTimes()
+    for name, each in seconds.items():
+        for one in each:
+            taken.observe(plan_of(0, Direction(name), 10**9), one)
+    return taken.take()
+
+
+def test_a_transfer_is_one_observation_of_seconds_and_one_of_gigabytes_per_second(board):
+    board.hear(times(store=[0.02, 0.04], load=[0.1]).data)
+    assert board.shows("transfer_seconds:store") == board.shows("transfer_gigabytes_per_second:store") == 2
+    assert board.shows("transfer_seconds:store", suffix="_sum") == pytest.approx(0.06)
+    assert board.shows("transfer_gigabytes_per_second:store", suffix="_sum") == pytest.approx(50 + 25)
+    assert board.shows("transfer_gigabytes_per_second:load", suffix="_sum") == pytest.approx(10)
+    assert board.shows("transfer_seconds:load", engine=1) == 0
+
+
+def test_ranks_that_share_a_region_carry_a_part_of_a_store_and_all_of_a_load():
+    taken = TransferTimes(writers=4)
+    taken.observe(plan_of(0, Direction.STORE, 4 * 10**9), 1.0)
+    taken.observe(plan_of(1, Direction.LOAD, 4 * 10**9), 1.0)
+    assert taken.take().data == {
+        "transfer_seconds:store": [1.0],
+        "transfer_gigabytes_per_second:store": [1.0],
+        "transfer_seconds:load": [1.0],
+        "transfer_gigabytes_per_second:load": [4.0],
+    }
+    assert taken.take() is None
+
+
+def test_a_transfer_without_bytes_or_without_time_is_no_observation():
+    taken = TransferTimes()
+    taken.observe(plan_of(0, Direction.STORE, 0), 1.0)
+    taken.observe(plan_of(1, Direction.STORE, 8), 0.0)
+    assert taken.take() is None
+
+
+def test_a_worker_tells_how_long_its_copies_took(tmp_path, board):
+    """A real worker on CPU tensors: two blocks to the host and one back."""
+    config = vllm_config(tmp_path, cpu_bytes_to_use=16 * CHUNK_BYTES)
+    worker = CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(8))
+    worker.register_kv_caches({f"layer.{at}": torch.zeros(8, 2, BLOCK, 2, 16) for at in range(2)})
+    assert worker.get_kv_connector_stats() is None
+    moves = [
+        TransferPlan(0, Direction.STORE, (GroupCopy(0, (0, 1), (3, 4)),), 2 * CHUNK_BYTES),
+        TransferPlan(1, Direction.LOAD, (GroupCopy(0, (0,), (5,)),), CHUNK_BYTES),
+    ]
+    done, data = set(), {}
+    for at, move in enumerate(moves):
+        worker.bind_connector_metadata(StepMetadata(StepPlan(0, (move,)), {1: "r"} if at else {}))
+        while at not in done:
+            time.sleep(0.001)
+            worker.get_transfer_results(set())
+            reports = worker.build_connector_worker_meta()
+            done |= reports.reports[0].done if reports else set()
+        data |= worker.get_kv_connector_stats().data
+        assert worker.get_kv_connector_stats() is None
+    worker.shutdown()
+    assert sorted(data) == sorted(key for key, kind in KINDS.items() if kind is Kind.TIMES)
+    for direction, num_bytes in (("store", 2 * CHUNK_BYTES), ("load", CHUNK_BYTES)):
+        [seconds], [rate] = data[f"transfer_seconds:{direction}"], data[f"transfer_gigabytes_per_second:{direction}"]
+        assert 0 < seconds < 10
+        assert rate * seconds * 1e9 == pytest.approx(num_bytes)
+
+
+# Adding up
+
+
+REPORTS = [
+    {"transfer_seconds:store": [0.5], "transfer_gigabytes_per_second:store": [2.0]},
+    {"transfer_seconds:store": [0.25, 1.0], "transfer_gigabytes_per_second:store": [4.0, 1.0]},
+    {"hit_tokens": 28, "failed_loads": 1, "resident_blocks": 7, "capacity_blocks": 10, "off": 0},
+    {"transfer_seconds:load": [0.1], "transfer_gigabytes_per_second:load": [10.0]},
+]
+SUM = {
+    "transfer_seconds:store": [0.25, 0.5, 1.0],
+    "transfer_gigabytes_per_second:store": [1.0, 2.0, 4.0],
+    "transfer_seconds:load": [0.1],
+    "transfer_gigabytes_per_second:load": [10.0],
+    **REPORTS[2],
+}
+
+
+def as_sets(stats):
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in stats.data.items()}
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_reports_of_one_step_add_up_in_any_order_and_grouping(order):
+    a, b, c, d = (REPORTS[at] for at in order)
+    of = CacheStats.of
+    assert as_sets(of(a).aggregate(of(b)).aggregate(of(c)).aggregate(of(d))) == SUM
+    assert as_sets(of(a).aggregate(of(b)).aggregate(of(c).aggregate(of(d)))) == SUM
+    assert as_sets(of(a).aggregate(of(b).aggregate(of(c).aggregate(of(d))))) == SUM
+    assert as_sets(of(a).aggregate(CacheStats()).aggregate(of(b).aggregate(of(c)).aggregate(of(d)))) == SUM
+
+
+def test_of_two_steps_counts_add_up_and_the_later_level_counts():
+    steps = [{"hit_tokens": 28, "resident_blocks": 7}, {"hit_tokens": 4, "resident_blocks": 2}, {"hit_tokens": 1}]
+    a, b, c = (CacheStats.of(step) for step in steps)
+    assert a.aggregate(b).aggregate(c).data == {"hit_tokens": 33, "resident_blocks": 2}
+
+
+def test_adding_up_changes_nobody_elses_data():
+    """The same dict goes to the log, which adds up, and to /metrics."""
+    data = {"transfer_seconds:store": [0.5], "hit_tokens": 1}
+    other = CacheStats.of({"transfer_seconds:store": [1.0], "hit_tokens": 2})
+    CPUPrefixCacheConnector.build_kv_connector_stats(data).aggregate(other)
+    assert data == {"transfer_seconds:store": [0.5], "hit_tokens": 1}
+    CacheStats().aggregate(other).aggregate(CacheStats.of(data))
+    assert other.data == {"transfer_seconds:store": [1.0], "hit_tokens": 2}
+
+
+def test_an_empty_report_is_empty_and_not_false():
+    """vLLM tests reports for truth, and then drops those that are false."""
+    stats = CacheStats()
+    assert stats.is_empty() and stats
+    stats.aggregate(CacheStats({"hit_tokens": 0}))
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
+    assert CPUPrefixCacheConnector.build_kv_connector_stats().is_empty()
+
+
+def test_a_report_can_be_sent_and_built_again(start):
+    watched = start()
+    watched.engine.run(PROMPT)
+    sent = [*filter(None, watched.reports), SUM]
+    assert len(sent) > 2
+    for data in sent:
+        back = msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+        assert CPUPrefixCacheConnector.build_kv_connector_stats(back).data == data
+
+
+def test_ranks_and_the_scheduler_are_added_up_by_vllm_itself(start):
+    """Three ranks, with a report each, through KVOutputAggregator and the scheduler."""
+    watched = start(ranks=3)
+    for rank in watched.engine.ranks:
+        poll = rank.poll
+
+        def with_times(poll=poll):
+            output = poll()
+            output.kv_connector_stats = times(store=[0.5])
+            return output
+
+        rank.poll = with_times
+    watched.engine.run(PROMPT, max_tokens=1)
+    steps = watched.board.shows("transfer_seconds:store") / 3
+    assert steps >= 2 and steps == int(steps)
+    assert watched.shows("transferred_bytes:store") == [7 * CHUNK_BYTES]
+
+
+# The log
+
+
+def test_the_log_says_what_matters(tmp_path):
+    logging = KVConnectorLogging(vllm_config(tmp_path, cpu_bytes_to_use=2**20).kv_transfer_config)
+    lines = []
+    logging.log(lambda text, *args: lines.append(text % args))
+    assert lines == []
+    for report in REPORTS:
+        logging.observe(report)
+    logging.observe(
+        {"hit_tokens": 2, "transferred_bytes:store": 4 * 10**9, "resident_blocks": 8, "capacity_blocks": 10}
+    )
+    logging.log(lambda text, *args: lines.append(text % args))
+    assert lines == [
+        "KV Transfer metrics: hit_tokens=30, stored_gb=4.0, stored_gb_per_second=1.7, loaded_gb=0.0, "
+        "loaded_gb_per_second=10.0, resident_share=0.8, failed_loads=1"
+    ]
+    logging.log(lambda text, *args: lines.append(text % args))
+    assert len(lines) == 1, "the same interval was told twice"
+
+
+# In a MultiConnector
+
+
+def multi_config(folder, *parts):
+    config = vllm_config(folder, cpu_bytes_to_use=2**20)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": list(parts)}
+    )
+    return config
+
+
+OURS = {
+    "kv_connector": "CPUPrefixCacheConnector",
+    "kv_connector_module_path": "connector.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20},
+}
+SILENT = {
+    "kv_connector": "SilentConnector",
+    "kv_connector_module_path": "tests_vllm.silent",
+    "kv_role": "kv_both",
+}
+
+
+def test_a_multi_connector_knows_the_class_by_its_name():
+    assert KVConnectorFactory.get_connector_class_by_name("CPUPrefixCacheConnector") is CPUPrefixCacheConnector
+
+
+def test_reports_survive_a_multi_connector(tmp_path):
+    config = multi_config(tmp_path, SILENT, OURS)
+    caches = one_group(80)
+    multi = MultiConnector(config, KVConnectorRole.SCHEDULER, caches)
+    multi.bind_gpu_block_pool(BlockPool(80, enable_caching=True, hash_block_size=BLOCK))
+    first = multi.get_kv_connector_stats()
+    assert multi.get_kv_connector_stats() is None
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(first.to_dict()))
+    again = MultiConnector.build_kv_connector_stats(sent)
+    again.aggregate(MultiConnector.build_kv_connector_stats({"CPUPrefixCacheConnector": REPORTS[0]}))
+    again.aggregate(MultiConnector.build_kv_connector_stats({"CPUPrefixCacheConnector": REPORTS[1]}))
+    board = Board(config)
+    board.hear(again.to_dict())
+    assert board.shows("capacity_blocks") == 2**20 // CHUNK_BYTES
+    assert board.shows("transfer_seconds:store") == 3

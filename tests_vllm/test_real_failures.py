@@ -1,0 +1,338 @@
+"""Copies that fail, and copies that never end: everybody is answered right, nothing is tried for ever.
+
+vLLM can be told ...                   a load that failed
+the names of requests                  is computed by vLLM, from what the device has
+blocks, and the model has one group    the same
+blocks, and there are several groups   is repeated by the plain copier; if that fails too, the engine stops
+"""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+import connector.vllm.worker as worker_module
+from connector.vllm import CPUPrefixCacheConnector, versions
+from cpu_prefix_cache import Direction
+from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
+from tests_vllm.models import MODELS, some_tokens
+from tests_vllm.real_cache import CachedEngine, Copies
+from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
+
+BLOCKS = 12
+PROMPTS = [some_tokens(BLOCKS * BLOCK + 5, ("failures", seed)) for seed in range(8)]
+PROMPT = PROMPTS[0]
+LOAD, STORE = Direction.LOAD, Direction.STORE
+ALL = BLOCKS * BLOCK
+NOT_STORED = dict(extra_args=dict(kv_transfer_params={"cpu_prefix_cache_store": False}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: save(tmp_path_factory.mktemp(name)) for name, save in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return {name: cold_answers(folder, PROMPTS) for name, folder in folders.items()}
+
+
+on_two_models = pytest.mark.parametrize("model", ["llama", "gemma3"])
+both_schedulers = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+
+
+@contextmanager
+def engine_with(folder, asynchronous=False, prompts=PROMPTS, blocks=200, **options):
+    """An engine that has the prompts on the host, and nothing on the device."""
+    policy = options.pop("load_failure_policy", "recompute")
+    engine = dict(asynchronous=asynchronous, blocks=blocks, load_failure_policy=policy)
+    with CachedEngine(folder, **dict(offload="eager", copies=Copies(), engine=engine) | options) as engine:
+        engine.answer(prompts)
+        engine.forget()
+        yield engine
+
+
+@pytest.fixture
+def told_by_blocks():
+    """A vLLM that does not take the names of requests whose loads have failed."""
+    old = KVConnectorBase_V1.get_transfer_results  # asks `get_finished`
+    with (
+        patch.object(versions, "TAKES_FAILED_REQUESTS", False),
+        patch.object(CPUPrefixCacheConnector, "get_transfer_results", old),
+    ):
+        yield
+
+
+@pytest.fixture
+def short_deadline():
+    with patch.object(worker_module, "LOAD_DEADLINE_SECONDS", 0.05):
+        yield
+
+
+# Loads that fail
+
+
+@both_schedulers
+@on_two_models
+def test_a_load_that_fails_is_computed_and_stored_anew(folders, expected, model, asynchronous):  # S7.24
+    with engine_with(folders[model], asynchronous) as engine:
+        with engine.copies.failing(LOAD):
+            answers = engine.answer(PROMPTS[:2])
+            assert engine.copies.count(LOAD) == 2, "a load was tried again"
+        engine.forget()
+        answers += engine.answer(PROMPTS[:2])
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 2
+    assert max(differences(answers, expected[model][:2] * 2)) <= TOLERANCE
+    assert [answer.cached_tokens for answer in answers] == [0, 0, ALL, ALL]
+
+
+@both_schedulers
+@on_two_models
+def test_what_could_not_be_loaded_is_not_there_any_more(folders, model, asynchronous):
+    with engine_with(folders[model], asynchronous) as engine:
+        with engine.copies.failing(LOAD):
+            name = engine.submit(PROMPT, **NOT_STORED)
+            engine.step_until(lambda: name in engine.finished)
+        assert [engine.on_host(prompt) for prompt in PROMPTS[:2]] == [0, ALL]
+        engine.check_nothing_leaked()
+
+
+def test_a_request_is_given_up_where_the_operator_wants_that(folders, expected):
+    """vLLM's default policy. The next one with the same prompt is computed."""
+    with engine_with(folders["llama"], load_failure_policy="fail") as engine:
+        with engine.copies.failing(LOAD):
+            name = engine.submit(PROMPT)
+            engine.step_until(lambda: name in engine.finished)
+        answers = engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+    assert engine.finished[name] is None
+    assert max(differences(answers, expected["llama"][:1])) <= TOLERANCE
+    assert answers[0].cached_tokens == 0
+
+
+@both_schedulers
+def test_a_load_behind_what_the_device_has_is_computed_from_there(folders, expected, asynchronous):
+    with engine_with(folders["llama"], asynchronous) as engine:
+        engine.answer([PROMPT[: 4 * BLOCK + 1]])
+        with engine.copies.failing(LOAD):
+            answers = engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+        assert engine.copies.count(LOAD) == 2  # the first went well
+    assert max(differences(answers, expected["llama"][:1])) <= TOLERANCE
+    assert answers[0].cached_tokens == 4 * BLOCK
+
+
+def test_an_interrupted_copy_thread_goes_on(folders, expected):  # S7.45
+    with engine_with(folders["llama"]) as engine:
+        with engine.copies.failing(LOAD, SystemExit):
+            answers = engine.answer(PROMPTS[:1])
+        answers += engine.answer(PROMPTS[1:2])
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected["llama"][:2])) <= TOLERANCE
+    assert [answer.loaded_tokens for answer in answers] == [0, ALL]
+
+
+# Loads that fail, where vLLM can be told by blocks alone
+
+
+@both_schedulers
+def test_with_one_group_vllm_is_told_the_blocks(told_by_blocks, folders, expected, asynchronous):
+    with engine_with(folders["llama"], asynchronous) as engine:
+        engine.answer([PROMPT[: 4 * BLOCK + 1]])
+        with engine.copies.failing(LOAD):
+            answers = engine.answer(PROMPTS[:2])
+            assert engine.copies.count(LOAD) == 3
+        engine.forget()
+        answers += engine.answer(PROMPTS[:2])
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 2
+    assert max(differences(answers, expected["llama"][:2] * 2)) <= TOLERANCE
+    assert [answer.loaded_tokens for answer in answers[2:]] == [ALL, ALL]
+
+
+@both_schedulers
+def test_with_several_groups_a_load_is_repeated_the_plain_way(told_by_blocks, folders, expected, asynchronous):
+    with engine_with(folders["gemma3"], asynchronous) as engine:
+        with engine.copies.failing(LOAD):
+            answers = engine.answer(PROMPTS)
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 0
+    assert max(differences(answers, expected["gemma3"])) <= TOLERANCE
+    assert [answer.loaded_tokens for answer in answers] == [ALL] * 8
+
+
+def test_if_that_fails_too_the_engine_stops_with_the_reason(told_by_blocks, folders):
+    with (
+        engine_with(folders["gemma3"]) as engine,
+        engine.copies.failing(LOAD),
+        patch.object(worker_module.ReferenceCopier, "submit", side_effect=OSError("no memory")),
+        pytest.raises(RuntimeError, match=r"failed twice, .* stopping before wrong bytes are used"),
+    ):
+        engine.answer([PROMPT])
+
+
+# Loads that never end
+
+
+@both_schedulers
+@on_two_models
+def test_a_load_that_moves_for_ever_is_not_waited_for(short_deadline, folders, expected, model, asynchronous):
+    """Its bytes come at the end, when the request has been answered: nobody else has its blocks until then."""
+    others = PROMPTS[1:4]
+    with engine_with(folders[model], asynchronous, PROMPTS[:1], blocks=76) as engine:
+        with engine.copies.holding(LOAD):
+            answers = engine.answer([PROMPT])
+            assert engine.statistics.loading == 1
+            for prompt in others:
+                answers += engine.answer([prompt])
+        engine.rest()
+        answers += engine.answer(others)
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 1
+    assert max(differences(answers, expected[model][:4] + expected[model][1:4])) <= TOLERANCE
+    assert answers[0].cached_tokens == 0
+
+
+@both_schedulers
+@on_two_models
+def test_loads_behind_one_that_is_stuck_never_begin(short_deadline, folders, expected, model, asynchronous):
+    with engine_with(folders[model], asynchronous) as engine:
+        with engine.copies.blocking(LOAD):
+            answers = engine.answer(PROMPTS[:3])
+            assert engine.statistics.loading == 1
+        engine.rest()
+        assert engine.copies.count(LOAD) == 1
+        engine.forget()
+        answers += engine.answer(PROMPTS[:3])  # the thread is well again
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 3
+    assert max(differences(answers, expected[model][:3] * 2)) <= TOLERANCE
+    assert [answer.cached_tokens for answer in answers] == [0] * 3 + [ALL] * 3
+
+
+def test_a_request_whose_load_is_late_can_be_aborted(short_deadline, folders, expected):
+    with engine_with(folders["llama"]) as engine:
+        with engine.copies.holding(LOAD):
+            name = engine.submit(PROMPT, max_tokens=50)
+            engine.step_until(lambda: engine.request(name).num_output_tokens, steps=5000)
+            engine.abort(name)
+        engine.check_nothing_leaked()
+        assert max(differences(engine.answer(PROMPTS), expected["llama"])) <= TOLERANCE
+
+
+def test_vllm_that_is_told_blocks_frees_them_so_a_late_load_is_waited_for(
+    told_by_blocks, short_deadline, folders, expected
+):
+    with engine_with(folders["llama"]) as engine:
+        with engine.copies.holding(LOAD):
+            name = engine.submit(PROMPT)
+            engine.step_until(lambda: engine.connectors.worker.worker._report.late, steps=5000)
+            for _ in range(10):
+                engine.step()
+            assert engine.status(name) == "WAITING_FOR_REMOTE_KVS"
+        engine.step_until(lambda: name in engine.finished)
+        engine.check_nothing_leaked()
+        assert engine.statistics.loads_failed == 1
+    assert max(differences([engine.finished[name]], expected["llama"][:1])) <= TOLERANCE
+
+
+# Stores that fail
+
+
+@both_schedulers
+@on_two_models
+def test_what_could_not_be_stored_is_stored_the_next_time(folders, expected, model, asynchronous):
+    options = dict(asynchronous=asynchronous)
+    with CachedEngine(folders[model], offload="eager", copies=Copies(), engine=options) as engine:
+        with engine.copies.failing(STORE):
+            answers = engine.answer([PROMPT])
+            engine.rest()
+        assert engine.on_host(PROMPT) == 0 and engine.statistics.stores_failed
+        answers += engine.answer([PROMPT])
+        engine.forget()
+        answers += engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected[model][:1] * 3)) <= TOLERANCE
+    assert answers[2].loaded_tokens == ALL
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_one_store_that_fails_takes_those_behind_it_with_it(folders, expected, offload):
+    """They hang below it. A request that is running mends the hole, and so does the lazy walk, as far as the device
+    has not handed out the blocks meanwhile."""
+    options = dict(step_tokens=2 * BLOCK)
+    with CachedEngine(folders["llama"], offload=offload, copies=Copies(), engine=options) as engine:
+        name = engine.submit(PROMPT)
+        with engine.copies.failing(STORE):
+            while STORE not in engine.copies.begun:
+                engine.step() if name not in engine.finished else engine.flood(prompts=1, tokens=BLOCK)
+        engine.flood()
+        answers = [engine.finished.pop(name), *engine.answer(PROMPTS)]
+        engine.check_nothing_leaked()
+    assert max(differences(answers, [expected["llama"][0], *expected["llama"]])) <= TOLERANCE
+    assert answers[1].loaded_tokens >= (ALL if offload == "eager" else ALL // 2)
+
+
+# Too many failures
+
+
+def check_that_it_is_off(engine, expected, caplog):
+    """It has said so, once; it begins no copies any more, and all prompts are answered right."""
+    message = f"{FAILURES_IN_A_ROW} copies have failed in a row: the host cache is off from now on"
+    assert engine.cache.is_off and caplog.text.count(message) == 1
+    engine.forget()
+    begun = len(engine.copies.begun)
+    answers = engine.answer(PROMPTS)
+    engine.check_nothing_leaked()
+    assert len(engine.copies.begun) == begun
+    assert max(differences(answers, expected)) <= TOLERANCE
+    assert [answer.cached_tokens for answer in answers] == [0] * 8
+
+
+@both_schedulers
+@on_two_models
+def test_after_five_stores_that_failed_the_engine_serves_on_without(
+    folders, expected, caplog, model, asynchronous
+):  # S7.45
+    with engine_with(folders[model], asynchronous, prompts=[]) as engine:
+        with engine.copies.failing(STORE):
+            answers = [answer for prompt in PROMPTS for answer in engine.answer([prompt])]
+        engine.rest()
+        check_that_it_is_off(engine, expected[model], caplog)
+    assert max(differences(answers, expected[model])) <= TOLERANCE
+
+
+@both_schedulers
+@on_two_models
+def test_after_five_loads_that_failed_the_engine_serves_on_without(
+    folders, expected, caplog, model, asynchronous
+):  # S7.45
+    with engine_with(folders[model], asynchronous) as engine:
+        with engine.copies.failing(LOAD):
+            names = [engine.submit(prompt, **NOT_STORED) for prompt in PROMPTS]
+            engine.rest()
+        check_that_it_is_off(engine, expected[model], caplog)
+    assert max(differences([engine.finished[name] for name in names], expected[model])) <= TOLERANCE
+
+
+@pytest.mark.xfail(strict=True, reason="what is computed instead of a load is stored, and that goes well in between")
+def test_loads_that_always_fail_turn_the_cache_off_though_stores_go_well(folders, expected, caplog):
+    with engine_with(folders["llama"]) as engine:
+        with engine.copies.failing(LOAD):
+            for prompt in PROMPTS:
+                engine.answer([prompt])
+                engine.rest()
+        check_that_it_is_off(engine, expected["llama"], caplog)
+
+
+# The control
+
+
+@pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
+def test_one_damaged_block_of_a_load_shows(folders, expected, group):
+    with engine_with(folders["gemma3"], test_corrupt_group=group) as engine:
+        damaged = engine.answer(PROMPTS)
+    assert [answer.loaded_tokens for answer in damaged] == [ALL] * 8
+    assert sum(difference > TOLERANCE for difference in differences(damaged, expected["gemma3"])) >= 7
