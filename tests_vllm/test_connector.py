@@ -255,7 +255,7 @@ def test_memory_is_whole_bytes_and_enough_for_a_chunk(tmp_path):
         connector()
     with pytest.raises(ConfigurationError, match="a whole number of bytes, at least 1; got '48 GiB'"):
         connector(cpu_bytes_to_use="48 GiB")
-    with pytest.raises(ConfigurationError, match="the host needs at least the 1 blocks of a chunk"):
+    with pytest.raises(ConfigurationError, match="must hold a chunk and its checkpoint on all ranks, at least 2048 bytes; got 100"):
         connector(cpu_bytes_to_use=100)
 
 

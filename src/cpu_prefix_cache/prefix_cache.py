@@ -121,8 +121,8 @@ class CPUPrefixCache:
     Hits of fewer than `min_load_tokens` tokens are misses; None: of so few that they are computed sooner
     (break_even.py), which takes `prefilled` and ranks that know what they load at, and is 0 until then.
 
-    When FAILURES_IN_A_ROW copies have failed one after another it turns itself off (`is_off`): it then has nothing, and
-    stores nothing.
+    When FAILURES_IN_A_ROW stores, or loads, have failed one after another it turns itself off (`is_off`): it then has
+    nothing, and stores nothing.
 
     With `log_boundaries` it keeps a log of what can be hit on the host alone, which the engine takes (`take_events`).
     It goes by what is here: what groups that look ahead drop from the end of a hit is not taken off.
@@ -224,7 +224,7 @@ class CPUPrefixCache:
         self._checkpoint_interval = checkpoint_interval
         self._counts = Counter[str]()
         self._work = 0
-        self._failures_in_a_row = 0
+        self._failures_in_a_row = Counter[Direction]()
         self.is_off = False
         self._min_load_tokens = min_load_tokens
         self._prefill = PrefillRate()
@@ -561,8 +561,9 @@ class CPUPrefixCache:
         """A copy that failed may have been bad luck; so many in a row are not."""
         if transfer.doomed or transfer.plan.failed:
             return
-        self._failures_in_a_row = 0 if transfer.succeeded else self._failures_in_a_row + 1
-        if self._failures_in_a_row == FAILURES_IN_A_ROW and not self.is_off:
+        direction = transfer.plan.direction
+        self._failures_in_a_row[direction] = 0 if transfer.succeeded else self._failures_in_a_row[direction] + 1
+        if self._failures_in_a_row[direction] == FAILURES_IN_A_ROW and not self.is_off:
             logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
             self.turn_off()
 

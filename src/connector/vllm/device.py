@@ -20,8 +20,7 @@ In a model without prefix groups chunks have no blocks. Which of them there were
 remembered, a few times as many as there are blocks.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -32,13 +31,14 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     get_block_hash,
     get_group_id,
+    make_block_hash_with_group_id,
 )
 
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
 
-SEEN_PER_BLOCK = 4  # a window of a few blocks, or one state, hangs below chunks of a whole prompt
+SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB for 5,000 blocks
 
 
 class VllmDevice:
@@ -56,6 +56,7 @@ class VllmDevice:
         self.num_chunks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
         self._is_awaited: Callable[[bytes], bool] | None = None
+        self._given: Collection[int] = ()
         self._checkpoints = _Checkpoints()
         self._seen: dict[bytes, None] = {}  # without prefix groups: the latest chunks, the last seen at the end
 
@@ -75,9 +76,9 @@ class VllmDevice:
         found = self._pool.get_cached_block(BlockHash(key), self._prefix_ids)
         if found is None:
             return None
-        if self._is_awaited is not None:
+        if self._is_awaited is not None or self._given:
             for block in found:
-                if block.ref_cnt > 0 and self._is_awaited(key):
+                if self._is_hidden(block, key):
                     return None
         return [block.block_id for block in found]
 
@@ -90,13 +91,27 @@ class VllmDevice:
         finally:
             self._is_awaited = None
 
+    @contextmanager
+    def given(self, blocks: Collection[int]) -> Iterator[None]:
+        """In this context, blocks that a request has just been given are not taken for somebody else's."""
+        self._given = blocks
+        try:
+            yield
+        finally:
+            self._given = ()
+
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         found = self._pieces(checkpoint)
         if found is None:
             self._checkpoints.forget(checkpoint)
             return None
-        if self._checkpoints.remember(checkpoint, [_name(block) for block in found]):
+        names = [_name(block) for block in found]
+        if self._prefix_ids:  # its chunk may leave first, and it could not be stored without
+            names.append(make_block_hash_with_group_id(BlockHash(checkpoint.tail[-1]), self._prefix_ids[0]))
+        if self._checkpoints.remember(checkpoint, names):
             self._checkpoints.sweep(lambda oldest: self._pieces(oldest) is not None)
+        if any(self._is_hidden(block, get_block_hash(_name(block))) for block in found):
+            return None
         return [(block.block_id,) for block in found]
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
@@ -108,9 +123,12 @@ class VllmDevice:
                 yield block.block_id, None
             elif get_group_id(name) == chunk_id:
                 yield block.block_id, get_block_hash(name)
-            else:
-                for key in self._checkpoints.that_need(name) or (None,):
+                for key in self._checkpoints.that_need(name):
                     yield block.block_id, key
+            else:
+                keys: Sequence[bytes | None] = self._checkpoints.that_need(name) or (None,)
+                for needed in keys:
+                    yield block.block_id, needed
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]
@@ -146,12 +164,14 @@ class VllmDevice:
         for at in self._planner.checkpoint(checkpoint.depth):
             key = checkpoint.tail[at.chunk - first]
             found = self._pool.get_cached_block(BlockHash(key), [self._group_ids[at.group]])
-            if found is None or self._is_hidden(found[0], key):
+            if found is None:
                 return None
             pieces.append(found[0])
         return pieces
 
     def _is_hidden(self, block: KVCacheBlock, key: bytes) -> bool:
+        if block.block_id in self._given:
+            return True
         return self._is_awaited is not None and block.ref_cnt > 0 and self._is_awaited(key)
 
     def _keys(self, block: KVCacheBlock) -> Sequence[bytes]:
@@ -160,7 +180,7 @@ class VllmDevice:
         if key is None:
             return ()
         if self._prefix_ids and get_group_id(key) == self._prefix_ids[0]:
-            return (get_block_hash(key),)
+            return (get_block_hash(key), *self._checkpoints.that_need(key))
         return self._checkpoints.that_need(key)
 
 
@@ -171,7 +191,7 @@ class _Checkpoints:
     def __init__(self) -> None:
         self._needed_by: dict[BlockHashWithGroupId, list[bytes]] = {}
         self._names: dict[bytes, Sequence[BlockHashWithGroupId]] = {}
-        self._oldest: deque[CheckpointAt] = deque()
+        self._oldest: dict[bytes, CheckpointAt] = {}  # by when they were asked for last
 
     def __len__(self) -> int:
         return len(self._names)
@@ -187,7 +207,7 @@ class _Checkpoints:
         self._names[key] = names
         for name in names:
             self._needed_by.setdefault(name, []).append(key)
-        self._oldest.append(checkpoint)
+        self._oldest[key] = checkpoint
         return True
 
     def forget(self, checkpoint: CheckpointAt) -> None:
@@ -198,9 +218,10 @@ class _Checkpoints:
                 del self._needed_by[name]
 
     def sweep(self, is_here: Callable[[CheckpointAt], bool]) -> None:
-        for checkpoint in [self._oldest.popleft() for _ in range(min(2, len(self._oldest)))]:
+        for key, checkpoint in list(islice(self._oldest.items(), 2)):
+            del self._oldest[key]
             if is_here(checkpoint):
-                self._oldest.append(checkpoint)
+                self._oldest[key] = checkpoint
             else:
                 self.forget(checkpoint)
 

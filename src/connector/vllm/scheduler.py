@@ -65,12 +65,13 @@ class SchedulerHalf:
         self._loads: dict[int, str] = {}
         self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[str] = set()
+        self._has_failed: set[str] = set()  # whose load has: a second would be for blocks that vLLM may never find
         # The tokens of steps that have not ended, and when they began; vLLM has two or three under way.
         self._begun: deque[tuple[int, float]] = deque(maxlen=4)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._on_device[request.request_id] = num_computed_tokens
-        if request.skip_reading_prefix_cache or not _wants(request, LOAD):
+        if request.skip_reading_prefix_cache or not _wants(request, LOAD) or request.request_id in self._has_failed:
             return 0, False
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
@@ -92,9 +93,10 @@ class SchedulerHalf:
             self._lost_its_blocks(id)
         self._admitted[id] = request
         self.device.saw(ours.keys)
-        self.cache.admit(ours, n0, boundary, self.clock())
+        tables = blocks.get_block_ids()
+        with self.device.given(self._new_blocks(tables, n0)):
+            self.cache.admit(ours, n0, boundary, self.clock())
         if num_external_tokens:
-            tables = blocks.get_block_ids()
             positions = self._planner.positions(n0 // self._grid, boundary // self._grid)
             destinations = [
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
@@ -105,6 +107,12 @@ class SchedulerHalf:
                 self._destinations[load] = [block for found in destinations for block in found]
         if lease is not None:
             self.cache.release(lease)
+
+    def _new_blocks(self, tables: Sequence[Sequence[int]], n0: int) -> frozenset[int]:
+        """What a request was given behind token `n0`, hashed already; only models with checkpoints ask."""
+        if not self._planner.has_checkpoints:
+            return frozenset()
+        return frozenset(block for table in tables for block in table[n0 // self._grid :])
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         with self.device.awaiting(self._computed_by(output)):
@@ -126,7 +134,10 @@ class SchedulerHalf:
         self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
         for report in reports.reports if reports is not None else ():
-            self.cache.report(report)
+            for each in self.cache.report(report):
+                if each.request_id is not None and not each.ok:
+                    self._has_failed.add(each.request_id)
+        self._has_failed &= self._admitted.keys()
         self.cache.catch_up()
         if self._begun:
             tokens, began = self._begun.popleft()
@@ -134,7 +145,9 @@ class SchedulerHalf:
 
     def request_finished(self, request: EngineRequest) -> None:
         self._on_device.pop(request.request_id, None)
+        self._has_failed.discard(request.request_id)
         if self._admitted.pop(request.request_id, None) is not None:
+            self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
             self.cache.finished(request.request_id, _computed_tokens(request))
 
     def reset_cache(self) -> None:

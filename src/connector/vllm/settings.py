@@ -52,10 +52,17 @@ class Settings:
         """Raises ConfigurationError, in a sentence that says what would work."""
         options = _checked(vllm_config.kv_transfer_config.kv_connector_extra_config)
         planner = planner_for(vllm_config, kv_cache_config)
+        _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         parallel = vllm_config.parallel_config
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
         speculative = vllm_config.speculative_config
+        least = (planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)) * planner.host_block_bytes * regions
+        if options[BYTES] < least:
+            raise ConfigurationError(
+                f"{BYTES} must hold a chunk and its checkpoint on all ranks, at least {least} bytes; "
+                f"got {options[BYTES]}"
+            )
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
@@ -93,6 +100,17 @@ class Settings:
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
         )
+
+
+def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> None:
+    """vLLM keys blocks of windows and states only where it keeps them itself; before 0.28 everywhere."""
+    kept = vars(kv_cache_config).get("prefix_cache_retention_interval")
+    if interval is None or kept is None or not planner.has_checkpoints or (kept and interval % kept == 0):
+        return
+    raise ConfigurationError(
+        f"vLLM keeps windows and states {f'every {kept} tokens' if kept else 'at the end of prompts only'}, so there "
+        f"is nothing to store every {interval}; start it with --prefix-cache-retention-interval {interval}"
+    )
 
 
 def _tells_events(vllm_config: VllmConfig) -> bool:
