@@ -572,8 +572,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_reserved_stays(self) -> None:
+        """Unless its bytes could not be trusted any more: a transfer failed, or a load was given up."""
+        if self.late or not all(self.resolved.values()):
+            return
         for _, prompt, epoch in self.leases:
-            if epoch == self.epoch and not any(not ok for ok in self.resolved.values()):
+            if epoch == self.epoch:
                 assert prompt in self.on_host()
 
     def teardown(self) -> None:

@@ -715,10 +715,10 @@ class Engine:
         boundary, n0 = self.requests[id].num_computed_tokens, self._on_device[id]
         assert copies, "a load without destinations went well"
         loaded = {self.half._group_ids[copy.group]: sorted(copy.device_blocks) for copy in copies}
+        devices = [rank.device for rank in self.ranks]
         for group, table in zip(self.model.groups, tables, strict=True):
             wanted = sorted(table[at] for at, _ in group.reads(boundary) if at * BLOCK >= n0)
-            assert self.requests[id].is_finished() or loaded.get(group.at, []) == wanted, f"group {group.at} of {id}"
-            devices = [rank.device for rank in self.ranks]
+            assert loaded.get(group.at, []) == wanted, f"{id} was loaded into wrong blocks of group {group.at}"
             self.model.check(id, group, boundary, tables, devices, "was loaded with wrong bytes")
 
     # Watching the connector
@@ -727,7 +727,7 @@ class Engine:
         """Compare every lookup with the oracle, and see what becomes of holds."""
         for cache_method in ("lookup", "admit"):
             self._wrap(self.cache, cache_method)
-        for device_method in ("find", "find_checkpoint", "soonest_evicted", "hold", "release_in_place"):
+        for device_method in ("find", "find_checkpoint", "soonest_evicted", "hold", "release", "release_in_place"):
             self._wrap(self.device, device_method)
 
     def _wrap(self, what: object, method: str) -> None:
@@ -773,11 +773,20 @@ class Engine:
         self.counts["blocks held"] += len(held)
         return held
 
+    def _watch_release(self, release: Callable, held: Sequence[object]) -> None:
+        release(held)
+        back = [block.block_id for block in reversed(held) if block.ref_cnt == 0 and block.block_hash]
+        assert self._waiting()[-len(back) :] == back or not back, "the deepest is not the first to be evicted"
+
+    def _waiting(self) -> list[int]:
+        """The device blocks that wait to be handed out, soonest first."""
+        return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+
     def _watch_release_in_place(self, release_in_place: Callable, held: Sequence[object], behind: int | None) -> None:
-        before = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        before = self._waiting()
         release_in_place(held, behind)
         back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
-        after = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+        after = self._waiting()
         assert [id for id in after if id not in back] == before, "others have moved"
         first = after.index(back[0]) if back else 0
         assert after[first : first + len(back)] == back, "the deepest is not the first to be evicted"

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import connector.vllm.worker as worker_module
@@ -24,12 +25,34 @@ from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.stats import CacheStatistics
-from tests_vllm.models import some_tokens
-from tests_vllm.real_engine import RealEngine
+from tests_vllm.models import MODELS, some_tokens
+from tests_vllm.real_engine import BLOCK, PATIENCE, Answer, RealEngine, cold_answers
 
 HOST_BYTES = 2**25  # several times as much as 100 blocks of the device
 CONNECTOR = "CPUPrefixCacheConnector"
 NAP_SECONDS = 0.0005
+
+BLOCKS = 12
+PROMPTS = [some_tokens(BLOCKS * BLOCK + 5, seed) for seed in range(8)]
+GROUPS = {"llama": ["prefix-0"], "qwen3": ["prefix-0"], "gemma3": ["window-0", "window-1", "prefix-2"]}
+
+
+@cache
+def folder_of(model: str) -> Path:
+    """Where a model of MODELS lies, as long as this process lives."""
+    where = TemporaryDirectory()
+    _folders.append(where)
+    return MODELS[model](Path(where.name))
+
+
+_folders: list[TemporaryDirectory] = []  # to be removed at exit
+
+
+@cache
+def expected_of(model: str) -> list[Answer]:
+    """What an engine without a connector answers to PROMPTS. Not to be asked while another engine lives: vLLM has one
+    connector a process."""
+    return cold_answers(folder_of(model), PROMPTS)
 
 
 class CachedEngine(RealEngine):
@@ -84,12 +107,11 @@ class CachedEngine(RealEngine):
             self.answer([some_tokens(tokens, ("flood", next(self._numbers)))], max_tokens=1)
         self.rest()
 
-    def step_until(self, condition: Callable[[], object], steps: int = 500) -> None:
-        for _ in range(steps):
-            if condition():
-                return
+    def step_until(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+        stop = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < stop, "it does not come to that"
             self.step()
-        raise AssertionError("it does not come to that")
 
     def request(self, name: str) -> object:
         """vLLM's Request of what was submitted, as long as its scheduler has it."""

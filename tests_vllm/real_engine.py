@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,7 +135,7 @@ class RealEngine:
         self._closing.callback(_clean)
         self._closing.enter_context(patch.dict(os.environ, ENVIRONMENT))
         self._closing.enter_context(torch.compiler.set_stance("force_eager"))  # vLLM compiles what ranks logprobs
-        with _frozen_imports(), _scheduling(asynchronous):
+        with _frozen_imports(), _scheduling(asynchronous), _kernels_registered_once():
             _inspect_here(folder)
             self.llm = LLM(**arguments)
         client = self.llm.llm_engine.engine_core
@@ -284,6 +285,16 @@ def _scheduling(asynchronous: bool) -> Iterator[None]:
 
     with patch.object(CpuPlatform, "check_and_update_config", staticmethod(configure_and_decide)):
         yield
+
+
+@contextmanager
+def _kernels_registered_once() -> Iterator[None]:
+    """vLLM looks for them in all modules there are, 0.1 s, whenever a worker begins."""
+    with patch.object(CpuPlatform, "register_triton_kernel_overrides", staticmethod(_register_kernels)):
+        yield
+
+
+_register_kernels = cache(CpuPlatform.register_triton_kernel_overrides)
 
 
 def _inspect_here(folder: Path) -> None:

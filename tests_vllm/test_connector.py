@@ -255,7 +255,9 @@ def test_memory_is_whole_bytes_and_enough_for_a_chunk(tmp_path):
         connector()
     with pytest.raises(ConfigurationError, match="a whole number of bytes, at least 1; got '48 GiB'"):
         connector(cpu_bytes_to_use="48 GiB")
-    with pytest.raises(ConfigurationError, match="must hold a chunk and its checkpoint on all ranks, at least 2048 bytes; got 100"):
+    with pytest.raises(
+        ConfigurationError, match="a chunk and its checkpoint on all ranks, at least 2048 bytes; got 100"
+    ):
         connector(cpu_bytes_to_use=100)
 
 

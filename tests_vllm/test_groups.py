@@ -190,7 +190,6 @@ def test_a_conversation_goes_on_where_its_prompt_ended(start, model, offload):
     engine.check_nothing_leaked()
 
 
-@pytest.mark.xfail(strict=True, reason="chunks that an answer filled in its last step are not told to the device")
 @both_modes
 @pytest.mark.parametrize("model", PURE)
 def test_an_answer_that_ends_behind_a_boundary_without_prefix_groups(start, model, offload):
@@ -221,20 +220,8 @@ def a_branch(engine: Engine) -> tuple[int, int]:
     return resumed(engine, third)
 
 
-WINDOW_BRANCH = pytest.mark.xfail(
-    strict=True, reason="blocks that a request has just been given are taken for somebody else's"
-)
-
-
 @both_modes
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(name, marks=WINDOW_BRANCH) if name in ("full, window", "full, 2 windows") else name
-        for name in MODELS
-        if name not in PURE
-    ],
-)
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in PURE])
 def test_the_third_prompt_with_a_common_beginning_resumes_at_the_branch(start, model, offload):
     engine = start(model, offload=offload)
     assert a_branch(engine) == (0, 16)
@@ -360,7 +347,6 @@ def test_the_first_window_block_that_is_about_to_leave_brings_the_whole_checkpoi
     engine.check_nothing_leaked()
 
 
-@pytest.mark.xfail(strict=True, reason="a chunk that is about to leave does not bring the checkpoint below it")
 def test_the_deepest_chunk_that_is_about_to_leave_brings_its_checkpoint(start):
     """After a short answer full attention is freed first, and the window behind all of it."""
     engine = start("full, window", device_blocks=60)
@@ -370,7 +356,6 @@ def test_the_deepest_chunk_that_is_about_to_leave_brings_its_checkpoint(start):
     assert resumed(engine, prompt) == (0, 100)
 
 
-@pytest.mark.xfail(strict=True, reason="more chunks hang above the states on the device than are remembered")
 def test_states_of_prompts_of_many_chunks_are_stored_before_they_leave(start, monkeypatch):
     monkeypatch.setattr(device, "SEEN_PER_BLOCK", SEEN_PER_BLOCK, raising=False)
     engine = start("state", offload="lazy")
@@ -397,7 +382,6 @@ def test_a_device_without_room_for_more_is_remembered_in_proportion(start, model
     assert engine.cache.statistics().remembered <= 64 * blocks
 
 
-@pytest.mark.xfail(strict=True, reason="a checkpoint that is not found for a moment is forgotten, and then there twice")
 def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start):
     """As when another request is given blocks of the same keys."""
     engine = start("full, window")
@@ -490,7 +474,6 @@ def test_a_request_is_preempted_by_a_reset_and_resumed_in_the_very_next_step(sta
     engine.check_nothing_leaked()
 
 
-@pytest.mark.xfail(strict=True, reason="a request whose load failed is offered another, which vLLM cannot admit")
 def test_a_request_whose_load_was_cancelled_does_not_wait_for_itself(start):  # S7.41
     """vLLM keeps blocks free for the rest of a request that loads. After a failed load it goes on doing so, and then no
     second load of more than the other half of the device is ever begun, nor anything that waits behind it."""

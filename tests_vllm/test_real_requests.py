@@ -9,22 +9,10 @@ import pytest
 
 from cpu_prefix_cache import Direction
 from tests_vllm.models import MODELS, some_tokens
-from tests_vllm.real_cache import CachedEngine, Copies
+from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 
-BLOCKS = 12
-PROMPTS = [some_tokens(BLOCKS * BLOCK + 5, ("requests", seed)) for seed in range(8)]
 PROMPT = PROMPTS[0]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: save(tmp_path_factory.mktemp(name)) for name, save in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return {name: cold_answers(folder, PROMPTS) for name, folder in folders.items()}
 
 
 def on_any(*models: str):
@@ -32,6 +20,9 @@ def on_any(*models: str):
 
 
 both_schedulers = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+LOADING = "WAITING_FOR_REMOTE_KVS"
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
 both_offloads = pytest.mark.parametrize("offload", ["lazy", "eager"])
 
 # Preempted
@@ -40,13 +31,13 @@ both_offloads = pytest.mark.parametrize("offload", ["lazy", "eager"])
 @both_schedulers
 @both_offloads
 @on_any("llama", "gemma3")
-def test_preempted_requests_go_on_with_what_the_host_has(folders, model, offload, asynchronous):  # S7.16, S7.25
+def test_preempted_requests_go_on_with_what_the_host_has(model, offload, asynchronous):  # S7.16, S7.25
     """Five requests begin, and what they decode does not fit: some lose their blocks and begin anew."""
     prompts = [prompt[: 4 * BLOCK - 5] for prompt in PROMPTS[:5]]
-    expected = cold_answers(folders[model], prompts, max_tokens=40)
+    expected = cold_answers(folder_of(model), prompts, max_tokens=40)
     blocks = {"llama": 25, "gemma3": 46}[model]
     engine = dict(blocks=blocks, step_tokens=128, asynchronous=asynchronous)
-    with CachedEngine(folders[model], offload=offload, engine=engine) as engine:
+    with CachedEngine(folder_of(model), offload=offload, engine=engine) as engine:
         preempted = engine.count_preemptions()
         answers = engine.answer(prompts, max_tokens=40)
         engine.check_nothing_leaked()
@@ -56,9 +47,6 @@ def test_preempted_requests_go_on_with_what_the_host_has(folders, model, offload
 
 
 # Aborted
-
-LOADING = "WAITING_FOR_REMOTE_KVS"
-LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 @contextmanager
@@ -136,9 +124,10 @@ PHASES = (
 
 @both_schedulers
 @on_any("llama", "gemma3")
-def test_a_request_can_be_aborted_whatever_it_does(folders, expected, model, asynchronous):  # S7.11, S7.12, S7.22
+def test_a_request_can_be_aborted_whatever_it_does(model, asynchronous):  # S7.11, S7.12, S7.22
+    expected = expected_of(model)[:3]
     options = dict(step_tokens=72, asynchronous=asynchronous)
-    with CachedEngine(folders[model], offload="eager", copies=Copies(), engine=options) as engine:
+    with CachedEngine(folder_of(model), offload="eager", copies=Copies(), engine=options) as engine:
         for phase in PHASES:
             engine.answer([PROMPT])
             engine.forget()
@@ -147,20 +136,20 @@ def test_a_request_can_be_aborted_whatever_it_does(folders, expected, model, asy
             engine.rest()
             assert name not in engine.finished
             engine.check_nothing_leaked()
-            assert max(differences(engine.answer(PROMPTS[:3]), expected[model][:3])) <= TOLERANCE, phase.__name__
+            assert max(differences(engine.answer(PROMPTS[:3]), expected)) <= TOLERANCE, phase.__name__
             engine.forget(host=True)
             engine.finished.clear()
 
 
 @both_schedulers
 @both_offloads
-def test_a_request_can_be_aborted_when_it_has_been_preempted(folders, offload, asynchronous):
+def test_a_request_can_be_aborted_when_it_has_been_preempted(offload, asynchronous):
     prompts = [prompt[: 4 * BLOCK - 5] for prompt in PROMPTS[:5]]
-    expected = cold_answers(folders["llama"], prompts, max_tokens=40)
-    options = dict(blocks=25, step_tokens=128, asynchronous=asynchronous)
-    with CachedEngine(folders["llama"], offload=offload, engine=options) as engine:
+    expected = cold_answers(folder_of("llama"), prompts, max_tokens=10)
+    options = dict(blocks=24, step_tokens=128, asynchronous=asynchronous)
+    with CachedEngine(folder_of("llama"), offload=offload, engine=options) as engine:
         preempted = engine.count_preemptions()
-        names = [engine.submit(prompt, max_tokens=40) for prompt in prompts]
+        names = [engine.submit(prompt, max_tokens=10) for prompt in prompts]
         engine.step_until(lambda: preempted)
         loser = names.index(preempted[0].rsplit("-", 1)[0])
         assert engine.status(names[loser]) == "PREEMPTED"
@@ -172,10 +161,10 @@ def test_a_request_can_be_aborted_when_it_has_been_preempted(folders, offload, a
 
 @both_schedulers
 def test_the_blocks_of_an_aborted_load_are_nobody_elses_until_its_bytes_have_come(  # S7.22, S7.13
-    folders, expected, asynchronous
+    asynchronous,
 ):
     options = dict(blocks=60, asynchronous=asynchronous)
-    with CachedEngine(folders["llama"], offload="eager", copies=Copies(), engine=options) as engine:
+    with CachedEngine(folder_of("llama"), offload="eager", copies=Copies(), engine=options) as engine:
         engine.answer([PROMPT])
         engine.forget()
         with loading(engine) as name:
@@ -185,19 +174,19 @@ def test_the_blocks_of_an_aborted_load_are_nobody_elses_until_its_bytes_have_com
         engine.rest()  # now the bytes of the load have come
         found = engine.answer(PROMPTS[1:4])
         engine.check_nothing_leaked()
-    assert max(differences(computed + found, expected["llama"][1:4] * 2)) <= TOLERANCE
+    assert max(differences(computed + found, expected_of("llama")[1:4] * 2)) <= TOLERANCE
     assert [answer.cached_tokens - answer.loaded_tokens for answer in found] == [BLOCKS * BLOCK] * 3
 
 
 @pytest.mark.parametrize(
     ("model", "interval"), [("llama", 0), ("qwen3", 0), pytest.param("gemma3", 256, id="gemma3, every 256 tokens")]
 )
-def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(folders, model, interval):
+def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(model, interval):
     """With windows, which vLLM keeps at the ends of prompts and at intervals alone, up to the last of those."""
     prompt, step_tokens = some_tokens(3000, "aborted"), 128
     options = dict(checkpoint_interval=interval) if interval else {}
     engine = dict(step_tokens=step_tokens, blocks=300, prefix_cache_retention_interval=interval)
-    with CachedEngine(folders[model], offload="eager", host_bytes=2**26, engine=engine, **options) as engine:
+    with CachedEngine(folder_of(model), offload="eager", host_bytes=2**26, engine=engine, **options) as engine:
         name = engine.submit(prompt)
         engine.step_until(lambda: engine.request(name).num_computed_tokens >= 0.75 * len(prompt))
         computed = engine.request(name).num_computed_tokens
@@ -209,7 +198,7 @@ def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(fold
         engine.check_nothing_leaked()
     assert 2250 <= computed < 2250 + step_tokens
     assert answer.loaded_tokens == kept > computed - max(step_tokens, interval)
-    assert max(differences([answer], cold_answers(folders[model], [prompt]))) <= TOLERANCE
+    assert max(differences([answer], cold_answers(folder_of(model), [prompt]))) <= TOLERANCE
 
 
 # Two with one prefix
@@ -217,9 +206,9 @@ def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(fold
 
 @both_schedulers
 @on_any("llama", "gemma3")
-def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(folders, expected, model, asynchronous):  # S7.26
+def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(model, asynchronous):  # S7.26
     options = dict(asynchronous=asynchronous)
-    with CachedEngine(folders[model], offload="eager", copies=Copies(), engine=options) as engine:
+    with CachedEngine(folder_of(model), offload="eager", copies=Copies(), engine=options) as engine:
         engine.answer([PROMPT])
         engine.forget()
         engine.half.clock = lambda: 0.0  # nobody waits too long
@@ -232,7 +221,7 @@ def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(folders, expe
         engine.rest()
         answers = [engine.finished.pop(name) for name in (first, second)]
         engine.check_nothing_leaked()
-    assert max(differences(answers, expected[model][:1] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 2)) <= TOLERANCE
     assert [(answer.cached_tokens, answer.loaded_tokens) for answer in answers] == [
         (BLOCKS * BLOCK, BLOCKS * BLOCK),
         (BLOCKS * BLOCK, 0),
@@ -240,8 +229,8 @@ def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(folders, expe
 
 
 @on_any("llama", "gemma3")
-def test_who_has_waited_long_enough_loads_a_copy_of_its_own(folders, expected, model):  # S7.26
-    with CachedEngine(folders[model], offload="eager", copies=Copies()) as engine:
+def test_who_has_waited_long_enough_loads_a_copy_of_its_own(model):  # S7.26
+    with CachedEngine(folder_of(model), offload="eager", copies=Copies()) as engine:
         engine.answer([PROMPT])
         engine.forget()
         with loading(engine) as first:
@@ -252,7 +241,7 @@ def test_who_has_waited_long_enough_loads_a_copy_of_its_own(folders, expected, m
         engine.rest()
         answers = [engine.finished.pop(name) for name in (first, second)]
         engine.check_nothing_leaked()
-    assert max(differences(answers, expected[model][:1] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 2)) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers] == [BLOCKS * BLOCK] * 2
 
 
@@ -272,41 +261,41 @@ def answer_once(engine, prompt, **sampling):
 
 
 @on_any()
-def test_a_request_may_have_nothing_loaded_or_nothing_stored(folders, expected, model):
-    with CachedEngine(folders[model], offload="eager") as engine:
+def test_a_request_may_have_nothing_loaded_or_nothing_stored(model):
+    with CachedEngine(folder_of(model), offload="eager") as engine:
         answers = []
         for wishes in (wish(store=False), wish(load=False), wish(load=False), wish(store=False, load=True), {}):
             answers.append(answer_once(engine, PROMPT, **wishes))
             engine.forget()
         engine.check_nothing_leaked()
         stored = engine.statistics.chunks_stored
-    assert max(differences(answers, expected[model][:1] * 5)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 5)) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers] == [0, 0, 0, BLOCKS * BLOCK, BLOCKS * BLOCK]
     assert stored == BLOCKS
 
 
 @on_any("llama", "gemma3")
-def test_loads_that_are_too_short_are_not_made(folders, expected, model):
-    with CachedEngine(folders[model], offload="eager", min_load_tokens=BLOCKS * BLOCK) as engine:
+def test_loads_that_are_too_short_are_not_made(model):
+    with CachedEngine(folder_of(model), offload="eager", min_load_tokens=BLOCKS * BLOCK) as engine:
         short, long = PROMPT[: 5 * BLOCK + 1], PROMPTS[1]
         engine.answer([short, long])
         engine.forget()
         answers = engine.answer([short, long])
         engine.check_nothing_leaked()
-    assert max(differences(answers, [*cold_answers(folders[model], [short]), expected[model][1]])) <= TOLERANCE
+    assert max(differences(answers, [*cold_answers(folder_of(model), [short]), expected_of(model)[1]])) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers] == [0, BLOCKS * BLOCK]
 
 
 @on_any("llama", "gemma3")
-def test_who_wants_logprobs_of_its_prompt_has_all_of_it_computed(folders, expected, model):  # S7.28
-    with CachedEngine(folders[model], offload="eager", copies=Copies()) as engine:
+def test_who_wants_logprobs_of_its_prompt_has_all_of_it_computed(model):  # S7.28
+    with CachedEngine(folder_of(model), offload="eager", copies=Copies()) as engine:
         engine.answer([PROMPT])
         engine.forget()
         answer = answer_once(engine, PROMPT, prompt_logprobs=1)
         engine.rest()
         assert engine.copies.count(LOAD) == 0
         engine.check_nothing_leaked()
-    assert max(differences([answer], expected[model][:1])) <= TOLERANCE
+    assert max(differences([answer], expected_of(model)[:1])) <= TOLERANCE
     assert (answer.cached_tokens, answer.loaded_tokens) == (0, 0)
 
 
@@ -314,9 +303,9 @@ def test_who_wants_logprobs_of_its_prompt_has_all_of_it_computed(folders, expect
 
 
 @both_offloads
-def test_the_host_adds_what_the_device_has_lost(folders, expected, offload):  # S7.28
+def test_the_host_adds_what_the_device_has_lost(offload):  # S7.28
     """A device of 40 blocks forgets the ends of prompts first."""
-    with CachedEngine(folders["llama"], offload=offload, engine=dict(blocks=40)) as engine:
+    with CachedEngine(folder_of("llama"), offload=offload, engine=dict(blocks=40)) as engine:
         engine.answer(PROMPTS[:1])
         engine.answer(PROMPTS[1:2])
         engine.answer([some_tokens(18 * BLOCK, "other")])
@@ -324,7 +313,7 @@ def test_the_host_adds_what_the_device_has_lost(folders, expected, offload):  # 
         kept = len(engine.cached(PROMPT))
         (answer,) = engine.answer(PROMPTS[:1])
         engine.check_nothing_leaked()
-    assert max(differences([answer], expected["llama"][:1])) <= TOLERANCE
+    assert max(differences([answer], expected_of("llama")[:1])) <= TOLERANCE
     assert 0 < kept < BLOCKS
     assert (answer.cached_tokens, answer.loaded_tokens) == (BLOCKS * BLOCK, (BLOCKS - kept) * BLOCK)
 
@@ -333,30 +322,30 @@ def test_the_host_adds_what_the_device_has_lost(folders, expected, offload):  # 
 
 
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
-def test_one_damaged_block_of_a_load_shows(folders, expected, group):
-    with CachedEngine(folders["gemma3"], offload="eager", test_corrupt_group=group) as engine:
+def test_one_damaged_block_of_a_load_shows(group):
+    with CachedEngine(folder_of("gemma3"), offload="eager", test_corrupt_group=group) as engine:
         engine.answer(PROMPTS)
         engine.forget()
         damaged = engine.answer(PROMPTS)
     assert [answer.loaded_tokens for answer in damaged] == [BLOCKS * BLOCK] * 8
-    assert sum(difference > TOLERANCE for difference in differences(damaged, expected["gemma3"])) >= 7
+    assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of("gemma3"))) >= 7
 
 
 @pytest.mark.xfail(strict=True, reason="vLLM takes blocks that a window has passed for blocks that a request holds")
 @both_schedulers
-def test_two_that_are_loaded_are_not_in_each_others_way(folders, asynchronous):
+def test_two_that_are_loaded_are_not_in_each_others_way(asynchronous):
     """Who has been loaded holds its blocks and cannot be preempted. Each of the two needs more, to go on: 4
     blocks in each of three groups. With 24 blocks for each, of 59, there are 11 left."""
     beginnings = [some_tokens(20 * BLOCK, ("parked", seed)) for seed in range(2)]
     prompts = [beginning + some_tokens(5 * BLOCK, "rest") for beginning in beginnings]
     engine = dict(blocks=60, step_tokens=4 * BLOCK, asynchronous=asynchronous)
-    with CachedEngine(folders["gemma3"], offload="eager", engine=engine) as engine:
+    with CachedEngine(folder_of("gemma3"), offload="eager", engine=engine) as engine:
         for beginning in beginnings:
             engine.answer([[*beginning, 1]])
         engine.forget()
         names = [engine.submit(prompt) for prompt in prompts]
-        engine.step_until(lambda: set(names) <= set(engine.finished))
+        engine.step_until(lambda: set(names) <= set(engine.finished), seconds=3)
         engine.check_nothing_leaked()
     answers = [engine.finished[name] for name in names]
-    assert max(differences(answers, cold_answers(folders["gemma3"], prompts))) <= TOLERANCE
+    assert max(differences(answers, cold_answers(folder_of("gemma3"), prompts))) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers] == [20 * BLOCK] * 2

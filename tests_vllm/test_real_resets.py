@@ -8,25 +8,13 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from cpu_prefix_cache import Direction
-from tests_vllm.models import MODELS, some_tokens
-from tests_vllm.real_cache import CachedEngine, Copies
+from tests_vllm.models import MODELS
+from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 
-BLOCKS = 12
-PROMPTS = [some_tokens(BLOCKS * BLOCK + 5, ("resets", seed)) for seed in range(8)]
 PROMPT = PROMPTS[0]
 LOAD, STORE = Direction.LOAD, Direction.STORE
 ALL = BLOCKS * BLOCK
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: save(tmp_path_factory.mktemp(name)) for name, save in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return {name: cold_answers(folder, PROMPTS) for name, folder in folders.items()}
 
 
 on_two_models = pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -59,8 +47,8 @@ class ResettableEngine(CachedEngine):
 
 @both_schedulers
 @on_two_models
-def test_a_reset_during_a_load(folders, expected, model, asynchronous):  # S7.40
-    with ResettableEngine(folders[model], asynchronous) as engine:
+def test_a_reset_during_a_load(model, asynchronous):  # S7.40
+    with ResettableEngine(folder_of(model), asynchronous) as engine:
         engine.answer([PROMPT])
         engine.forget()
         with engine.copies.holding(LOAD):
@@ -70,13 +58,13 @@ def test_a_reset_during_a_load(folders, expected, model, asynchronous):  # S7.40
             engine.step()
         engine.rest()
         answers = [engine.finished.pop(name), *engine.check_that_nothing_is_found([PROMPT])]
-    assert max(differences(answers, expected[model][:1] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 2)) <= TOLERANCE
 
 
 @both_schedulers
-def test_a_reset_before_a_load_has_begun(folders, expected, asynchronous):  # S7.41
+def test_a_reset_before_a_load_has_begun(asynchronous):  # S7.41
     """Of two loads the first is in the copier; the second waits for it, is called back, and is not waited for."""
-    with ResettableEngine(folders["llama"], asynchronous) as engine:
+    with ResettableEngine(folder_of("llama"), asynchronous) as engine:
         engine.answer(PROMPTS[:2])
         engine.forget()
         with engine.copies.blocking(LOAD):
@@ -89,28 +77,28 @@ def test_a_reset_before_a_load_has_begun(folders, expected, asynchronous):  # S7
         assert engine.copies.begun.count(LOAD) == 1
         answers = [engine.finished.pop(name) for name in names]
         answers += engine.check_that_nothing_is_found(PROMPTS[:2])
-    assert max(differences(answers, expected["llama"][:2] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of("llama")[:2] * 2)) <= TOLERANCE
 
 
 @both_schedulers
 @on_two_models
-def test_a_reset_during_a_store(folders, expected, model, asynchronous):  # S7.40
-    with ResettableEngine(folders[model], asynchronous) as engine:
+def test_a_reset_during_a_store(model, asynchronous):  # S7.40
+    with ResettableEngine(folder_of(model), asynchronous) as engine:
         with engine.copies.holding(STORE):
             answers = engine.answer([PROMPT])
             assert engine.statistics.storing
             assert not engine.reset()
         answers += engine.check_that_nothing_is_found([PROMPT])
         assert engine.on_host(PROMPT) == ALL  # it is stored anew
-    assert max(differences(answers, expected[model][:1] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 2)) <= TOLERANCE
 
 
 @both_schedulers
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
 @on_two_models
-def test_what_was_running_in_a_reset_is_answered_and_not_stored(folders, expected, model, offload, asynchronous):
+def test_what_was_running_in_a_reset_is_answered_and_not_stored(model, offload, asynchronous):
     """It goes on from what was computed before, so none of it may be found afterwards (rule 14)."""
-    with ResettableEngine(folders[model], asynchronous, offload=offload) as engine:
+    with ResettableEngine(folder_of(model), asynchronous, offload=offload) as engine:
         names = [engine.submit(prompt) for prompt in PROMPTS[:3]]
         engine.step_until(lambda: engine.request(names[1]).num_computed_tokens > 0)
         assert not engine.reset()
@@ -118,14 +106,14 @@ def test_what_was_running_in_a_reset_is_answered_and_not_stored(folders, expecte
         answers = [engine.finished.pop(name) for name in names]
         assert engine.on_host(PROMPTS[0]) == engine.on_host(PROMPTS[1]) == 0
         answers += engine.check_that_nothing_is_found(PROMPTS[:3])
-    assert max(differences(answers, expected[model][:3] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:3] * 2)) <= TOLERANCE
 
 
 @both_schedulers
 @on_two_models
-def test_a_reset_that_preempts_what_is_running(folders, expected, model, asynchronous):
+def test_a_reset_that_preempts_what_is_running(model, asynchronous):
     """They begin anew, after the reset, and what they compute then is kept."""
-    with ResettableEngine(folders[model], asynchronous, offload="lazy") as engine:
+    with ResettableEngine(folder_of(model), asynchronous, offload="lazy") as engine:
         names = [engine.submit(prompt) for prompt in PROMPTS[:2]]
         engine.step_until(lambda: engine.request(names[1]).num_computed_tokens > 0)
         engine.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -139,12 +127,12 @@ def test_a_reset_that_preempts_what_is_running(folders, expected, model, asynchr
         assert [engine.on_host(prompt) for prompt in PROMPTS[:2]] == [ALL] * 2
         answers += engine.answer(PROMPTS[:2])
         engine.check_nothing_leaked()
-    assert max(differences(answers, expected[model][:2] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:2] * 2)) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers[2:]] == [ALL] * 2
 
 
-def test_a_caller_repeats_a_reset_until_nothing_is_in_the_way(folders):
-    with ResettableEngine(folders["llama"]) as engine:
+def test_a_caller_repeats_a_reset_until_nothing_is_in_the_way():
+    with ResettableEngine(folder_of("llama")) as engine:
         engine.answer(PROMPTS[:2])
         engine.forget()
         for prompt in PROMPTS[:4]:
@@ -162,9 +150,9 @@ def test_a_caller_repeats_a_reset_until_nothing_is_in_the_way(folders):
 
 
 @on_two_models
-def test_what_was_there_before_a_sleep_is_not_there_after_it(folders, expected, model):  # S7.43
+def test_what_was_there_before_a_sleep_is_not_there_after_it(model):  # S7.43
     """The CPU has nothing to put to sleep. The scheduler's part of it is a reset of both caches."""
-    with ResettableEngine(folders[model]) as engine:
+    with ResettableEngine(folder_of(model)) as engine:
         engine.answer([PROMPT])
         engine.rest()
         engine.llm.sleep(level=1)
@@ -175,13 +163,13 @@ def test_what_was_there_before_a_sleep_is_not_there_after_it(folders, expected, 
         engine.forget()
         answers += engine.answer([PROMPT])
         engine.check_nothing_leaked()
-    assert max(differences(answers, expected[model][:1] * 2)) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:1] * 2)) <= TOLERANCE
     assert answers[1].loaded_tokens == ALL
 
 
-def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated(folders, expected):
+def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated():
     """So vLLM does in one process. Where its engine has its own, it waits before until there are no transfers."""
-    with ResettableEngine(folders["llama"]) as engine:
+    with ResettableEngine(folder_of("llama")) as engine:
         with engine.copies.holding(STORE):
             engine.answer([PROMPT])
             with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
@@ -192,7 +180,7 @@ def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated(folders, e
         assert engine.llm.wake_up()
         answers = engine.answer([PROMPT])
         engine.check_nothing_leaked()
-    assert max(differences(answers, expected["llama"][:1])) <= TOLERANCE
+    assert max(differences(answers, expected_of("llama")[:1])) <= TOLERANCE
     assert answers[0].cached_tokens == 0
 
 
@@ -201,11 +189,11 @@ def load_weights(engine, folder) -> None:
 
 
 @on_two_models
-def test_with_new_weights_nothing_of_the_old_ones_is_found(folders, tmp_path, model):
+def test_with_new_weights_nothing_of_the_old_ones_is_found(tmp_path, model):
     """Also not what is being stored meanwhile. The control: who resets the device alone gets wrong answers."""
     new = MODELS[model](tmp_path, seed=1)
     expected = cold_answers(new, PROMPTS)
-    with ResettableEngine(folders[model]) as engine:
+    with ResettableEngine(folder_of(model)) as engine:
         with engine.copies.holding(STORE):
             engine.answer(PROMPTS[:4])
             load_weights(engine, new)
@@ -215,7 +203,7 @@ def test_with_new_weights_nothing_of_the_old_ones_is_found(folders, tmp_path, mo
         answers += engine.answer(PROMPTS)
     assert max(differences(answers, expected * 2)) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers[8:]] == [ALL] * 8
-    with ResettableEngine(folders[model]) as engine:
+    with ResettableEngine(folder_of(model)) as engine:
         engine.answer(PROMPTS)
         engine.forget(host=False)
         load_weights(engine, new)

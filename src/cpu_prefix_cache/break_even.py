@@ -11,7 +11,7 @@
 Both rates are facts of the machine and of the model. While one of them is not known every load counts as worth it.
 
 >>> least_tokens(bytes_per_token=131_072, load_bytes_per_second=54e9, prefill_tokens_per_second=38_000)
-336
+335
 >>> least_tokens(bytes_per_token=131_072, load_bytes_per_second=4e9, prefill_tokens_per_second=38_000) is None
 True
 """

@@ -42,6 +42,7 @@ class Submitter:
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
         self._waiting: set[int] = set()
+        self._unheard: set[int] = set()  # whatever was put, until somebody has heard of its end
         self._taking = threading.Lock()  # what is abandoned is not taken up, and what is taken up not abandoned
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -51,6 +52,7 @@ class Submitter:
 
     def put(self, transfer: TransferPlan, after: Mark) -> None:
         """Have `transfer` carried out after those put before it. After `close` it fails."""
+        self._unheard.add(transfer.id)
         self._waiting.add(transfer.id)
         if self._closed:
             self._failed.append(transfer.id)
@@ -71,19 +73,19 @@ class Submitter:
     @property
     def is_busy(self) -> bool:
         """Whether something has not ended, or nobody has heard that it has."""
-        return bool(self._waiting or self._moving or self._failed)
+        return bool(self._unheard)
 
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:
             yield self._failed[0], False
-            self._failed.popleft()  # after it was heard: an interrupt in between has it said again
+            self._unheard.discard(self._failed.popleft())  # after it was heard: an interrupt has it said again
         while self._moving:
             went_well = _has_passed(self._moving[0])
             if went_well is None:
                 return
             yield self._moving[0].id, went_well
-            self._moving.popleft()
+            self._unheard.discard(self._moving.popleft().id)
 
     def drain(self) -> None:
         """Until all that was put has ended."""
