@@ -57,11 +57,17 @@ class CountingDevice:
     def find(self, key):
         return None
 
+    def find_all(self, keys):
+        return [None for _ in keys]
+
     def soonest_evicted(self, after):
         return iter(())
 
     def is_waiting(self, block, key):
         return False
+
+    def are_waiting(self, blocks):
+        return [False for _ in blocks]
 
     def hold(self, blocks):
         return blocks

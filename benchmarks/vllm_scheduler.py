@@ -89,6 +89,7 @@ class Engine:
         self._names = iter(range(10**9))
         self._landed: KVConnectorOutput | None = None
         self._done: set[int] = set()
+        self._said: RankReport | None = None
         for name in CALLS:
             self._time(name)
 
@@ -131,12 +132,14 @@ class Engine:
             self._done = {id for id in self._done if id >= plan.settled_below} - set(plan.settled)
             self._done |= {transfer.id for transfer in plan.transfers}
             report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
+            is_news, self._said = bool(self._done) or report != self._said, report
             received = set(metadata.requests.values())
             self.found += (
                 sum(len(copy.device_blocks) for each in plan.transfers for copy in each.copies) if received else 0
             )
             return KVConnectorOutput(
-                finished_recving=received or None, kv_connector_worker_meta=WorkerReports((report,))
+                finished_recving=received or None,
+                kv_connector_worker_meta=WorkerReports((report,)) if is_news else None,
             )
         received = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
         stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}

@@ -168,6 +168,9 @@ class QueueSlots:
         self.calls += 1
         return self.blocks_of(self.places[key][0]) if key in self.places else None
 
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
+        return [self.find(key) for key in keys]
+
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         self.calls += 1
         order = iter(list(self.queue))
@@ -182,6 +185,10 @@ class QueueSlots:
         self.calls += 1
         slot = (block - 1) // self.width
         return slot in self.queue and self.keys.get(slot) == key
+
+    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+        self.calls += 1
+        return [(block - 1) // self.width in self.queue for block in blocks]
 
     def hold(self, blocks: Sequence[int]) -> list[int]:
         self.calls += 1

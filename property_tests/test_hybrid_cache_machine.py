@@ -400,8 +400,10 @@ class HybridCacheMachine(PrefixCacheMachine):
 
     @invariant()
     def what_is_reserved_stays(self) -> None:
+        if self.late or not all(self.resolved.values()):
+            return
         for _, prompt, epoch in self.leases:
-            if epoch == self.epoch and all(self.resolved.values()):
+            if epoch == self.epoch:
                 assert prompt in self.on_host()
                 assert not self.needed(len(prompt) * GRID) or prompt in self.kept_on_host()
 

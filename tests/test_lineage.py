@@ -11,7 +11,7 @@ class Family:
 
     def __init__(self):
         self.device, self.host = set(), set()
-        self.lineage = Lineage(self.device.__contains__, self.host.__contains__)
+        self.lineage = Lineage(lambda keys: [key in self.device for key in keys], self.host.__contains__)
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))
@@ -39,7 +39,7 @@ def test_chunks_heard_of_twice_are_remembered_once():
 def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
     family = Family()
     family.hears("abc")
-    family.lineage.saved(b"a")
+    family.lineage.saved([b"a"])
     family.host.add(b"a")
     family.device.clear()
     family.hears("wxyz")

@@ -727,7 +727,7 @@ class Engine:
         """Compare every lookup with the oracle, and see what becomes of holds."""
         for cache_method in ("lookup", "admit"):
             self._wrap(self.cache, cache_method)
-        for device_method in ("find", "find_checkpoint", "soonest_evicted", "hold", "release", "release_in_place"):
+        for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "hold", "release", "release_in_place"):
             self._wrap(self.device, device_method)
 
     def _wrap(self, what: object, method: str) -> None:
@@ -748,12 +748,13 @@ class Engine:
         self.admitted.append((n0, boundary))
         admit(request, n0, boundary, now)
 
-    def _watch_find(self, find: Callable, key: bytes) -> object:
-        found = find(key)
+    def _watch_find_all(self, find_all: Callable, keys: Sequence[bytes]) -> object:
+        answers = find_all(keys)
         prefix_groups = self.device._prefix_ids
-        if found is None and prefix_groups and self.pool.get_cached_block(key, prefix_groups) is not None:
-            self.counts["blocks hidden until computed"] += 1
-        return found
+        for key, found in zip(keys, answers, strict=True):
+            if found is None and prefix_groups and self.pool.get_cached_block(key, prefix_groups) is not None:
+                self.counts["blocks hidden until computed"] += 1
+        return answers
 
     def _watch_find_checkpoint(self, find_checkpoint: Callable, checkpoint: object) -> object:
         found = find_checkpoint(checkpoint)

@@ -382,7 +382,7 @@ def test_a_device_without_room_for_more_is_remembered_in_proportion(start, model
     assert engine.cache.statistics().remembered <= 64 * blocks
 
 
-def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start):
+def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start, monkeypatch):
     """As when another request is given blocks of the same keys."""
     engine = start("full, window")
     engine.submit(PROMPT)
@@ -391,7 +391,8 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start)
     checkpoint = engine.cache.coordinator.checkpoint_at(engine.keys(PROMPT), depth=7)
     for _ in range(9):
         assert engine.device.find_checkpoint(checkpoint) is not None
-        with engine.device.awaiting(lambda key: True):
+        with monkeypatch.context() as context:
+            context.setattr(engine.device, "_awaited", lambda: [checkpoint.tail[-1]])
             assert engine.device.find_checkpoint(checkpoint) is None
     assert len(engine.device._checkpoints._oldest) == 1
     engine.drain()

@@ -139,6 +139,10 @@ class BlockPool:
         block = self._forest.find(key)
         return None if block == NONE else block
 
+    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of `keys` that no block holds the chunk of."""
+        return self._forest.absent(keys)
+
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of cached chunks in `keys[start:stop]`. O(log n), because prefixes are closed (rule 3)."""
         return self._forest.resident_run(keys, start, stop)

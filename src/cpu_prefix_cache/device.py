@@ -32,6 +32,9 @@ class Device(Protocol):
         those out until it has (rule 12).
         """
 
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
+        """What `find` answers to each of them. Asked for thousands at a time."""
+
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
 
@@ -48,6 +51,9 @@ class Device(Protocol):
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         """Whether `block` still has this key, or still none, and waits to be handed out."""
+
+    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+        """Of each of these blocks, which were found this moment, whether it waits to be handed out."""
 
     def hold(self, blocks: Sequence[int]) -> Any:
         """Keep `blocks` from being reused, with a reference of the engine's own. Given back to one of the releases."""
@@ -81,6 +87,9 @@ class PooledDevice:
         block = self._pool.find(key)
         return None if block is None else self._pool.blocks_of((block,))
 
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
+        return [self.find(key) for key in keys]
+
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         node = self._pool.find(checkpoint_key(checkpoint.tail[-1]))
         return None if node is None else self._pool.pieces(node)
@@ -95,6 +104,9 @@ class PooledDevice:
         if key is None:
             return self._pool.is_free(block)
         return self._pool.key(block) == key and not self._pool.is_pinned(block)
+
+    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+        return [not self._pool.is_pinned(block) for block in blocks]
 
     def hold(self, blocks: Sequence[int]) -> Pin:
         return self._pool.pin(*blocks)

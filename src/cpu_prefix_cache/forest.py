@@ -31,7 +31,7 @@ first as random as the rest (rule 17).
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cpu_prefix_cache.errors import InternalError, MisuseError
@@ -75,6 +75,11 @@ class Forest:
     def find(self, key: bytes) -> int:
         """The block of the chunk with this key, or NONE."""
         return self._shards[key[0]].get(key, NONE)
+
+    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of `keys` under which nothing is here."""
+        shards = self._shards
+        return [key for key in keys if key not in shards[key[0]]]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of chunks that are here, in `keys[start:stop]`; all of `keys[:start]` is taken to be.

@@ -14,6 +14,8 @@ storing for a checkpoint's sake only, so that only checkpoints can be lost.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from operator import not_
 
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
@@ -25,16 +27,18 @@ SWEPT_SHARE = 8  # of what is due: it is never behind by more than a few steps' 
 class Lineage:
     """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up.
 
-    `on_device` is asked of chunks by their keys and of checkpoints by themselves. `needs_checkpoint` says of a depth,
-    in chunks, whether resuming there takes a checkpoint; None: it never does.
+    `on_device` is asked of the keys of many chunks at once, `has_checkpoint` of one checkpoint. `needs_checkpoint` says
+    of a depth, in chunks, whether resuming there takes a checkpoint; None: it never does.
     """
 
     def __init__(
         self,
-        on_device: Callable[[bytes | CheckpointAt], bool],
+        on_device: Callable[[Sequence[bytes]], Sequence[bool]],
         on_host: Callable[[bytes], bool],
+        has_checkpoint: Callable[[CheckpointAt], bool] = lambda checkpoint: False,
         needs_checkpoint: Callable[[int], bool] | None = None,
     ) -> None:
+        self._has_checkpoint = has_checkpoint
         self._on_device = on_device
         self._on_host = on_host
         self._needs_checkpoint = needs_checkpoint
@@ -58,15 +62,17 @@ class Lineage:
 
     def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
         """Remember `keys[start:stop]`, each below the one before it. Of all, the first `saved` are on the host."""
-        new = [at for at in range(start, stop) if keys[at] not in self._parent]
-        self._parent.update((keys[at], keys[at - 1] if at else None) for at in new)
-        self._oldest.extend(keys[at] for at in new)
+        parents = chain((keys[start - 1] if start else None,), keys[start : stop - 1])
+        new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
+        self._parent.update(new)
+        self._oldest.extend(new)
         self._due += 2 * len(new)
-        needs = self._needs_checkpoint
-        free = new if needs is None else [at for at in new if not needs(at + 1)]
-        if len(free) < len(new):
-            self._dependent.update({keys[at] for at in new} - {keys[at] for at in free})
-        self._unsaved.update(keys[at] for at in free if at >= saved)
+        unsaved = {key for key in keys[max(start, saved) : stop] if key in new}
+        if self._needs_checkpoint is not None:
+            dependent = {keys[at] for at in range(start, stop) if self._needs_checkpoint(at + 1)}.intersection(new)
+            self._dependent |= dependent
+            unsaved -= dependent
+        self._unsaved |= unsaved
 
     def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
         """Remember a checkpoint, whose chunk is remembered."""
@@ -82,10 +88,14 @@ class Lineage:
 
     def sweep(self) -> None:
         """Look at some of the oldest entries, if there is reason to: is it still on the device?"""
+        if not self._due:
+            return
         count = min(self._due, max(LEAST_SWEPT, self._due // SWEPT_SHARE))
         self._due -= count
-        for _ in range(min(count, len(self._oldest))):
-            self._look_at_oldest()
+        keys = [self._oldest.popleft() for _ in range(min(count, len(self._oldest)))]
+        here = self._are_here(keys)
+        self._oldest.extend(compress(keys, here))
+        self._forget(list(compress(keys, map(not_, here))))
 
     def is_dependent(self, key: bytes) -> bool:
         """Whether this is a chunk that is of no use without a checkpoint."""
@@ -95,9 +105,22 @@ class Lineage:
         """The checkpoint with this key, if it is one that is remembered."""
         return self._checkpoints.get(key)
 
-    def saved(self, key: bytes) -> None:
-        """The chunk has reached the host."""
-        self._unsaved.discard(key)
+    def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
+        """The chunks that are not covered, from the first one down to `key`, and what they hang below; None when one of
+        them is not remembered."""
+        missing: list[bytes] = []
+        above: bytes | None = key
+        while above is not None and not is_covered(above):
+            if above not in self._parent:
+                return None
+            missing.append(above)
+            above = self._parent[above]
+        missing.reverse()
+        return missing, above
+
+    def saved(self, keys: Sequence[bytes]) -> None:
+        """These chunks have reached the host."""
+        self._unsaved.difference_update(keys)
 
     def unwanted(self, key: bytes) -> None:
         """The chunk is not to be stored: it is not lost when the device evicts it."""
@@ -111,14 +134,18 @@ class Lineage:
         self._unsaved.clear()
         self._due = 0
 
-    def _look_at_oldest(self) -> None:
-        key = self._oldest.popleft()
-        if self._on_device(self._checkpoints.get(key, key)):
-            self._oldest.append(key)
-            return
-        del self._parent[key]
-        self._checkpoints.pop(key, None)
-        self._dependent.discard(key)
-        if key in self._unsaved:
-            self._unsaved.remove(key)
-            self.lost += 1
+    def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        known = self._checkpoints
+        if not known:
+            return self._on_device(keys)
+        chunks = iter(self._on_device([key for key in keys if key not in known]))
+        return [self._has_checkpoint(known[key]) if key in known else next(chunks) for key in keys]
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self._parent[key]
+            self._checkpoints.pop(key, None)
+        self._dependent.difference_update(keys)
+        lost = self._unsaved.intersection(keys)
+        self._unsaved -= lost
+        self.lost += len(lost)

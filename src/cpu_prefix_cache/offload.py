@@ -166,8 +166,7 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *
         kept = max((checkpoint.depth for checkpoint in progress.checkpoints), default=0)
         while stop > max(start, kept) and pool.needs_checkpoint(stop):
             stop -= 1
-    while start < stop and stores.is_covered(keys[start]):
-        start += 1
+    start = stores.covered_run(keys, start, stop)
     if start < stop:
         chain = Chain(keys[start - 1] if start else None, keys[start:stop])
         stores.plan(chain, progress.touch, owner=progress.id)
@@ -198,8 +197,9 @@ class Lazy:
         self._quarter = 1  # of the stretch, as it was at the last look
         self._chunks_in_flight = chunks_in_flight
         self._lineage = Lineage(
-            self._is_on_device,
+            lambda keys: [found is not None for found in device.find_all(keys)],
             lambda key: pool.find(key) is not None,
+            lambda checkpoint: device.find_checkpoint(checkpoint) is not None,
             needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
         )
         self._mark: Place | None = None
@@ -269,8 +269,7 @@ class Lazy:
 
     def committed(self, keys: Sequence[bytes]) -> None:
         self._settled.update(keys)
-        for key in keys:
-            self._lineage.saved(key)
+        self._lineage.saved(keys)
 
     def reset(self) -> None:
         self._lineage.clear()
@@ -299,41 +298,52 @@ class Lazy:
         length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
-        held = self._held
+        missing = self._uncovered(stretch)
+        taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
         first = before = None  # the first block that keeps its place, and the one before the block in hand
         for at, place in enumerate(stretch):
-            if place[1] is not None and not self._cover(place, place[1], before):
-                self._mark = first or place
-                return
-            if self._held == held or self._waits(place):  # nothing was held in this look, or not this
+            block, key = place
+            if key in missing and key is not None:
+                is_settled, transfer = self._cover(place, key, before)
+                if not is_settled:
+                    self._mark = first or place
+                    return
+                if transfer is not None:
+                    taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
+                    missing = self._uncovered(stretch[at:])  # and what the host has evicted for it
+            if block not in taken and key not in taken:
                 first, before = first or place, place
                 if at < self._quarter or self._mark is None:
                     self._mark = place
         if len(stretch) < length:
             self._end = before
 
-    def _cover(self, place: Place, key: bytes, before: Place | None) -> bool:
-        """Plan the store of the chunk at `place` and its missing ancestors, if need be. Whether no more is to be done.
+    def _uncovered(self, places: Sequence[Place]) -> set[bytes]:
+        """The keys of what is to be covered there."""
+        return self._stores.uncovered(key for _, key in places if key is not None) - self._settled
+
+    def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
+        """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the
+        store.
 
         `before` is the block that it waits behind, of those that keep their place.
         """
-        if key in self._settled or self._stores.is_covered(key):
-            return True
         budget = self._chunks_in_flight() - self._held
         if budget <= 0:
-            return False  # before the chain is walked, which may be long
+            return False, None  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
         if chain is None:
-            return True
+            return True, None
         if len(chain) > budget and (stop := self._stores.obstacle(chain)) is not None:
-            return self._is_settled(key, stop)  # a part of it would be of no use
+            return self._is_settled(key, stop), None  # a part of it would be of no use
         touch = self._pool.touch(None)
         behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
         decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)
         if decision.transfer is not None:
             self._walking.add(decision.transfer.id)
             self._held += decision.planned
-        return decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
+        is_settled = decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
+        return is_settled, decision.transfer
 
     def _is_settled(self, key: bytes, stop: Stop | None) -> bool:
         """Whether a chunk that was not stored is not to be stored later either."""
@@ -347,19 +357,11 @@ class Lazy:
         if self._lineage.is_dependent(key):
             return None  # it comes with its checkpoint
         checkpoint = self._lineage.checkpoint(key)
-        above: bytes | None = key if checkpoint is None else checkpoint.tail[-1]
-        keys: list[bytes] = []
-        while above is not None and not self._stores.is_covered(above):
-            if above not in self._lineage:
-                return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
-            keys.append(above)
-            above = self._lineage.parent(above)
+        deepest = key if checkpoint is None else checkpoint.tail[-1]
+        missing = self._lineage.missing_above(deepest, self._stores.is_covered)
+        if missing is None:
+            return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
+        keys, above = missing
         self.work += len(keys)
-        keys.reverse()
         chain = Chain(above, keys, checkpoint)
         return chain if len(chain) else None
-
-    def _is_on_device(self, what: bytes | CheckpointAt) -> bool:
-        if isinstance(what, CheckpointAt):
-            return self._device.find_checkpoint(what) is not None
-        return self._device.find(what) is not None

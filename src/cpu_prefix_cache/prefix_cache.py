@@ -341,7 +341,10 @@ class CPUPrefixCache:
 
         An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
         """
-        ids = dict.fromkeys(self._agenda.get(self._steps, ()))  # a request that came back at once is there twice
+        ids = self._agenda.get(self._steps)
+        if ids is None:
+            return []
+        ids = list(dict.fromkeys(ids))  # a request that came back at once is there twice
         return [id for id in ids if id in self._running and self._running[id].due == self._steps]
 
     def computed(self, request_id: str, num_tokens: int) -> None:

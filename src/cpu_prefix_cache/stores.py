@@ -7,7 +7,8 @@ or not at all, and then nothing is (rule 9). A policy may decline the end of a c
 """
 
 import enum
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,17 @@ class StorePlanner:
         """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
         return self._pool.find(key) is not None or key in self._ledger.writing
 
+    def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Those of `keys` that are not covered."""
+        return set(self._pool.absent(keys)) - self._ledger.writing.keys()
+
+    def covered_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """The end of the run of covered ones in `keys[start:stop]`; all of `keys[:start]` is taken to be.
+
+        By bisection: what is being written hangs below what is here, or is being written too (rule 3).
+        """
+        return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
+
     def obstacle(self, chain: Chain) -> Stop | None:
         """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
         checkpoint = chain.checkpoint
@@ -135,7 +147,7 @@ class StorePlanner:
         chunks, held = self._take(chain, sources, taken)
         chunk_blocks = [block for blocks in sources.chunks for block in blocks]
         taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
-        waiting, in_use = self._sides(keys, sources.chunks) if in_place else ([], chunk_blocks)
+        waiting, in_use = self._sides(sources.chunks) if in_place else ([], chunk_blocks)
         (waiting if in_place else in_use).extend(held)
         if sources.pieces is not None and chain.checkpoint is not None:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
@@ -219,20 +231,18 @@ class StorePlanner:
     def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
         chunks: list[Sequence[int]] = []
-        for key in keys:
-            found = self._device.find(key)
-            if found is None:
+        for blocks in self._device.find_all(keys):
+            if blocks is None:
                 break
-            if len(found) != self._width:
-                raise MisuseError(f"the device has {len(found)} blocks for a chunk that takes {self._width} of them")
-            chunks.append(found)
+            if len(blocks) != self._width:
+                raise MisuseError(f"the device has {len(blocks)} blocks for a chunk that takes {self._width} of them")
+            chunks.append(blocks)
         return chunks
 
-    def _sides(self, keys: Sequence[bytes], chunks: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    def _sides(self, chunks: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
-        waiting: list[int] = []
-        in_use: list[int] = []
-        for key, blocks in zip(keys, chunks, strict=True):
-            if blocks:
-                (waiting if self._device.is_waiting(blocks[0], key) else in_use).extend(blocks)
-        return waiting, in_use
+        sides: tuple[list[int], list[int]] = [], []
+        wait = self._device.are_waiting([blocks[0] for blocks in chunks]) if self._width else ()
+        for blocks, waits in zip(chunks, wait, strict=False):
+            sides[not waits].extend(blocks)
+        return sides

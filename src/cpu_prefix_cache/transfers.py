@@ -93,7 +93,7 @@ class TransferLedger:
     @property
     def plans_loads(self) -> bool:
         """Whether a load goes out with the next plan."""
-        return any(not transfer.is_store for transfer in self._planned)
+        return bool(self._planned) and any(not transfer.is_store for transfer in self._planned)
 
     @property
     def settled_below(self) -> int:
@@ -120,6 +120,8 @@ class TransferLedger:
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids that are not to be started any more."""
+        if not self._planned and not self._cancelled:
+            return (), ()
         for transfer in self._planned:
             transfer.phase = Phase.MOVING
         plans, cancelled = tuple(transfer.plan for transfer in self._planned), tuple(self._cancelled)
@@ -128,6 +130,8 @@ class TransferLedger:
 
     def take_settled(self) -> tuple[int, ...]:
         """The ids that were resolved since this was asked last."""
+        if not self._settled:
+            return ()
         settled, self._settled = tuple(self._settled), []
         return settled
 

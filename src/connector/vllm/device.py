@@ -20,7 +20,7 @@ In a model without prefix groups chunks have no blocks. Which of them there were
 remembered, a few times as many as there are blocks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -30,7 +30,6 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
-    get_group_id,
     make_block_hash_with_group_id,
 )
 
@@ -44,19 +43,26 @@ SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB
 class VllmDevice:
     """The blocks of all groups; `group_ids[i]` is vLLM's number of the planner's group i.
 
-    vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaiting`
-    keeps those blocks from being found.
+    vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaited`
+    tells the keys whose bytes are still to come: blocks in use are not found under them.
     """
 
-    def __init__(self, pool: BlockPool, planner: HybridChunkPlanner, group_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        planner: HybridChunkPlanner,
+        group_ids: Sequence[int],
+        awaited: Callable[[], Container[bytes]] = tuple,
+    ) -> None:
         self._pool = pool
         self._planner = planner
         self._group_ids = group_ids
         self._prefix_ids = [id for id, piece in zip(group_ids, planner.pieces, strict=True) if piece.in_chunk]
         self.num_chunks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
-        self._is_awaited: Callable[[bytes], bool] | None = None
-        self._given: Collection[int] = ()
+        self._suffix = make_block_hash_with_group_id(BlockHash(b""), self._prefix_ids[0]) if self._prefix_ids else b""
+        self._awaited = awaited
+        self._given: Container[int] = ()
         self._checkpoints = _Checkpoints()
         self._seen: dict[bytes, None] = {}  # without prefix groups: the latest chunks, the last seen at the end
 
@@ -71,28 +77,34 @@ class VllmDevice:
             del self._seen[key]
 
     def find(self, key: bytes) -> Sequence[int] | None:
+        return self.find_all((key,))[0]
+
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
         if not self._prefix_ids:
-            return () if key in self._seen else None
-        found = self._pool.get_cached_block(BlockHash(key), self._prefix_ids)
-        if found is None:
+            return [() if key in self._seen else None for key in keys]
+        suffix, get_one_block = self._suffix, self._pool.cached_block_hash_to_block.get_one_block
+        names = [key + suffix for key in keys]
+        found = [get_one_block(name) for name in names]
+        if len(self._prefix_ids) > 1:
+            return [None if block is None else self._chunk(block) for block in found]
+        awaited, given = self._awaited(), self._given
+        return [
+            None
+            if block is None or (block.ref_cnt and (key in awaited or block.block_id in given))
+            else (block.block_id,)
+            for key, block in zip(keys, found, strict=True)
+        ]
+
+    def _chunk(self, first: KVCacheBlock) -> Sequence[int] | None:
+        """The blocks of a chunk, by the one in the first prefix group."""
+        key = get_block_hash(_name(first))
+        others = self._pool.get_cached_block(key, self._prefix_ids[1:])
+        if others is None or any(self._is_hidden(block, key) for block in (first, *others)):
             return None
-        if self._is_awaited is not None or self._given:
-            for block in found:
-                if self._is_hidden(block, key):
-                    return None
-        return [block.block_id for block in found]
+        return [block.block_id for block in (first, *others)]
 
     @contextmanager
-    def awaiting(self, is_awaited: Callable[[bytes], bool]) -> Iterator[None]:
-        """In this context, blocks in use are not found under keys whose bytes are still to come."""
-        self._is_awaited = is_awaited
-        try:
-            yield
-        finally:
-            self._is_awaited = None
-
-    @contextmanager
-    def given(self, blocks: Collection[int]) -> Iterator[None]:
+    def given(self, blocks: Container[int]) -> Iterator[None]:
         """In this context, blocks that a request has just been given are not taken for somebody else's."""
         self._given = blocks
         try:
@@ -116,23 +128,27 @@ class VllmDevice:
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
-        chunk_id = self._prefix_ids[0] if self._prefix_ids else None
+        suffix, needed_by = self._suffix, self._checkpoints.needed_by
         for block in self._pool.free_block_queue.iter_blocks_after(start):  # many of them: no call more than needed
             name = block.block_hash
             if name is None:
                 yield block.block_id, None
-            elif get_group_id(name) == chunk_id:
-                yield block.block_id, get_block_hash(name)
-                for key in self._checkpoints.that_need(name):
+                continue
+            if is_chunk := bool(suffix) and name.endswith(suffix):
+                yield block.block_id, name[: -len(suffix)]
+            if name in needed_by:
+                for key in needed_by[name]:
                     yield block.block_id, key
-            else:
-                keys: Sequence[bytes | None] = self._checkpoints.that_need(name) or (None,)
-                for needed in keys:
-                    yield block.block_id, needed
+            elif not is_chunk:
+                yield block.block_id, None
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]
-        return here.ref_cnt == 0 and (key in self._keys(here) if key is not None else not self._keys(here))
+        return not here.ref_cnt and (key in self._keys(here) if key is not None else not self._keys(here))
+
+    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+        everywhere = self._pool.blocks
+        return [everywhere[block].ref_cnt == 0 for block in blocks]
 
     def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
         held = [self._pool.blocks[block] for block in blocks]
@@ -172,16 +188,16 @@ class VllmDevice:
     def _is_hidden(self, block: KVCacheBlock, key: bytes) -> bool:
         if block.block_id in self._given:
             return True
-        return self._is_awaited is not None and block.ref_cnt > 0 and self._is_awaited(key)
+        return block.ref_cnt > 0 and key in self._awaited()
 
     def _keys(self, block: KVCacheBlock) -> Sequence[bytes]:
         """Our keys of a block: that of its chunk, or those of the checkpoints that need it."""
-        key = block.block_hash
-        if key is None:
+        name = block.block_hash
+        if name is None:
             return ()
-        if self._prefix_ids and get_group_id(key) == self._prefix_ids[0]:
-            return (get_block_hash(key), *self._checkpoints.that_need(key))
-        return self._checkpoints.that_need(key)
+        if self._suffix and name.endswith(self._suffix):
+            return (name[: -len(self._suffix)], *self._checkpoints.that_need(name))
+        return self._checkpoints.that_need(name)
 
 
 class _Checkpoints:
@@ -189,7 +205,7 @@ class _Checkpoints:
     checkpoint two of the oldest are asked for."""
 
     def __init__(self) -> None:
-        self._needed_by: dict[BlockHashWithGroupId, list[bytes]] = {}
+        self.needed_by: dict[BlockHashWithGroupId, list[bytes]] = {}
         self._names: dict[bytes, Sequence[BlockHashWithGroupId]] = {}
         self._oldest: dict[bytes, CheckpointAt] = {}  # by when they were asked for last
 
@@ -197,7 +213,7 @@ class _Checkpoints:
         return len(self._names)
 
     def that_need(self, name: BlockHashWithGroupId) -> Sequence[bytes]:
-        return self._needed_by.get(name, ())
+        return self.needed_by.get(name, ())
 
     def remember(self, checkpoint: CheckpointAt, names: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether it is new."""
@@ -206,16 +222,16 @@ class _Checkpoints:
             return False
         self._names[key] = names
         for name in names:
-            self._needed_by.setdefault(name, []).append(key)
+            self.needed_by.setdefault(name, []).append(key)
         self._oldest[key] = checkpoint
         return True
 
     def forget(self, checkpoint: CheckpointAt) -> None:
         key = checkpoint_key(checkpoint.tail[-1])
         for name in self._names.pop(key, ()):
-            self._needed_by[name].remove(key)
-            if not self._needed_by[name]:
-                del self._needed_by[name]
+            self.needed_by[name].remove(key)
+            if not self.needed_by[name]:
+                del self.needed_by[name]
 
     def sweep(self, is_here: Callable[[CheckpointAt], bool]) -> None:
         for key, checkpoint in list(islice(self._oldest.items(), 2)):

@@ -19,8 +19,7 @@ has named it in `finished_recving`. A step, as the cache must see it:
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache as once
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -37,7 +36,7 @@ from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import Hit, Pending, Request
+from cpu_prefix_cache import Hit, Pending, Request, StepPlan
 
 # What a request may say in `kv_transfer_params`: false keeps the cache from loading for it, or from storing what it
 # computes.
@@ -52,7 +51,7 @@ class SchedulerHalf:
     """
 
     def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.device = VllmDevice(pool, settings.planner, settings.group_ids)
+        self.device = VllmDevice(pool, settings.planner, settings.group_ids, self._keys_to_come)
         self.cache = settings.build(self.device)
         self._counts = CacheCounts(self.cache)
         self.clock = clock
@@ -66,6 +65,8 @@ class SchedulerHalf:
         self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[str] = set()
         self._has_failed: set[str] = set()  # whose load has: a second would be for blocks that vLLM may never find
+        self._deciding: SchedulerOutput | None = None  # the step, while its plan is made
+        self._to_come: Container[bytes] | None = ()
         # The tokens of steps that have not ended, and when they began; vLLM has two or three under way.
         self._begun: deque[tuple[int, float]] = deque(maxlen=4)
 
@@ -115,29 +116,35 @@ class SchedulerHalf:
         return frozenset(block for table in tables for block in table[n0 // self._grid :])
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
-        with self.device.awaiting(self._computed_by(output)):
-            for id in output.preempted_req_ids or ():
-                if id not in self._readmitted:
-                    self._preempted(id)
-            self._readmitted.clear()
-            for id in self.cache.due():
-                request = self._admitted[id]
-                self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
-                self.cache.computed(id, _computed_tokens(request))
-            plan = self.cache.step()
+        self._deciding, self._to_come = output, None
+        try:
+            plan = self._plan(output)
+        finally:
+            self._deciding, self._to_come = None, ()
         self._begun.append((output.total_num_scheduled_tokens, self.clock()))
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}
         return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations)
 
+    def _plan(self, output: SchedulerOutput) -> StepPlan:
+        for id in output.preempted_req_ids or ():
+            if id not in self._readmitted:
+                self._preempted(id)
+        self._readmitted.clear()
+        for id in self.cache.due():
+            request = self._admitted[id]
+            self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
+            self.cache.computed(id, _computed_tokens(request))
+        return self.cache.step()
+
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.cache.invalidated(output.invalid_block_ids)
+        if output.invalid_block_ids:
+            self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
         for report in reports.reports if reports is not None else ():
             for each in self.cache.report(report):
-                if each.request_id is not None and not each.ok:
+                if each.request_id in self._admitted and not each.ok:
                     self._has_failed.add(each.request_id)
-        self._has_failed &= self._admitted.keys()
         self.cache.catch_up()
         if self._begun:
             tokens, began = self._begun.popleft()
@@ -173,25 +180,31 @@ class SchedulerHalf:
     def _lost_its_blocks(self, id: str) -> None:
         """The request was admitted before: its load failed, or a reset preempted it and this very step resumes it."""
         self._readmitted.add(id)
-        # Other requests of this step, unknown before its end, may have hashed blocks under the same keys.
-        with self.device.awaiting(lambda key: True):
-            self._preempted(id)
+        self._to_come = _EVERYTHING  # other requests of this step, unknown before its end, may have hashed such blocks
+        self._preempted(id)
+        self._to_come = ()
 
-    def _computed_by(self, output: SchedulerOutput) -> Callable[[bytes], bool]:
-        """Whether a block in use under this key is filled by the step that `output` describes, not before."""
+    def _keys_to_come(self) -> Container[bytes]:
+        """Under which blocks in use hold nothing yet. Seldom asked for, and then often in a step."""
+        if self._to_come is None:
+            self._to_come = frozenset() if self._deciding is None else frozenset(self._filled_by(self._deciding))
+        return self._to_come
 
-        @once
-        def keys() -> frozenset[bytes]:  # seldom asked for, and then for all of them
-            return frozenset(self._keys_filled_by(output))
-
-        return lambda key: key in keys()
-
-    def _keys_filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
+    def _filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
+        """The keys of the chunks that this step computes."""
         for id, num_tokens in output.num_scheduled_tokens.items():
             request = self._admitted[id]
             before = request.num_computed_tokens
             keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
             yield from keys[before // self._grid : (before + num_tokens) // self._grid]
+
+
+class _Everything(Container[bytes]):
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+_EVERYTHING = _Everything()
 
 
 def _wants(request: EngineRequest, what: str) -> bool:
