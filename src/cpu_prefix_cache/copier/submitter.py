@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.turns import short_turns
 from cpu_prefix_cache.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class Submitter:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._take_up(job)
+                with short_turns():
+                    self._take_up(job)
             except BaseException:  # nobody else would, and those who wait for the next would wait for ever
                 logger.exception("transfer %d was interrupted", job.transfer.id)
             finally:

@@ -1,0 +1,75 @@
+"""What a copy thread waits for Python beside a thread that computes, and what turns of other lengths change.
+
+    python benchmarks/turns.py
+
+No GPU: the link is a clock. 140 slices are 0.57 ms each on it, two at a time are on their way, and each takes 0.05 ms
+of Python. The other thread counts in a loop; what it does alone in the same time is 1.
+"""
+
+import sys
+import threading
+import time
+
+from common import print_environment
+
+SLICES, ON_LINK, IN_PYTHON, NAP = 140, 570e-6, 50e-6, 80e-6
+
+
+def copy() -> float:
+    """Seconds until the last slice has crossed."""
+    began = time.perf_counter()
+    ends: list[float] = [began, began]
+    for _ in range(SLICES):
+        while time.perf_counter() < ends[-2]:
+            time.sleep(NAP)
+        busy_until = time.perf_counter() + IN_PYTHON
+        while time.perf_counter() < busy_until:
+            pass
+        ends.append(max(ends[-1], time.perf_counter()) + ON_LINK)
+    while time.perf_counter() < ends[-1]:
+        time.sleep(NAP)
+    return time.perf_counter() - began
+
+
+def count(stop: threading.Event) -> int:
+    rounds, numbers = 0, dict.fromkeys(range(50), 0)
+    while not stop.is_set():
+        for at in numbers:
+            numbers[at] = rounds
+        rounds += 1
+    return rounds
+
+
+def beside(seconds: list[float]) -> float:
+    """How often the other thread went round in a second, while a copy ran that took `seconds`."""
+    stop = threading.Event()
+
+    def run() -> None:
+        seconds.append(copy())
+        stop.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    rounds = count(stop)
+    thread.join()
+    return rounds / seconds[-1]
+
+
+def alone(seconds: float) -> float:
+    stop = threading.Event()
+    threading.Timer(seconds, stop.set).start()
+    return count(stop) / seconds
+
+
+def main() -> None:
+    print_environment(["torch"])
+    print(f"on the link {SLICES * ON_LINK * 1e3:.0f} ms")
+    for turn in (5e-3, 1e-3, 5e-4, 2e-4, 1e-4):
+        sys.setswitchinterval(turn)
+        seconds: list[float] = []
+        share = beside(seconds) / alone(seconds[-1])
+        print(f"turns of {turn * 1e3:.1f} ms: copied in {seconds[-1] * 1e3:.0f} ms, the other thread at {share:.2f}")
+
+
+if __name__ == "__main__":
+    main()
