@@ -1,4 +1,4 @@
-"""Tiny float32 models for tests with a real vLLM engine, with random weights in which the past matters.
+"""Tiny models for tests with a real vLLM engine, with random weights in which the past matters.
 
 With load_format="dummy" a Llama says the same whatever its cache holds. Here damage shows wherever it is: noise in any
 one block of a prompt of 1,000 tokens moves the logprobs by 8 % of their deviation or more, and in one layer of it by
@@ -28,6 +28,8 @@ VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
 WINDOW = 64  # tokens that a window layer of Gemma 3 sees
 SHARPNESS = 1.5
+
+SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -82,13 +84,15 @@ def _save(architecture, config, folder: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel) -> None:
-    """Gemma multiplies its embeddings by the root of their length, and adds 1 to the weights of its norms."""
-    gemma = isinstance(model, Gemma3ForCausalLM)
+    """Gemma multiplies its embeddings by the root of their length. It adds 1 to the weights of its norms, and so does
+    Qwen3-Next."""
+    gemma = model.config.model_type == "gemma3_text"
+    adds_one = gemma or model.config.model_type == "qwen3_next"
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
             weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)
-        elif weight.dim() == 2:
-            gain = SHARPNESS if "q_proj" in name or "k_proj" in name else 1
-            weight.normal_(std=gain * weight.shape[1] ** -0.5)
+        elif weight.dim() >= 2 and "conv" not in name:
+            gain = SHARPNESS if any(part in name for part in SHARPENED) else 1
+            weight.normal_(std=gain * weight.shape[-1] ** -0.5)
         elif "q_norm" in name or "k_norm" in name:
-            weight.fill_(SHARPNESS - gemma)
+            weight.fill_(SHARPNESS - adds_one)

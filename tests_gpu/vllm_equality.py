@@ -1,0 +1,245 @@
+"""Whether a vLLM server answers with what came back from the host as it does with what it kept: on one GPU, or several.
+
+    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--at-once 3]
+
+Each model is run by engines in processes of their own:
+
+    kept           no connector, and a device that keeps everything
+    lazy, eager    a device of a few prompts: they have left it when they are asked again
+    damaged GROUP  the control, for each group: one block of it is overwritten after each load
+
+They are asked eight prompts, then others, then the eight again with 24 more tokens. The logprobs of all but the damaged
+must be those of the first, and theirs must not. The status is the number of engines for which that is not so.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests_vllm.models import VOCABULARY, initialise, some_tokens
+
+MARK = "ANSWER "  # vLLM writes to the same pipe
+TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written
+NUM_PROMPTS, TAIL, ANSWER = 8, 24, 6
+HOST_BYTES = 1 << 30
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+# name -> what transformers calls its configuration, what is not as in SIZES, device blocks, tokens of a prompt, and
+# what vLLM must be told
+MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", dict(num_hidden_layers=4, head_dim=64), 150, 1000, {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(
+            num_hidden_layers=6,
+            head_dim=64,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            sliding_window=64,
+            query_pre_attn_scalar=64,
+        ),
+        700,
+        1000,
+        {},
+    ),
+    "mla": (
+        "DeepseekV3Config",
+        dict(
+            num_hidden_layers=4,
+            first_k_dense_replace=4,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            q_lora_rank=128,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+        ),
+        150,
+        1000,
+        {},
+    ),
+    "qwen3next": (
+        "Qwen3NextConfig",
+        dict(
+            num_hidden_layers=4,
+            head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            mlp_only_layers=[0, 1, 2],
+            partial_rotary_factor=0.25,
+        ),
+        100,
+        2500,
+        dict(mamba_cache_mode="align", gdn_prefill_backend="triton"),
+    ),
+}
+
+
+def save(name: str, folder: Path) -> None:
+    import transformers
+
+    config_class, sizes, *_ = MODELS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**{**SIZES, **sizes}))
+    initialise(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+# In the process of one engine
+
+
+def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONHASHSEED="0", VLLM_USE_FLASHINFER_SAMPLER="0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    *_, device_blocks, length, options = MODELS[name]
+    extra: dict[str, Any] = {"cpu_bytes_to_use": HOST_BYTES}
+    if variant.startswith("damaged "):
+        extra["test_corrupt_group"] = variant.removeprefix("damaged ")
+    else:
+        extra["offload"] = variant
+    if variant != "kept":
+        options = options | dict(
+            kv_transfer_config=dict(
+                kv_connector="CPUPrefixCacheConnector",
+                kv_connector_module_path="connector.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=extra,
+            )
+        )
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        num_gpu_blocks_override=4000 if variant == "kept" else device_blocks,
+        enforce_eager=True,
+        gpu_memory_utilization=0.06,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=1024,
+        max_num_seqs=8,
+        tensor_parallel_size=ranks,
+        **options,
+    )
+    prompts = [some_tokens(length, ("prompt", at)) for at in range(NUM_PROMPTS)]
+    first = [_answer(llm, prompt) for prompt in prompts]
+    for at in range(12):
+        _answer(llm, some_tokens(length, ("other", at)))
+    second = [_answer(llm, prompt + some_tokens(TAIL, ("tail", at))) for at, prompt in enumerate(prompts)]
+    told: dict[str, Any] = dict(first=first, second=second)
+    if variant != "kept":
+        cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
+        told |= dict(
+            groups=[group.name for group in cache.planner.groups],
+            loaded=cache.statistics().hit_tokens,
+            host_bytes_per_token=cache.planner.chunk_bytes / cache.planner.grid_tokens,
+        )
+    return told
+
+
+def _answer(llm: Any, prompt: Sequence[int]) -> dict[str, Any]:
+    """The logprobs of the likeliest tokens, token by token of the answer, and how many of the prompt were hit."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=5)
+    [output] = llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
+    logprobs = [{str(token): each.logprob for token, each in at.items()} for at in output.outputs[0].logprobs]
+    return dict(cached=output.num_cached_tokens, logprobs=logprobs)
+
+
+# In the process that compares them
+
+
+def run(name: str, folder: Path, variant: str, ranks: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests_gpu.vllm_equality", "--engine", name, str(folder), variant, str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if MARK in line:
+            return dict(json.loads(line.partition(MARK)[2]))
+    raise RuntimeError(f"{name}, {variant}: status {done.returncode}\n" + (done.stdout + done.stderr)[-3000:])
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest of any logprob; a token that only one of the two names counts as 99."""
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    return max(abs(a[token] - b[token]) if token in b else 99 for a, b in pairs for token in a)
+
+
+def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[str, Any]) -> bool:
+    before = [difference(a, b) for a, b in zip(kept["first"], told["first"], strict=True)]
+    after = [difference(a, b) for a, b in zip(kept["second"], told["second"], strict=True)]
+    hits = [answer["cached"] for answer in told["second"]]
+    if variant.startswith("damaged "):
+        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
+    else:
+        right = max(before + after) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
+    right = right and told["loaded"] >= sum(hits) > 0
+    print(
+        f"{'ok   ' if right else 'WRONG'} {name}, {variant}: cold {max(before):.2g}; hit {hits}, "
+        f"differences {', '.join(f'{each:.2g}' for each in after)}; {told['host_bytes_per_token']:.0f} bytes a token",
+        flush=True,
+    )
+    return right
+
+
+def check(name: str, folder: Path, ranks: int, at_once: int) -> int:
+    """How many engines of a model are not as they must be. As many `at_once` are running."""
+    save(name, folder)
+    with ThreadPoolExecutor(at_once) as pool:
+        kept = pool.submit(run, name, folder, "kept", ranks)
+        started = {variant: pool.submit(run, name, folder, variant, ranks) for variant in ("lazy", "eager")}
+        controls = [f"damaged {group}" for group in started["lazy"].result()["groups"]]
+        started |= {variant: pool.submit(run, name, folder, variant, ranks) for variant in controls}
+        return sum(
+            not is_as_it_must_be(name, variant, kept.result(), told.result()) for variant, told in started.items()
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--engine", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        name, folder, variant, ranks = args.engine
+        print(MARK + json.dumps(answers(name, folder, variant, int(ranks))), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        return sum(check(name, Path(folder) / name, args.ranks, args.at_once) for name in args.models.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
