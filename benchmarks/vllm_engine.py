@@ -5,6 +5,8 @@
 asks prompts that are pieces of so many tokens of so many seeds, one after the other or all at once, and answers
 
     {"seconds": [...], "cached": [...]}
+
+and {"metrics": NAME} answers with the labels and the value of each metric of that name.
 """
 
 import json
@@ -41,6 +43,10 @@ def answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "cached": [output.num_cached_tokens for output in outputs]}
 
 
+def metrics(llm: Any, name: str) -> list[tuple[dict[str, str], float]]:
+    return [(metric.labels, metric.value) for metric in llm.get_metrics() if metric.name == name]
+
+
 def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -50,7 +56,9 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print(MARK + json.dumps({"start": time.perf_counter() - started}), flush=True)
     for line in sys.stdin:
-        print(MARK + json.dumps(answer(llm, json.loads(line))), flush=True)
+        told = json.loads(line)
+        said = answer(llm, told) if "ask" in told else {"metrics": metrics(llm, told["metrics"])}
+        print(MARK + json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

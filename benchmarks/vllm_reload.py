@@ -1,25 +1,27 @@
 """What the host cache gives a vLLM server on one GPU, beside vLLM's own offload connectors, in one sitting.
 
-    python benchmarks/vllm_reload.py [--parts ttft,rounds,idle,full] [--engines none,null,ours-lazy,...] [--json FILE]
+    python benchmarks/vllm_reload.py [--parts idle,ttft,rounds,full] [--shape llama] [--waves ...] [--json FILE]
 
-Engines are processes that live side by side and are measured in turn, two of them with host memory at a time (`--waves`
-says which). Weights are random: this is about time; that the bytes are right is for tests_vllm.
+Engines are processes that live side by side and are measured in turn; `--waves` says which do, as host memory allows.
+Weights are random: this is about time; that the bytes are right is for tests_vllm and tests_gpu/vllm_equality.py.
 
     none                      vLLM without a connector: what has left the device is computed again
     null                      our hits, and no copies: the floor
     ours-lazy, ours-eager     CPUPrefixCacheConnector
     simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
 
-    ttft     a prompt of 8,192 or 32,768 tokens and 32 new ones, after the device was swept: on the host, or not at all
-    rounds   32 prompts of 8,192 tokens at once, 128 tokens each, three times
-    idle     prompts nobody had before, a device that is never full: what does it cost to be there?
-    full     the same with a device that is full: stores run all the time
+    idle       prompts nobody had before, a device that is never full: what does it cost to be there?
+    ttft       a prompt of 8,192 or 32,768 tokens and 32 new ones, when the device was swept: on the host, or nowhere
+    together   eight such prompts with one beginning of 32,768 tokens at once, and how much was loaded for them
+    rounds     32 prompts of 8,192 tokens at once, 128 tokens each, three times
+    full       prompts nobody had before, a device that is full: stores run all the time
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,11 +51,34 @@ LLAMA = {  # Llama 3.1 8B
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+GEMMA = {  # Gemma 3 12B, as far as its cache goes: five windows of 1,024 tokens to each layer of full attention
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+SHAPES = {"llama": LLAMA, "gemma3": GEMMA}
 GIB = 1 << 30
-SETTLE_SECONDS = 12  # until 48 GiB are pinned
+PIN_SECONDS_PER_GIB = 0.25  # with others that pin at the same time
 SWEEP = 32_768  # tokens of a prompt that pushes others out
 TAIL = 32
-PARTS = ("ttft", "rounds", "idle", "full")
+LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
 
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
 NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "vllm_null"}
@@ -84,7 +109,7 @@ class Engine:
             num_gpu_blocks_override=args.device_blocks,
             gpu_memory_utilization=args.gpu_share,
             max_num_batched_tokens=8192,
-            disable_log_stats=True,
+            disable_log_stats=not args.log_stats,
         )
         kind = ENGINES[name]
         if kind is not None:
@@ -106,6 +131,11 @@ class Engine:
         told = {"ask": prompts, "max_tokens": max_tokens, "together": together}
         print(json.dumps(told), file=self._process.stdin, flush=True)
         return self.hear()
+
+    def loaded_bytes(self) -> float:
+        """What our connector has loaded so far; with `--log-stats`."""
+        print(json.dumps({"metrics": LOADED}), file=self._process.stdin, flush=True)
+        return sum(value for labels, value in self.hear()["metrics"] if labels.get("direction") == "load")
 
     def new(self, length: int) -> list[tuple[int, int]]:
         return [(next(self._new), length)]
@@ -130,7 +160,7 @@ def engines(names: Sequence[str], model: Path, args: argparse.Namespace) -> Iter
             say(f"{name}: started in {started[-1].hear()['start']:.0f} s")
         for engine in started:
             engine.ask([engine.new(4096)])
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(PIN_SECONDS_PER_GIB * args.host_gib * len([name for name in names if ENGINES[name] is not None]))
         yield started
 
 
@@ -161,6 +191,22 @@ def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
             )
 
 
+def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    length = 32_768
+    for engine in running:
+        alone, eight, copies = [], [], []
+        for _ in range(args.prompts):
+            prompts = [engine.new(length) for _ in range(2)]
+            engine.ask(prompts)
+            engine.sweep(args.device_blocks * 16)
+            before = engine.loaded_bytes()
+            alone += engine.ask([prompts[0] + engine.new(TAIL)])["seconds"]
+            between = engine.loaded_bytes()
+            eight += engine.ask([prompts[1] + engine.new(TAIL) for _ in range(8)], together=True)["seconds"]
+            copies.append(round((engine.loaded_bytes() - between) / max(1, between - before), 3))
+        yield dict(engine=engine.name, tokens=length, alone_ms=ms(alone), slowest_of_eight_ms=ms(eight), copies=copies)
+
+
 def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = {engine.name: [engine.new(8_192) for _ in range(32)] for engine in running}
     taken: dict[str, list[float]] = {engine.name: [] for engine in running}
@@ -186,8 +232,8 @@ def alternating(running: Sequence[Engine], args: argparse.Namespace, num_prompts
 
 
 def idle(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """8 prompts of 1,024 tokens: a tenth of the device in use; but it fills up, so it comes first."""
-    yield from alternating(running, args, num_prompts=8)
+    """4 prompts of 1,024 tokens at a time. The device fills up all the same, so this comes first."""
+    yield from alternating(running, args, num_prompts=4)
 
 
 def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -196,30 +242,36 @@ def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
     yield from alternating(running, args, num_prompts=64)
 
 
+PARTS = {"idle": idle, "ttft": ttft, "together": together, "rounds": rounds, "full": full}  # in this order
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--waves", default="none,null,ours-lazy,simple-lazy;ours-eager,offloading;simple-eager")
+    parser.add_argument("--parts", default="idle,ttft,rounds,full")
+    parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument(
+        "--waves", default="none,null,ours-lazy,simple-lazy;none,ours-eager,simple-eager;none,offloading"
+    )
     parser.add_argument("--device-blocks", type=int, default=5_000)
     parser.add_argument("--host-gib", type=int, default=48)
     parser.add_argument("--gpu-share", type=float, default=0.24)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--model", type=Path, default=Path("/tmp/llama-3.1-8b-shape"))
+    parser.add_argument("--log-stats", action="store_true", help="of vLLM; `together` needs them")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print_environment(["vllm", "torch", "triton"])
-    args.model.mkdir(exist_ok=True)
-    (args.model / "config.json").write_text(json.dumps(LLAMA))
-    results = []
-    for wave in args.waves.split(";"):
-        with engines(wave.split(","), args.model, args) as running:
-            for part in sorted(args.parts.split(","), key=("idle", "ttft", "rounds", "full").index):
-                for result in {"ttft": ttft, "rounds": rounds, "idle": idle, "full": full}[part](running, args):
-                    say(f"{part:7} {json.dumps(result)}")
-                    results.append({"part": part, **result})
-                    if args.json:
-                        args.json.write_text(json.dumps(results, indent=1))
+    asked, results = args.parts.split(","), []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        for number, wave in enumerate(args.waves.split(";")):
+            with engines(wave.split(","), Path(folder), args) as running:
+                for part in [part for part in PARTS if part in asked]:
+                    for result in PARTS[part](running, args):
+                        say(f"{part:8} {json.dumps(result)}")
+                        results.append({"part": part, "shape": args.shape, "wave": number, **result})
+                        if args.json:
+                            args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
