@@ -59,6 +59,12 @@ def save_qwen3(folder: Path, seed: int = 0) -> Path:
     return _save(Qwen3ForCausalLM, Qwen3Config(**SIZES, num_hidden_layers=4), folder, seed)
 
 
+def save_long_llama(folder: Path, seed: int = 0) -> Path:
+    """Of one small layer, for prompts of 64K tokens."""
+    small = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2**17)
+    return _save(LlamaForCausalLM, LlamaConfig(**SIZES | small, num_hidden_layers=1), folder, seed)
+
+
 def save_gemma3(folder: Path, seed: int = 0) -> Path:
     """Two layers with a window, one with full attention, and the same again."""
     config = Gemma3TextConfig(

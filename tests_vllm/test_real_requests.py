@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from cpu_prefix_cache import Direction
-from tests_vllm.models import MODELS, some_tokens
+from tests_vllm.models import MODELS, save_long_llama, some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 
@@ -199,6 +199,23 @@ def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(mode
     assert 2250 <= computed < 2250 + step_tokens
     assert answer.loaded_tokens == kept > computed - max(step_tokens, interval)
     assert max(differences([answer], cold_answers(folder_of(model), [prompt]))) <= TOLERANCE
+
+
+def test_of_64k_tokens_aborted_at_three_quarters_all_but_the_last_step_is_kept(tmp_path):
+    prompt, step_tokens = some_tokens(2**16, "long"), 2**13
+    engine = dict(step_tokens=step_tokens, blocks=2**16 // BLOCK + 10)
+    with CachedEngine(save_long_llama(tmp_path), offload="eager", host_bytes=2**27, engine=engine) as engine:
+        name = engine.submit(prompt)
+        engine.step_until(lambda: engine.request(name).num_computed_tokens >= 0.75 * len(prompt))
+        computed = engine.request(name).num_computed_tokens
+        engine.abort(name)
+        engine.rest()
+        engine.forget()
+        assert engine.on_host(prompt) >= computed - step_tokens
+        (answer,) = engine.answer([prompt[: computed - step_tokens + 1]])
+        engine.check_nothing_leaked()
+    assert computed == 0.75 * len(prompt)
+    assert answer.loaded_tokens == computed - step_tokens
 
 
 # Two with one prefix
