@@ -308,6 +308,35 @@ def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
     assert cache.pool.find(b"xyz") is not None
 
 
+def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:
+    """Three prompts that wait one behind the other; what is stored of them in one step."""
+    device = QueueSlots(9)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=9, **options)
+    for prompt in ("abc", "def", "ghi"):
+        runs_and_ends(device, cache, prompt)
+    return device, cache, [transfer.id for transfer in cache.step().transfers]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_device(at_once):
+    device, cache, moving = stores_in_one_step()
+    assert len(moving) == 3 and not device.queue
+    for done in [moving] if at_once else [[id] for id in moving]:
+        cache.report(RankReport(0, frozenset(done)))
+    waiting = [key for _, key in device.soonest_evicted(None)]
+    assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
+
+
+def test_while_stores_are_on_their_way_and_nothing_is_handed_out_the_order_is_looked_at_once():
+    _, cache, moving = stores_in_one_step(lazy_bytes_in_flight=3 * ATTENTION.block_bytes)
+    assert len(moving) == 1
+    work = cache.statistics().work
+    for _ in range(5):
+        assert cache.step().transfers == ()
+    assert cache.statistics().work == work
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_preemption_stores_what_was_computed(mode):
     """S7.16, O8.22"""

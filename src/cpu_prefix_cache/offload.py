@@ -298,9 +298,9 @@ class Lazy:
         length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
-        missing = self._uncovered(stretch)
+        missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
-        first = before = None  # the first block that keeps its place, and the one before the block in hand
+        before = first = last = None  # the one before the block in hand; the first and the last that are not taken
         for at, place in enumerate(stretch):
             block, key = place
             if key in missing and key is not None:
@@ -310,23 +310,20 @@ class Lazy:
                     return
                 if transfer is not None:
                     taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
-                    missing = self._uncovered(stretch[at:])  # and what the host has evicted for it
+                    missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
+            before = place  # if it is taken, it is back by then
             if block not in taken and key not in taken:
-                first, before = first or place, place
+                first, last = first or place, place
                 if at < self._quarter or self._mark is None:
                     self._mark = place
         if len(stretch) < length:
-            self._end = before
-
-    def _uncovered(self, places: Sequence[Place]) -> set[bytes]:
-        """The keys of what is to be covered there."""
-        return self._stores.uncovered(key for _, key in places if key is not None) - self._settled
+            self._end = last
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
         """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the
         store.
 
-        `before` is the block that it waits behind, of those that keep their place.
+        `before` is the block that it waits behind.
         """
         budget = self._chunks_in_flight() - self._held
         if budget <= 0:
