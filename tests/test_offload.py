@@ -264,9 +264,10 @@ def test_lazy_goes_on_while_a_request_runs_below_what_waits():
 
 def runs_and_ends(device, cache, prompt):
     """A whole request on a device that is a queue, without a step."""
-    holding = device.take(chain(prompt), 0, len(prompt))
+    matched = device.match(chain(prompt))
+    holding = device.take(chain(prompt), matched, len(prompt))
     device.publish(holding, chain(prompt), len(prompt))
-    cache.admit(Request(prompt, chain(prompt), 100), 0)
+    cache.admit(Request(prompt, chain(prompt), 100), matched * GRID)
     cache.computed(prompt, len(prompt) * GRID)
     cache.finished(prompt, len(prompt) * GRID)
     device.let_go(holding)
@@ -306,6 +307,27 @@ def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
         assert list(device.soonest_evicted(None)) == before
     assert stored > 2
     assert cache.pool.find(b"xyz") is not None
+
+
+def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
+    """Only what waited goes back to where it waited: a request that ends meanwhile has used the others just now."""
+    device = QueueSlots(8)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=8)
+    keys = chain("ab")
+    holding = device.take(keys, 0, 2)
+    device.publish(holding, keys, 2)
+    cache.admit(Request("runs", keys, 100), 0)
+    cache.computed("runs", 2 * GRID)
+    for prompt in ("abx", "k"):
+        runs_and_ends(device, cache, prompt)
+    moving = [transfer.id for transfer in cache.step().transfers]
+    assert cache.statistics().storing == 2
+    cache.finished("runs", 2 * GRID)
+    device.let_go(holding)
+    cache.report(RankReport(0, frozenset(moving)))
+    waiting = [key for _, key in device.soonest_evicted(None) if key is not None]
+    assert waiting[:2] == [b"abx", b"k"] and set(waiting[2:]) == {b"ab", b"a"}
 
 
 def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:

@@ -426,6 +426,61 @@ def test_a_decoding_request_is_due_when_it_can_cross_a_boundary(engine):
     assert due == [[], [], ["r"], [], [], [], ["r"], []]
 
 
+def decoding(mode, *ids):
+    """Requests that have computed the two chunks of their prompts, and go on with two more of their answers."""
+    engine = Engine(mode, host=32, decode_chunks=2)
+    for id in ids:
+        engine.starts(id, f"{id}bcd", extra=1 - 2 * GRID)
+    engine.steps()
+    for id in ids:
+        engine.computes(id, 2)
+        engine.cache.computed(id, 2 * GRID + 1)
+    return engine
+
+
+def test_decoding_requests_may_be_asked_at_every_other_boundary_each_in_its_turn():
+    engine = decoding("eager", "x", "y")
+    due = []
+    for tokens in range(2 * GRID + 2, 5 * GRID):
+        engine.steps()
+        due += [(id, tokens) for id in engine.cache.due()]
+        for id in engine.cache.due():
+            engine.cache.computed(id, tokens)
+    assert due == [("x", 3 * GRID), ("y", 4 * GRID)]
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(mode):  # S7.16
+    engine = decoding(mode, "x")
+    engine.fills("x")
+    engine.cache.preempted("x", 4 * GRID - 1)
+    engine.leaves("x")
+    engine.copies()
+    assert engine.host == {"x", "xb", "xbc"}
+
+
+def test_how_much_a_request_in_prefill_has_computed_nobody_guesses():
+    """An engine knows how many tokens a preempted request had, and not how many of them it had computed."""
+    engine = Engine("eager")
+    engine.starts("x", "xbcd")
+    engine.computes("x", 1)
+    engine.fills("x")
+    engine.cache.preempted("x", 4 * GRID)
+    engine.leaves("x")
+    engine.copies()
+    assert engine.host == {"x"}
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_what_a_decoding_request_was_not_asked_about_is_known_when_it_ends(mode):
+    engine = decoding(mode, "x")
+    engine.fills("x")
+    engine.ends("x")
+    for prompt in "klmnopqrstuvwyz":
+        engine.serves(prompt)
+    assert engine.host >= {"x", "xb", "xbc", "xbcd"}
+
+
 def test_a_request_that_comes_back_at_once_is_due_once(engine):
     """S7.16: preempted and resumed in the same step."""
     engine.starts("r", "ab")

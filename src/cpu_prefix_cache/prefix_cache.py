@@ -68,6 +68,8 @@ class Running:
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
     due: int = 0  # the step in which it may have crossed a boundary again
+    decodes: bool = False  # by what was reported last
+    offset: int = 0  # in chunks: who decodes in step with others is due in turn with them
     load: Transfer | None = None
     stale: bool = False  # it stores nothing: it does not want to, or what it computes is from before a reset
 
@@ -104,7 +106,8 @@ class CPUPrefixCache:
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
-    ends at once is reported `report_steps` steps after its own.
+    ends at once is reported `report_steps` steps after its own. Where no checkpoints are needed, a decoding request is
+    asked for its progress every `decode_chunks` chunks only, and at its end.
 
     Lazy stores hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many steps can
     allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
@@ -146,6 +149,7 @@ class CPUPrefixCache:
         lazy_horizon: int | None = None,
         device_groups: int = 0,
         report_steps: int = 1,
+        decode_chunks: int = 1,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
         store_after: int = 1,
@@ -163,6 +167,7 @@ class CPUPrefixCache:
             ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
             ("link_bytes_per_second", link_bytes_per_second),
             ("report_steps", report_steps),
+            ("decode_chunks", decode_chunks),
             ("min_load_tokens", min_load_tokens or 1),
         ):
             if value < 1:
@@ -197,6 +202,7 @@ class CPUPrefixCache:
         self._ranks = ranks
         self._link_bytes_per_second = link_bytes_per_second
         self._decode_step_tokens = decode_step_tokens
+        self._decode_chunks = 1 if planner.has_checkpoints else decode_chunks
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._max_step_chunks = -(-max_step_tokens // planner.grid_tokens)
@@ -331,13 +337,15 @@ class CPUPrefixCache:
         running = Running(
             request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
         )
+        self._counts["admitted"] += 1
+        running.offset = self._counts["admitted"] % self._decode_chunks
         self._running[request.id] = running
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
         self._agenda.setdefault(running.due, []).append(request.id)
 
     def due(self) -> list[str]:
-        """The requests that may have crossed a boundary since they were last reported as computed.
+        """The requests that may have crossed a boundary they are asked at, since they were last reported as computed.
 
         An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
         """
@@ -380,14 +388,17 @@ class CPUPrefixCache:
         if not self.is_off:
             self._offload.catch_up()
 
-    def preempted(self, request_id: str) -> None:
+    def preempted(self, request_id: str, num_tokens: int = 0) -> None:
         """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
 
+        That is what was reported as computed; of one that was decoding by then, its first `num_tokens` tokens.
         Here and in `finished`, a request that is not running is ignored: it may have ended already.
         """
         running = self._running.pop(request_id, None)
         if running is not None and not running.stale:
             if running.load is None:
+                if running.decodes:
+                    self._confirm(running, num_tokens)
                 self._keep(running, running.confirmed)
             self._offload.preempted(running)
             self._forsake(running)  # it may never come back, and without a checkpoint it could not resume here
@@ -696,10 +707,14 @@ class CPUPrefixCache:
                 self._keep(running, depth)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:
-        """The next step in which the request can have crossed a boundary: at once in prefill, seldom in decode."""
+        """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
+        seldom in decode."""
         steps = 1
-        if num_tokens >= running.request.num_tokens:
-            missing = self.planner.grid_tokens - num_tokens % self.planner.grid_tokens
+        running.decodes = num_tokens >= running.request.num_tokens
+        if running.decodes:
+            grid = self.planner.grid_tokens
+            stride = self._decode_chunks * grid
+            missing = stride - (num_tokens + running.offset * grid) % stride
             steps = -(-missing // self._decode_step_tokens)
         due = self._steps + steps
         if due != running.due:

@@ -174,8 +174,9 @@ class SchedulerHalf:
         return Request(request.request_id, keys, request.num_tokens, stores=_wants(request, STORE))
 
     def _preempted(self, id: str) -> None:
-        self._admitted.pop(id, None)
-        self.cache.preempted(id)
+        request = self._admitted.pop(id, None)
+        # The last token was sampled when all before it had been computed. By now vLLM has set the count of those to 0.
+        self.cache.preempted(id, 0 if request is None else request.num_tokens - 1)
 
     def _lost_its_blocks(self, id: str) -> None:
         """The request was admitted before: its load failed, or a reset preempted it and this very step resumes it."""
