@@ -313,7 +313,7 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     """Only what waited goes back to where it waited: a request that ends meanwhile has used the others just now."""
     device = QueueSlots(8)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=8)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=5)
     keys = chain("ab")
     holding = device.take(keys, 0, 2)
     device.publish(holding, keys, 2)
@@ -322,7 +322,7 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     for prompt in ("abx", "k"):
         runs_and_ends(device, cache, prompt)
     moving = [transfer.id for transfer in cache.step().transfers]
-    assert cache.statistics().storing == 2
+    assert len(moving) == 1  # of "k" nothing yet
     cache.finished("runs", 2 * GRID)
     device.let_go(holding)
     cache.report(RankReport(0, frozenset(moving)))
