@@ -1,6 +1,6 @@
 """One host region for several ranks that hold the same bytes: each block has one writer, and every rank reads.
 
-The pieces of a store are dealt round by the number of their first host block, so that all links carry an equal share.
+The pieces of a store are dealt round by where they lie in the region, so that all links carry an equal share.
 A rank whose share of a transfer is empty has ended with it at once.
 """
 
@@ -43,7 +43,7 @@ def share(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))
     """
     here, there = piece.host_blocks, piece.device_blocks
-    mine = [at for at in range(len(copy.host_blocks) // here) if copy.host_blocks[at * here] % ranks == rank]
+    mine = [at for at in range(len(copy.host_blocks) // here) if copy.host_blocks[at * here] // here % ranks == rank]
     return GroupCopy(
         copy.group,
         tuple(block for at in mine for block in copy.host_blocks[at * here : (at + 1) * here]),
