@@ -17,6 +17,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -69,6 +71,24 @@ def save_gemma3(folder: Path, seed: int = 0) -> Path:
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
+def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, seed: int = 0) -> Path:
+    """The same, with heads of another size under full attention: its blocks are of another length then."""
+    config = Gemma4TextConfig(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        head_dim=head_dim,
+        global_head_dim=global_head_dim,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        attention_k_eq_v=False,
+        final_logit_softcapping=None,
+    )
+    return _save(Gemma4ForCausalLM, config, folder, seed)
+
+
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
 
 
@@ -82,8 +102,9 @@ def _save(architecture, config, folder: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel) -> None:
-    """Gemma multiplies its embeddings by the root of their length, and adds 1 to the weights of its norms."""
-    gemma = isinstance(model, Gemma3ForCausalLM)
+    """Gemma multiplies its embeddings by the root of their length, and Gemma 3 adds 1 to the weights of its norms."""
+    gemma = isinstance(model, Gemma3ForCausalLM | Gemma4ForCausalLM)
+    adds_one = isinstance(model, Gemma3ForCausalLM)
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
             weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)
@@ -91,4 +112,4 @@ def initialise(model: PreTrainedModel) -> None:
             gain = SHARPNESS if "q_proj" in name or "k_proj" in name else 1
             weight.normal_(std=gain * weight.shape[1] ** -0.5)
         elif "q_norm" in name or "k_norm" in name:
-            weight.fill_(SHARPNESS - gemma)
+            weight.fill_(SHARPNESS - adds_one)
