@@ -4,8 +4,8 @@
     FakeModel       what a forward pass reads and writes, through the block tables that workers have
     FakeRank        executes StepPlans late, in pieces, sometimes wrongly, and reports
 
-A pattern stands for the bytes of a block: which group they are of, and all tokens they depend on. With blocks of 4,
-after a step that has computed 10 tokens:
+A pattern stands for the bytes of a block: which group they are of, and for each hash in it, and for what is behind the
+last of them, all tokens these bytes depend on. With blocks of 4, after a step that has computed 10 tokens:
 
     block               0       1       2
     tokens              0...3   4...7   8, 9
@@ -37,6 +37,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -74,29 +75,30 @@ Device = dict[int, object]  # what is in each block of one rank
 # Models, as lists of groups
 
 
-def full(layers: int = 2) -> KVCacheGroupSpec:
-    return _group("full", layers, ATTENTION)
+def full(layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
+    return _group("full", layers, FullAttentionSpec(**HEADS | dict(block_size=block)))
 
 
-def latent(layers: int = 2) -> KVCacheGroupSpec:
+def latent(layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """MLA: the same bytes on every rank."""
-    return _group("latent", layers, MLAAttentionSpec(**HEADS | dict(num_kv_heads=1)))
+    return _group("latent", layers, MLAAttentionSpec(**HEADS | dict(num_kv_heads=1, block_size=block)))
 
 
-def window(tokens: int, layers: int = 2) -> KVCacheGroupSpec:
+def window(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """Every token sees `tokens` of them, itself included."""
-    return _group("window", layers, SlidingWindowSpec(**HEADS, sliding_window=tokens))
+    return _group("window", layers, SlidingWindowSpec(**HEADS | dict(block_size=block), sliding_window=tokens))
 
 
-def local(tokens: int, layers: int = 2) -> KVCacheGroupSpec:
+def local(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """Every token sees those of its own local chunk of `tokens`."""
-    return _group("local", layers, ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=tokens))
+    heads = HEADS | dict(block_size=block)
+    return _group("local", layers, ChunkedLocalAttentionSpec(**heads, attention_chunk_size=tokens))
 
 
-def state(layers: int = 2) -> KVCacheGroupSpec:
+def state(layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """Mamba. A page weighs five times what a block of attention does, and takes several host blocks."""
     shapes, dtypes = ((3, 64), (16, 68)), (torch.float32, torch.float32)
-    spec = MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    spec = MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
     return _group("state", layers, spec)
 
 
@@ -156,10 +158,16 @@ class AttentionGroup:
 
     def __init__(self, at: int, spec: object) -> None:
         self.at = at
+        self.block = spec.block_size
         self._spec = spec
 
-    def pattern(self, prefix: object) -> object:
-        return self.at, prefix
+    def pattern(self, prefixes: Sequence[object]) -> tuple[object, ...]:
+        """`prefixes` end where hashes do, and where the block is filled to."""
+        return self.at, *prefixes
+
+    def holds(self, content: object, pattern: Sequence[object]) -> bool:
+        """Whether a block holds this. It may hold more, of whoever it was copied from."""
+        return isinstance(content, tuple) and content[: len(pattern)] == pattern
 
     def reads(self, start: int) -> Iterator[tuple[int, int]]:
         """The blocks that token `start` sees of the tokens before it."""
@@ -179,31 +187,35 @@ class AttentionGroup:
         return 0
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        for at in range(start // BLOCK, -(-stop // BLOCK)):
-            yield at, min((at + 1) * BLOCK, stop)
+        for at in range(start // self.block, -(-stop // self.block)):
+            yield at, min((at + 1) * self.block, stop)
 
 
 class StateGroup:
     """Recurrent state in align mode: `preprocess_mamba` and the kernels of vLLM's worker."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, spec: object) -> None:
         self.at = at
+        self.block = spec.block_size
         self._running: dict[str, int] = {}  # request -> the block that has its running state
 
-    def pattern(self, prefix: object) -> object:
-        return self.at, "state", prefix
+    def pattern(self, prefixes: Sequence[object]) -> tuple[object, ...]:
+        return self.at, "state", prefixes[-1]
+
+    def holds(self, content: object, pattern: Sequence[object]) -> bool:
+        return content == pattern
 
     def reads(self, start: int) -> Iterator[tuple[int, int]]:
         if start:
-            yield (start - 1) // BLOCK, start
+            yield (start - 1) // self.block, start
 
     def writes(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        yield (stop - 1) // BLOCK, stop
+        yield (stop - 1) // self.block, stop
 
     def move(self, id: str, start: int, stop: int, table: Sequence[int], devices: Sequence[Device]) -> None:
         """Copy the running state to the block in which the step ends."""
-        source, target = self._running.get(id, (start - 1) // BLOCK), (stop - 1) // BLOCK
-        assert source == (start - 1) // BLOCK, f"{id}: the state that goes on is not that of token {start}"
+        source, target = self._running.get(id, (start - 1) // self.block), (stop - 1) // self.block
+        assert source == (start - 1) // self.block, f"{id}: the state that goes on is not that of token {start}"
         self._running[id] = target
         assert table[target] != NULL, f"{id} has no block for its running state"
         if start and source != target:
@@ -217,19 +229,21 @@ class StateGroup:
 class FakeModel:
     """Tokens and block tables as the workers know them, and the forward pass.
 
-    A pattern is made of `prefix`, which stands for all tokens before some token.
+    A pattern is made of prefixes, each of which stands for all tokens before some token.
     """
 
-    def __init__(self, specs: Sequence[object]) -> None:
+    def __init__(self, specs: Sequence[object], hash_tokens: int) -> None:
         self.groups = [
-            StateGroup(at) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec) for at, spec in enumerate(specs)
+            StateGroup(at, spec) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec)
+            for at, spec in enumerate(specs)
         ]
         self._states = [group for group in self.groups if isinstance(group, StateGroup)]
         self._attention = [group for group in self.groups if isinstance(group, AttentionGroup)]
+        self._unit = hash_tokens
         self.tokens: dict[str, list[int]] = {}
         self._chain: dict[str, list[int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
-        self._named: dict[bytes, object] = {}  # vLLM's hash of a block -> the prefix that ends with it
+        self._named: dict[bytes, tuple[object, bytes | None]] = {}  # hash -> the prefix that ends with it, and the last
 
     def begin(self, request: Request) -> None:
         self.tokens[request.request_id] = list(request.prompt_token_ids)
@@ -239,29 +253,43 @@ class FakeModel:
         del self.tokens[id], self._chain[id]
 
     def prefix(self, id: str, end: int) -> object:
-        tokens, chain = self.tokens[id], self._chain[id]
-        while len(chain) * BLOCK <= end:
-            at = len(chain) * BLOCK
-            chain.append(hash((chain[-1], *tokens[at - BLOCK : at])))
-        whole, part = divmod(end, BLOCK)
+        tokens, chain, unit = self.tokens[id], self._chain[id], self._unit
+        while len(chain) * unit <= end:
+            at = len(chain) * unit
+            chain.append(hash((chain[-1], *tokens[at - unit : at])))
+        whole, part = divmod(end, unit)
         return chain[whole] if not part else (chain[whole], *tokens[end - part : end])
+
+    def pattern(self, id: str, group: AttentionGroup | StateGroup, end: int) -> tuple[object, ...]:
+        """What a request has in the block of a group that is filled up to token `end`."""
+        start = (end - 1) // group.block * group.block
+        ends = [*range(start + self._unit, end, self._unit), end]
+        return group.pattern([self.prefix(id, each) for each in ends])
 
     def hasher(self, hash_blocks: Callable[[Request], list[bytes]]) -> Callable[[Request], list[bytes]]:
         """vLLM's hasher of blocks, listened to."""
 
         def hashes(request: Request) -> list[bytes]:
             known, new = request.block_hashes, hash_blocks(request)
-            prefix = self._named[known[-1]] if known else 0
+            last = known[-1] if known else None
             for at, key in enumerate(new, start=len(known)):
-                prefix = hash((prefix, *request.all_token_ids[at * BLOCK : (at + 1) * BLOCK]))
-                self._named[key] = prefix
+                before = 0 if last is None else self._named[last][0]
+                tokens = request.all_token_ids[at * self._unit : (at + 1) * self._unit]
+                self._named[key] = hash((before, *tokens)), last
+                last = key
             return new
 
         return hashes
 
     def promised(self, name: bytes) -> object:
-        """What a block holds that vLLM hashed by this name."""
-        return self.groups[get_group_id(name)].pattern(self._named[get_block_hash(name)])
+        """What a full block holds that vLLM hashed by this name."""
+        group = self.groups[get_group_id(name)]
+        prefixes: list[object] = []
+        last: bytes | None = get_block_hash(name)
+        while last is not None and len(prefixes) < group.block // self._unit:
+            prefix, last = self._named[last]
+            prefixes.append(prefix)
+        return group.pattern(prefixes[::-1])
 
     def forward(
         self, output: object, devices: Sequence[Device], held: Callable[[str], Sequence[Sequence[int]]]
@@ -293,9 +321,10 @@ class FakeModel:
         table = tables[group.at]
         for at, end in group.reads(start):
             assert table[at] != NULL, f"{id} needs block {at} of group {group.at} for token {start}, and it is null"
-            right = group.pattern(self.prefix(id, end))
+            right = self.pattern(id, group, end)
             for device in devices:
-                assert device.get(table[at]) == right, f"{id} {what} before token {end} in group {group.at}"
+                whole = group.holds(device.get(table[at]), right)
+                assert whole, f"{id} {what} before token {end} in group {group.at}"
 
     def _begin_step(self, output: object) -> list[tuple[str, int, int]]:
         """Update the tables as a worker does. Which tokens of which request are computed."""
@@ -331,16 +360,16 @@ class FakeModel:
             for id, start, stop in steps:
                 group.move(id, start, stop, self._tables[id][group.at], devices)
             for id, start, stop in steps:
-                moved = self._tables[id][group.at][(stop - 1) // BLOCK]
-                right = group.pattern(self.prefix(id, start))
-                assert not start or all(device[moved] == right for device in devices), f"{id} lost its state"
+                moved = self._tables[id][group.at][(stop - 1) // group.block]
+                kept = not start or all(device[moved] == self.pattern(id, group, start) for device in devices)
+                assert kept, f"{id} lost its state"
 
     def _write(self, id: str, start: int, stop: int, devices: Sequence[Device]) -> None:
         for group in self.groups:
             table = self._tables[id][group.at]
             for at, end in group.writes(start, stop):
                 assert table[at] != NULL, f"{id} has no block {at} in group {group.at} to write to"
-                pattern = group.pattern(self.prefix(id, end))
+                pattern = self.pattern(id, group, end)
                 for device in devices:
                     device[table[at]] = pattern
 
@@ -508,7 +537,8 @@ class Engine:
 
     `groups` is the model: one group of full attention if it is not said. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
-    each prompt; None is every boundary.
+    each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
+    blocks are.
     """
 
     def __init__(
@@ -517,6 +547,7 @@ class Engine:
         *,
         groups: Sequence[KVCacheGroupSpec] | None = None,
         retention: int | None = 0,
+        match_unit: int | None = None,
         device_blocks: int = 48,
         host_blocks: int = 160,
         offload: str = "lazy",
@@ -538,20 +569,24 @@ class Engine:
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
         config.cache_config.num_gpu_blocks = device_blocks
+        config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
+        config.cache_config.prefix_match_unit = match_unit
         if caches.has_mamba_layers:
             config.cache_config.mamba_cache_mode = "align"
         planner = planner_for(config, caches)
+        self.grid, self.hash_tokens = resolve_kv_cache_block_sizes(caches, config)
         sharers = ranks if tensor_parallel and all(group.replicated for group in planner.groups) else 1
         extra = config.kv_transfer_config.kv_connector_extra_config
         extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
         manager = StructuredOutputManager(config)
-        self.scheduler = scheduler_class(config, caches, manager, block_size=BLOCK, hash_block_size=BLOCK)
+        sizes = {"block_size": self.grid, "hash_block_size": self.hash_tokens}
+        self.scheduler = scheduler_class(config, caches, manager, **sizes)
         self.half = self.scheduler.connector.scheduler
         self.half.clock = lambda: self.now
         self.cache, self.device = self.half.cache, self.half.device
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups])
+        self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups], self.hash_tokens)
         hosts: list[dict[int, object]] = [{} for _ in range(ranks // sharers)]
         usual = failure_rate, slowest, host_blocks, planner.pieces
         self.ranks = [
@@ -565,7 +600,7 @@ class Engine:
         self._in_flight: list[tuple[object, ModelRunnerOutput]] = []
         self._lag = 1 if asynchronous else 0
         self._aggregator = KVOutputAggregator(ranks)
-        self._hasher = self.model.hasher(get_request_block_hasher(BLOCK, sha256))
+        self._hasher = self.model.hasher(get_request_block_hasher(self.hash_tokens, sha256))
         self._loads: dict[int, tuple[str, Sequence[object]]] = {}
         self._on_device: dict[str, int] = {}
         self._watch()
@@ -632,16 +667,24 @@ class Engine:
         self.drain()
         return self.finished[-1]
 
-    def keys(self, tokens: list[int]) -> list[bytes]:
-        """Those of the chunks of a prompt."""
+    def hashes(self, tokens: list[int]) -> list[bytes]:
+        """Those of a prompt."""
         sampling = SamplingParams(max_tokens=1)
         return Request("nobody", list(tokens), sampling, None, block_hasher=self._hasher).block_hashes
 
+    def keys(self, tokens: list[int]) -> list[bytes]:
+        """Those of the chunks of a prompt."""
+        each = self.grid // self.hash_tokens
+        return self.hashes(tokens)[each - 1 :: each]
+
     def on_device(self, tokens: list[int]) -> list[list[int]]:
         """Which blocks of a prompt the device has, group by group."""
-        keys = self.keys(tokens)
-        groups = range(len(self.model.groups))
-        return [[at for at, key in enumerate(keys) if self.pool.get_cached_block(key, [group])] for group in groups]
+        hashes, found = self.hashes(tokens), []
+        for group in self.model.groups:
+            each = group.block // self.hash_tokens
+            names = hashes[each - 1 :: each]
+            found.append([at for at, name in enumerate(names) if self.pool.get_cached_block(name, [group.at])])
+        return found
 
     def check_nothing_leaked(self) -> None:
         pool, statistics = self.pool, self.cache.statistics()
@@ -661,6 +704,7 @@ class Engine:
         output = self.scheduler.schedule()
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
+        self.counts["blocks copied"] += len(output.kv_cache_block_copies or ())
         metadata = output.kv_connector_metadata
         self._note_plan(metadata)
         for rank in self.ranks:
@@ -717,7 +761,7 @@ class Engine:
         loaded = {self.half._group_ids[copy.group]: sorted(copy.device_blocks) for copy in copies}
         devices = [rank.device for rank in self.ranks]
         for group, table in zip(self.model.groups, tables, strict=True):
-            wanted = sorted(table[at] for at, _ in group.reads(boundary) if at * BLOCK >= n0)
+            wanted = sorted(table[at] for at, _ in group.reads(boundary) if at * group.block >= n0)
             assert loaded.get(group.at, []) == wanted, f"{id} was loaded into wrong blocks of group {group.at}"
             self.model.check(id, group, boundary, tables, devices, "was loaded with wrong bytes")
 
@@ -750,9 +794,10 @@ class Engine:
 
     def _watch_find_all(self, find_all: Callable, keys: Sequence[bytes]) -> object:
         answers = find_all(keys)
-        prefix_groups = self.device._prefix_ids
+        prefix_groups = self.device._prefix_suffixes
+        find = self.pool.cached_block_hash_to_block.get_one_block
         for key, found in zip(keys, answers, strict=True):
-            if found is None and prefix_groups and self.pool.get_cached_block(key, prefix_groups) is not None:
+            if found is None and prefix_groups and all(find(key + suffix) for suffix in prefix_groups):
                 self.counts["blocks hidden until computed"] += 1
         return answers
 
@@ -801,14 +846,15 @@ class Engine:
 
 def longest_boundary(cache: object, request: object, n0: int) -> int:
     """The oracle, the slow way: one chunk after another, as long as it is there and a token is left to compute."""
-    best, depth = n0, n0 // BLOCK
+    grid = cache.planner.grid_tokens
+    best, depth = n0, n0 // grid
     while (
         depth < len(request.keys)
-        and (depth + 1) * BLOCK <= request.num_tokens - 1
+        and (depth + 1) * grid <= request.num_tokens - 1
         and cache.pool.find(request.keys[depth]) is not None
     ):
         depth += 1
         needed = cache.planner.needs_checkpoint(depth)
         if not needed or cache.pool.find(checkpoint_key(request.keys[depth - 1])) is not None:
-            best = depth * BLOCK
+            best = depth * grid
     return best

@@ -17,6 +17,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -77,6 +79,24 @@ def save_gemma3(folder: Path, seed: int = 0) -> Path:
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
+def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, seed: int = 0) -> Path:
+    """The same, with heads of another size under full attention: its blocks are of another length then."""
+    config = Gemma4TextConfig(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        head_dim=head_dim,
+        global_head_dim=global_head_dim,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=WINDOW,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        attention_k_eq_v=False,
+        final_logit_softcapping=None,
+    )
+    return _save(Gemma4ForCausalLM, config, folder, seed)
+
+
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
 
 
@@ -90,10 +110,10 @@ def _save(architecture, config, folder: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel) -> None:
-    """Gemma multiplies its embeddings by the root of their length. It adds 1 to the weights of its norms, and so does
-    Qwen3-Next."""
-    gemma = model.config.model_type == "gemma3_text"
-    adds_one = gemma or model.config.model_type == "qwen3_next"
+    """Gemma multiplies its embeddings by the root of their length. Gemma 3 adds 1 to the weights of its norms, and so
+    does Qwen3-Next."""
+    gemma = model.config.model_type in ("gemma3_text", "gemma4_text")
+    adds_one = model.config.model_type in ("gemma3_text", "qwen3_next")
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
             weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)

@@ -41,9 +41,19 @@ MODELS = {
     "2 full, state": [full(), full(), state()],
     "window": [window(9)],
     "state": [state()],
+    # Blocks of different lengths: a hit ends where blocks of all groups do
+    "full 8, window": [full(block=8), window(11)],
+    "full, window 8": [full(), window(11, block=8)],
+    "full 12, window 8": [full(block=12), window(11, block=8)],
+    "full 8, full": [full(block=8), full()],
+    "full, full 8, window": [full(), full(block=8), window(7)],
+    "full, local 8": [full(), local(16, block=8)],
+    "latent 16, windows 8 and 4": [latent(block=16), window(9, block=8), window(3)],
+    "windows 8 and 4": [window(9, block=8), window(6)],
 }
-PURE = ("window", "state")  # nothing in every chunk
-ATTENTION_ONLY = ("full", "latent")  # something in every chunk, and no more
+PURE = ("window", "state", "windows 8 and 4")  # nothing in every chunk
+ATTENTION_ONLY = ("full", "latent", "full 8, full")  # something in every chunk, and no more
+LOCAL = ("full, local", "full, local 8")
 HYBRID = tuple(name for name in MODELS if name not in ATTENTION_ONLY)
 
 PROMPT = list(range(30))
@@ -89,8 +99,8 @@ def noise(engine: Engine, length: int) -> list[int]:
     return [engine.random.randrange(500, 900) for _ in range(length)]
 
 
-def last_boundary(tokens: list[int]) -> int:
-    return (len(tokens) - 1) // BLOCK * BLOCK
+def last_boundary(engine: Engine, tokens: list[int]) -> int:
+    return (len(tokens) - 1) // engine.grid * engine.grid
 
 
 def resumed(engine: Engine, tokens: list[int], max_tokens: int = 4) -> tuple[int, int]:
@@ -112,7 +122,7 @@ def test_a_prompt_the_device_forgot_comes_back_at_its_last_boundary(start, model
         prompt = [1000 * length + at for at in range(length)]
         said = engine.run(prompt)
         forget(engine, said)
-        assert resumed(engine, prompt) == (0, last_boundary(prompt))
+        assert resumed(engine, prompt) == (0, last_boundary(engine, prompt))
         assert engine.finished[-1] == said
     assert engine.counts["loads done"] == 4
     engine.check_nothing_leaked()
@@ -122,17 +132,18 @@ def test_a_prompt_the_device_forgot_comes_back_at_its_last_boundary(start, model
 def test_a_prompt_the_device_still_has_is_not_loaded(start, model):
     engine = start(model, offload="eager")
     engine.run(PROMPT)
-    assert resumed(engine, PROMPT) == (28, 28)
+    assert resumed(engine, PROMPT) == (last_boundary(engine, PROMPT),) * 2
     assert engine.counts["loads planned"] == 0
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5])
+@pytest.mark.parametrize("more", [None, -1, 0, 1])
 @every_model
-def test_a_prompt_of_hardly_a_block_is_loaded_when_it_has_one_before_its_last_token(start, model, length):  # S7.27
+def test_a_prompt_of_hardly_a_chunk_is_loaded_when_it_has_one_before_its_last_token(start, model, more):  # S7.27
     engine = start(model, offload="eager")
+    length = 1 if more is None else engine.grid + more
     said = engine.run(PROMPT[:length])
     forget(engine, said)
-    assert resumed(engine, PROMPT[:length]) == (0, 4 if length == 5 else 0)
+    assert resumed(engine, PROMPT[:length]) == (0, engine.grid if more == 1 else 0)
     assert engine.finished[-1] == said
 
 
@@ -146,7 +157,7 @@ def test_windows_smaller_than_a_block_and_around_its_multiples(start, tokens, wi
         prompt = [1000 * length + at for at in range(length)]
         said = engine.run(prompt, max_tokens=9)
         forget(engine, said)
-        assert resumed(engine, prompt, max_tokens=9) == (0, last_boundary(prompt))
+        assert resumed(engine, prompt, max_tokens=9) == (0, last_boundary(engine, prompt))
         assert engine.finished[-1] == said
     engine.check_nothing_leaked()
 
@@ -158,24 +169,22 @@ def test_at_the_edge_of_a_local_chunk_its_group_needs_nothing(start, length, off
     prompt = PROMPT[:length]
     said = engine.run(prompt)
     forget(engine, said)
-    assert resumed(engine, prompt) == (0, last_boundary(prompt))
-    at_an_edge = last_boundary(prompt) % 12 == 0
-    assert len(engine.cache.coordinator.planner.checkpoint(last_boundary(prompt) // BLOCK)) == (
-        0 if at_an_edge else last_boundary(prompt) % 12 // BLOCK
-    )
+    boundary = last_boundary(engine, prompt)
+    assert resumed(engine, prompt) == (0, boundary)
+    assert len(engine.cache.coordinator.planner.checkpoint(boundary // BLOCK)) == boundary % 12 // BLOCK
 
 
 @every_model
 def test_only_what_lies_behind_the_device_s_part_is_loaded(start, model):
     """Also where a window reaches back into the part that the device has."""
     engine = start(model, offload="eager", retention=None)
-    longer = [PROMPT[:length] for length in (21, 25, 29)]
-    for prompt in longer:
+    prompts = [list(range(chunks * engine.grid + 1)) for chunks in (4, 5, 6, 7)]
+    for prompt in prompts:
         engine.run(prompt)
-    for prompt in longer:
-        forget(engine, PROMPT)
-        engine.run(PROMPT[:17])
-        assert resumed(engine, prompt) == (16, last_boundary(prompt))
+    for prompt in prompts[1:]:
+        forget(engine, prompt)
+        engine.run(prompts[0])
+        assert resumed(engine, prompt) == (4 * engine.grid, last_boundary(engine, prompt))
     engine.check_nothing_leaked()
 
 
@@ -185,8 +194,8 @@ def test_a_conversation_goes_on_where_its_prompt_ended(start, model, offload):
     engine = start(model, offload=offload)
     said = engine.run(PROMPT, max_tokens=13)
     forget(engine, said)
-    end = last_boundary(PROMPT) if model in HYBRID and model != "full, local" else last_boundary(said)
-    assert resumed(engine, [*said, 1, 2, 3]) == (0, end)
+    end = PROMPT if model in HYBRID and model not in LOCAL else said
+    assert resumed(engine, [*said, 1, 2, 3]) == (0, last_boundary(engine, end))
     engine.check_nothing_leaked()
 
 
@@ -196,7 +205,7 @@ def test_an_answer_that_ends_behind_a_boundary_without_prefix_groups(start, mode
     engine = start(model, offload=offload, retention=None)
     said = engine.run(PROMPT, max_tokens=3)  # 33 tokens, of which the last is not computed
     forget(engine, said)
-    assert resumed(engine, [*said, 1, 2, 3]) == (0, 32)
+    assert resumed(engine, [*said, 1, 2, 3]) == (0, last_boundary(engine, said))
 
 
 @both_modes
@@ -208,12 +217,13 @@ def test_where_the_device_keeps_every_boundary_a_conversation_goes_on_where_its_
     engine = start(model, offload=offload, retention=None)
     said = engine.run(PROMPT, max_tokens=answer)
     forget(engine, said)
-    assert resumed(engine, [*said, 1, 2, 3]) == (0, 32)
+    assert resumed(engine, [*said, 1, 2, 3]) == (0, last_boundary(engine, said))
 
 
 def a_branch(engine: Engine) -> tuple[int, int]:
-    """Where the third of three prompts is resumed that have 18 tokens in common."""
-    first, second, third = (PROMPT[:18] + noise(engine, 9) for _ in range(3))
+    """Where the third of three prompts is resumed that have half a chunk more than four in common."""
+    common = list(range(4 * engine.grid + engine.grid // 2))
+    first, second, third = (common + noise(engine, 2 * engine.grid + 1) for _ in range(3))
     engine.run(first)
     engine.run(second)
     forget(engine, first, second)
@@ -224,13 +234,15 @@ def a_branch(engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in PURE])
 def test_the_third_prompt_with_a_common_beginning_resumes_at_the_branch(start, model, offload):
     engine = start(model, offload=offload)
-    assert a_branch(engine) == (0, 16)
+    assert a_branch(engine) == (0, 4 * engine.grid)
     engine.check_nothing_leaked()
 
 
 @both_modes
-def test_a_window_alone_has_a_branch_where_the_device_keeps_every_boundary(start, offload):
-    assert a_branch(start("window", offload=offload, retention=None)) == (0, 16)
+@pytest.mark.parametrize("model", ["window", "windows 8 and 4"])
+def test_a_window_alone_has_a_branch_where_the_device_keeps_every_boundary(start, model, offload):
+    engine = start(model, offload=offload, retention=None)
+    assert a_branch(engine) == (0, 4 * engine.grid)
 
 
 # Steps
@@ -242,7 +254,7 @@ def test_prompts_are_computed_and_stored_a_few_tokens_at_a_time(start, model, st
     engine = start(model, offload="eager", step_tokens=step_tokens, max_requests=2)
     said = engine.run(PROMPT)
     forget(engine, said)
-    assert resumed(engine, PROMPT) == (0, 28)
+    assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     assert engine.finished[-1] == said == start(model).run(PROMPT)
     engine.check_nothing_leaked()
 
@@ -253,7 +265,7 @@ def test_several_ranks_store_and_load_their_own_share(start, model, offload):
     engine = start(model, offload=offload, ranks=3, slowest=4, device_blocks=30 + 16 * len(MODELS[model]))
     said = engine.run(PROMPT)
     forget(engine, said)
-    assert resumed(engine, PROMPT) == (0, 28)
+    assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     engine.check_nothing_leaked()
 
 
@@ -262,7 +274,7 @@ def test_ranks_with_the_same_bytes_keep_them_once(start, offload):
     engine = start("latent", offload=offload, ranks=3, tensor_parallel=True, slowest=4)
     said = engine.run(PROMPT)
     forget(engine, said)
-    assert resumed(engine, PROMPT) == (0, 28)
+    assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     assert all(rank.host is engine.ranks[0].host for rank in engine.ranks)
     engine.check_nothing_leaked()
 
@@ -273,7 +285,7 @@ def test_steps_that_overlap(start, model, offload):
     engine = start(model, offload=offload, ranks=2, asynchronous=True, slowest=4)
     said = engine.run(PROMPT)
     forget(engine, said)
-    assert resumed(engine, PROMPT) == (0, 28)
+    assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     assert engine.finished[-1] == said
     engine.check_nothing_leaked()
 
@@ -282,7 +294,7 @@ def test_steps_that_overlap(start, model, offload):
 def test_a_checkpoint_cannot_be_stored_in_the_step_that_computes_it(start, model):  # S7.9
     """vLLM hashes its blocks before that."""
     engine = start(model)
-    checkpoint = engine.cache.coordinator.checkpoint_at(engine.keys(PROMPT), depth=7)
+    checkpoint = engine.cache.coordinator.checkpoint_at(engine.keys(PROMPT), len(PROMPT) // engine.grid)
     step, seen = engine.cache.step, []
 
     def step_and_look():
@@ -305,7 +317,8 @@ def test_two_with_one_prefix_load_it_once(start, model, offload):  # S7.26
     engine.drain()
     assert engine.counts["pending"] > 0
     assert engine.counts["loads planned"] == 1
-    assert engine.admitted[-2:] == [(0, 28), (28, 28)]
+    end = last_boundary(engine, PROMPT)
+    assert engine.admitted[-2:] == [(0, end), (end, end)]
 
 
 @both_modes
@@ -314,7 +327,8 @@ def test_requests_that_lose_their_blocks_say_the_same_in_the_end(start, model, o
     prompts = [[100 * at + token for token in range(8)] for at in range(5)]
     alone = start(model, device_blocks=200)
     said = [alone.run(prompt, max_tokens=40) for prompt in prompts]
-    engine = start(model, offload=offload, device_blocks=8 if model in PURE else 12 + 10 * len(MODELS[model]))
+    few = sum(40 // group.kv_cache_spec.block_size for group in MODELS[model])
+    engine = start(model, offload=offload, device_blocks=8 if model in PURE else 12 + few)
     for prompt in prompts:
         engine.submit(prompt, max_tokens=40)
     engine.drain()
@@ -566,7 +580,7 @@ def test_a_null_block_where_one_is_needed_is_noticed(start, group):
     engine.step()
     (id,) = engine.requests
     start_at = engine.requests[id].num_computed_tokens
-    engine.model._tables[id][group][(start_at - 1) // BLOCK] = NULL
+    engine.model._tables[id][group][(start_at - 1) // engine.model.groups[group].block] = NULL
     engine.model._check_held = lambda *args: None
     with pytest.raises(AssertionError, match="and it is null"):
         engine.step()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests_vllm.engine import AT_ONCE, LOADING, RUNNING, Engine
+from tests_vllm.engine import AT_ONCE, LOADING, RUNNING, Engine, full, state, window
 from tests_vllm.test_groups import ATTENTION_ONLY, MODELS, PURE
 from tests_vllm.test_stress import Users
 
@@ -103,8 +103,8 @@ def check_lived(engine: Engine, model: str, loads: int) -> None:
 
 
 def device_blocks(model: str, few: int) -> int:
-    """What presses a model hard: `few` where blocks are soon free again."""
-    return few if model in PURE else 24 + 24 * len(MODELS[model])
+    """What presses a model hard: `few` for each group where blocks are soon free again."""
+    return few * len(MODELS[model]) if model in PURE else 24 + 24 * len(MODELS[model])
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
@@ -118,7 +118,19 @@ def test_no_request_of_any_model_ever_reads_wrong_kv_and_nothing_leaks(tmp_path,
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
-@pytest.mark.parametrize("model", ["full, window", "full, state", "full, window, state", "window"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "full, window",
+        "full, state",
+        "full, window, state",
+        "window",
+        "full 8, window",
+        "full, full 8, window",
+        "latent 16, windows 8 and 4",
+        "windows 8 and 4",
+    ],
+)
 def test_steps_that_overlap_and_ranks_that_drift_apart(tmp_path, model, retention, offload):
     size = {"device_blocks": device_blocks(model, few=30), "host_blocks": 400}
     varied = {"ranks": 2, "asynchronous": True, "retention": retention, "failure_rate": 0.02}
@@ -128,7 +140,32 @@ def test_steps_that_overlap_and_ranks_that_drift_apart(tmp_path, model, retentio
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
-@pytest.mark.parametrize("model", ["latent", "full, local", "2 full, state", "state"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize(("other", "copies"), [(state(block=8), True), (window(11, block=8), False)])
+def test_hashes_shorter_than_blocks(tmp_path, other, copies, asynchronous, offload):
+    """Beside states vLLM then has hits that end within a block, of which it makes a copy for the request."""
+    varied = {"match_unit": 4, "asynchronous": asynchronous, "failure_rate": 0.03, "seed": 4}
+    engine = Engine(
+        tmp_path, groups=[full(block=8), other], offload=offload, device_blocks=80, host_blocks=400, **varied
+    )
+    live_through(engine, requests=300)
+    check_lived(engine, "full, other", loads=25)
+    assert (engine.counts["blocks copied"] > 0) is copies
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize("groups", [[full(block=8), state()], [full(), full(block=8), state()]])
+def test_states_more_often_than_all_groups_have_a_boundary(tmp_path, groups, retention, offload):
+    """vLLM ends prompts' steps where a state's block ends, and half of these are no boundaries: there it has none."""
+    size = {"device_blocks": 24 + 24 * len(groups), "host_blocks": 400}
+    engine = Engine(tmp_path, groups=groups, offload=offload, retention=retention, failure_rate=0.03, seed=5, **size)
+    live_through(engine, requests=300)
+    check_lived(engine, "full, state", loads=15)
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+@pytest.mark.parametrize("model", ["latent", "full, local", "2 full, state", "state", "full 8, full"])
 def test_short_steps_and_slow_copies(tmp_path, model, offload):
     size = {"device_blocks": device_blocks(model, few=12), "host_blocks": 200}
     slow = {"step_tokens": 14, "slowest": 12, "failure_rate": 0.03}

@@ -113,7 +113,7 @@ class CPUPrefixCache:
     allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
     more can allocate, at most half of the device; never more than all of it). An engine that allocates chunks as a
     whole leaves `device_groups` at 0; one that allocates a block in each of so many groups as tokens come says so: each
-    request may then begin some.
+    request may then begin some. `device_blocks` is how many blocks of theirs a chunk takes (default: one of each).
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
@@ -148,6 +148,7 @@ class CPUPrefixCache:
         lazy_bytes_in_flight: int | None = None,
         lazy_horizon: int | None = None,
         device_groups: int = 0,
+        device_blocks: int | None = None,
         report_steps: int = 1,
         decode_chunks: int = 1,
         link_bytes_per_second: float = 25e9,
@@ -165,6 +166,7 @@ class CPUPrefixCache:
             ("decode_step_tokens", decode_step_tokens),
             ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
             ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
+            ("device_blocks", 1 if device_blocks is None else device_blocks),
             ("link_bytes_per_second", link_bytes_per_second),
             ("report_steps", report_steps),
             ("decode_chunks", decode_chunks),
@@ -207,6 +209,7 @@ class CPUPrefixCache:
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._max_step_chunks = -(-max_step_tokens // planner.grid_tokens)
         self._device_groups = device_groups
+        self._device_blocks = device_groups if device_blocks is None else device_blocks
         in_flight = device.num_chunks
         if lazy_bytes_in_flight is not None:
             in_flight = max(1, lazy_bytes_in_flight // max(1, planner.chunk_bytes))
@@ -651,7 +654,9 @@ class CPUPrefixCache:
 
     def _step_blocks(self) -> int:
         """How many device blocks it can allocate for that."""
-        return self._step_chunks() * max(1, self._device_groups)
+        if not self._device_groups:
+            return self._step_chunks()
+        return self._max_step_chunks * self._device_blocks + len(self._running) * self._device_groups
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
         """What must be held on the host to resume at `boundary`, if all of it is here."""

@@ -242,7 +242,8 @@ class StorePlanner:
     def _sides(self, chunks: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
         sides: tuple[list[int], list[int]] = [], []
-        wait = self._device.are_waiting([blocks[0] for blocks in chunks]) if self._width else ()
+        # By the last block: where a chunk has several of a group, those before may be in chunks that go on differently.
+        wait = self._device.are_waiting([blocks[-1] for blocks in chunks]) if self._width else ()
         for blocks, waits in zip(chunks, wait, strict=False):
             sides[not waits].extend(blocks)
         return sides

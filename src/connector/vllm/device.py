@@ -10,7 +10,15 @@ A block in use has `ref_cnt > 0` and is out of the queue. A hold is one more ref
 leave a block and its hash alone.
 
 vLLM's key of a block is its hash and the number of its group, ours the hash alone, as it stands in
-`Request.block_hashes`. A chunk has a block in each prefix group, and is known by the one in the first of them.
+`Request.block_hashes`. A chunk has blocks in each prefix group, one or, where they are shorter than it, several, and is
+on the device while all of them are. It is known by those it ends with, one in each group, whose hash is its key: vLLM
+frees a request group by group, from either end of the list, and each from its last block to its first. So of a chunk
+one of these is always the first to leave.
+
+    full attention of 32 tokens, full attention of 16, chunks a and b freed at once     (^ brings its chunk)
+
+    front  [ b ][ a ] [ b, second ][ b, first ][ a, second ][ a, first ]  back          or the groups the other way
+             ^    ^       ^                        ^
 
 A checkpoint has its blocks in other groups, and they do not wait together: what a window has passed is freed while the
 request goes on. So a checkpoint is known by each of its blocks, from the moment it was found whole: the first of them
@@ -33,18 +41,21 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from connector.vllm.keys import HashesOnDevice, block_ends
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
 
+GROUP_ID_BYTES = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB for 5,000 blocks
 
 
 class VllmDevice:
-    """The blocks of all groups; `group_ids[i]` is vLLM's number of the planner's group i.
+    """The blocks of all groups; `group_ids[i]` is vLLM's number of the planner's group i, `hashes_per_chunk` how many
+    block hashes of a request make a chunk.
 
     vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaited`
-    tells the keys whose bytes are still to come: blocks in use are not found under them.
+    tells the hashes whose bytes are still to come: blocks in use are not found under them.
     """
 
     def __init__(
@@ -53,26 +64,43 @@ class VllmDevice:
         planner: HybridChunkPlanner,
         group_ids: Sequence[int],
         awaited: Callable[[], Container[bytes]] = tuple,
+        hashes_per_chunk: int = 1,
     ) -> None:
         self._pool = pool
         self._planner = planner
-        self._group_ids = group_ids
-        self._prefix_ids = [id for id, piece in zip(group_ids, planner.pieces, strict=True) if piece.in_chunk]
         self.num_chunks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
-        self._suffix = make_block_hash_with_group_id(BlockHash(b""), self._prefix_ids[0]) if self._prefix_ids else b""
+        self._hashes_per_chunk = hashes_per_chunk
+        self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), id) for id in group_ids]
+        in_chunk = [at for at, piece in enumerate(planner.pieces) if piece.in_chunk]
+        self._prefix_suffixes = tuple(self._suffixes[at] for at in in_chunk)
+        ends = block_ends(planner, hashes_per_chunk)
+        self._picked = sorted({*ends.values(), hashes_per_chunk - 1})
+        self._at = {block: self._picked.index(end) for block, end in ends.items()}  # among the picked hashes
+        # Of each prefix group: what its names end with, and the hashes of its blocks of a chunk, the last block first.
+        self._chunk_groups = [
+            (self._suffixes[at], [self._at[block] for block in reversed(ends) if block[0] == at]) for at in in_chunk
+        ]
+        self._hashes: HashesOnDevice | None = None
+        if in_chunk and len(self._picked) > 1:
+            self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_some)
         self._awaited = awaited
         self._given: Container[int] = ()
         self._checkpoints = _Checkpoints()
-        self._seen: dict[bytes, None] = {}  # without prefix groups: the latest chunks, the last seen at the end
+        self._seen: dict[bytes, Sequence[bytes]] = {}  # without prefix groups: the latest, the last seen last
 
-    def saw(self, keys: Sequence[bytes], start: int = 0) -> None:
-        """A request has these chunks, from number `start` on."""
-        if self._prefix_ids:
-            return
-        for key in keys[start:]:
+    def saw(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
+        """The device has chunks [start, stop) of a request with these block hashes."""
+        if self._hashes is not None:
+            self._hashes.add(hashes, start, stop)
+        elif not self._prefix_suffixes:
+            self._see(hashes, start, stop)
+
+    def _see(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
+        for first in range(start * self._hashes_per_chunk, stop * self._hashes_per_chunk, self._hashes_per_chunk):
+            key = hashes[first + self._picked[-1]]
             self._seen.pop(key, None)
-            self._seen[key] = None
+            self._seen[key] = tuple(hashes[first + at] for at in self._picked) if len(self._picked) > 1 else ()
         for key in list(islice(self._seen, max(0, len(self._seen) - SEEN_PER_BLOCK * self.num_chunks))):
             del self._seen[key]
 
@@ -80,13 +108,14 @@ class VllmDevice:
         return self.find_all((key,))[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
-        if not self._prefix_ids:
+        if not self._prefix_suffixes:
             return [() if key in self._seen else None for key in keys]
-        suffix, get_one_block = self._suffix, self._pool.cached_block_hash_to_block.get_one_block
+        if self._hashes is not None or len(self._chunk_groups) > 1:
+            return [self._chunk(key) for key in keys]
+        (suffix,) = self._prefix_suffixes
+        get_one_block = self._pool.cached_block_hash_to_block.get_one_block
         names = [key + suffix for key in keys]
         found = [get_one_block(name) for name in names]
-        if len(self._prefix_ids) > 1:
-            return [None if block is None else self._chunk(block) for block in found]
         awaited, given = self._awaited(), self._given
         return [
             None
@@ -95,13 +124,46 @@ class VllmDevice:
             for key, block in zip(keys, found, strict=True)
         ]
 
-    def _chunk(self, first: KVCacheBlock) -> Sequence[int] | None:
-        """The blocks of a chunk, by the one in the first prefix group."""
-        key = get_block_hash(_name(first))
-        others = self._pool.get_cached_block(key, self._prefix_ids[1:])
-        if others is None or any(self._is_hidden(block, key) for block in (first, *others)):
+    def _chunk(self, key: bytes) -> Sequence[int] | None:
+        """The blocks of a chunk of several: group by group, in token order."""
+        hashes = self._picked_hashes(key)
+        if hashes is None:
             return None
-        return [block.block_id for block in (first, *others)]
+        blocks: list[int] = []
+        for suffix, ends in self._chunk_groups:
+            found: list[int] = []
+            behind = None
+            for at in ends:
+                behind = self._copy(hashes[at] + suffix, behind)
+                if behind is None or self._is_hidden(behind, hashes[at]):
+                    return None
+                found.append(behind.block_id)
+            blocks += reversed(found)
+        return blocks
+
+    def _copy(self, name: bytes, behind: KVCacheBlock | None) -> KVCacheBlock | None:
+        """A block with this name: of several the one that waits right behind that block, if it does.
+
+        Chunks that part within have the blocks before in common, by name, and each has copies of its own. To store one
+        chunk, and put its blocks back in front, must not take the others' along.
+        """
+        if behind is not None:
+            near: KVCacheBlock | None = behind.next_free_block
+            if near is not None and near.block_hash == name:
+                return near
+        found: KVCacheBlock | None = self._pool.cached_block_hash_to_block.get_one_block(name)
+        return found
+
+    def _picked_hashes(self, key: bytes) -> Sequence[bytes] | None:
+        """Those that blocks of the chunk with this key end with; None if they are not known."""
+        if len(self._picked) == 1:
+            return (key,)
+        return (self._seen if self._hashes is None else self._hashes.by_key).get(key)
+
+    def _has_some(self, hashes: Sequence[bytes]) -> bool:
+        """Whether there is any block of a chunk with these picked hashes."""
+        get_one_block = self._pool.cached_block_hash_to_block.get_one_block
+        return any(get_one_block(hashes[at] + self._suffixes[group]) for (group, _), at in self._at.items())
 
     @contextmanager
     def given(self, blocks: Container[int]) -> Iterator[None]:
@@ -113,29 +175,30 @@ class VllmDevice:
             self._given = ()
 
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
-        found = self._pieces(checkpoint)
-        if found is None:
+        pieces = self._pieces(checkpoint)
+        if pieces is None:
             self._checkpoints.forget(checkpoint)
             return None
-        names = [_name(block) for block in found]
-        if self._prefix_ids:  # its chunk may leave first, and it could not be stored without
-            names.append(make_block_hash_with_group_id(BlockHash(checkpoint.tail[-1]), self._prefix_ids[0]))
+        names = [name for name, _ in pieces]
+        # Its chunk may leave first, and it could not be stored without.
+        names += [BlockHashWithGroupId(checkpoint.tail[-1] + suffix) for suffix in self._prefix_suffixes]
         if self._checkpoints.remember(checkpoint, names):
             self._checkpoints.sweep(lambda oldest: self._pieces(oldest) is not None)
-        if any(self._is_hidden(block, get_block_hash(_name(block))) for block in found):
+        if any(self._is_hidden(block, get_block_hash(name)) for name, block in pieces):
             return None
-        return [(block.block_id,) for block in found]
+        return [(block.block_id,) for _, block in pieces]
 
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
-        suffix, needed_by = self._suffix, self._checkpoints.needed_by
+        suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
+        chunks = None if self._hashes is None else self._hashes.by_key  # None: every name of theirs is that of a chunk
         for block in self._pool.free_block_queue.iter_blocks_after(start):  # many of them: no call more than needed
             name = block.block_hash
             if name is None:
                 yield block.block_id, None
                 continue
-            if is_chunk := bool(suffix) and name.endswith(suffix):
-                yield block.block_id, name[: -len(suffix)]
+            if is_chunk := name.endswith(suffixes) and (chunks is None or name[:-GROUP_ID_BYTES] in chunks):
+                yield block.block_id, name[:-GROUP_ID_BYTES]
             if name in needed_by:
                 for key in needed_by[name]:
                     yield block.block_id, key
@@ -174,29 +237,34 @@ class VllmDevice:
                 place.next_free_block = place = block
                 queue.num_free_blocks += 1
 
-    def _pieces(self, checkpoint: CheckpointAt) -> list[KVCacheBlock] | None:
+    def _pieces(self, checkpoint: CheckpointAt) -> list[tuple[BlockHashWithGroupId, KVCacheBlock]] | None:
+        """The blocks of a checkpoint, each with vLLM's key of it; None unless all of them are there."""
         first = checkpoint.depth - len(checkpoint.tail)
         pieces = []
         for at in self._planner.checkpoint(checkpoint.depth):
-            key = checkpoint.tail[at.chunk - first]
-            found = self._pool.get_cached_block(BlockHash(key), [self._group_ids[at.group]])
-            if found is None:
+            hashes = self._picked_hashes(checkpoint.tail[at.chunk - first])
+            if hashes is None:
                 return None
-            pieces.append(found[0])
+            name = BlockHashWithGroupId(hashes[self._at[at.group, at.block]] + self._suffixes[at.group])
+            block = self._pool.cached_block_hash_to_block.get_one_block(name)
+            if block is None:
+                return None
+            pieces.append((name, block))
         return pieces
 
-    def _is_hidden(self, block: KVCacheBlock, key: bytes) -> bool:
+    def _is_hidden(self, block: KVCacheBlock, hash: bytes) -> bool:
         if block.block_id in self._given:
             return True
-        return block.ref_cnt > 0 and key in self._awaited()
+        return block.ref_cnt > 0 and hash in self._awaited()
 
     def _keys(self, block: KVCacheBlock) -> Sequence[bytes]:
         """Our keys of a block: that of its chunk, or those of the checkpoints that need it."""
         name = block.block_hash
         if name is None:
             return ()
-        if self._suffix and name.endswith(self._suffix):
-            return (name[: -len(self._suffix)], *self._checkpoints.that_need(name))
+        key = name[:-GROUP_ID_BYTES]
+        if name.endswith(self._prefix_suffixes) and (self._hashes is None or key in self._hashes.by_key):
+            return (key, *self._checkpoints.that_need(name))
         return self._checkpoints.that_need(name)
 
 
@@ -240,8 +308,3 @@ class _Checkpoints:
                 self._oldest[key] = checkpoint
             else:
                 self.forget(checkpoint)
-
-
-def _name(block: KVCacheBlock) -> BlockHashWithGroupId:
-    name: BlockHashWithGroupId = block.block_hash
-    return name

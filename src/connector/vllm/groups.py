@@ -28,13 +28,31 @@ def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Hybr
         raise ConfigurationError("KV that is dealt over ranks by context parallelism is not built; use TP or PP")
     drops = _lookahead_tokens(vllm_config, grid)
     groups = [_group(at, group, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
-    misfit = next((group for group in groups if group.kind is not GroupKind.NONE and group.block_tokens != grid), None)
-    if misfit is not None:
-        raise ConfigurationError(
-            f"group {misfit.name!r} has blocks of {misfit.block_tokens} tokens where prefix hits come every {grid}; "
-            "groups with blocks of different lengths are not built yet"
-        )
+    _check_lengths([group for group in groups if group.kind is not GroupKind.NONE], grid)
     return HybridChunkPlanner(groups, max_model_len=vllm_config.model_config.max_model_len, grid_tokens=grid)
+
+
+def _check_lengths(groups: Sequence[Group], grid: int) -> None:
+    """Blocks of different lengths are refused where vLLM itself cannot keep them.
+
+    It looks for chunked-local attention only where every block is as long as its own. And it ends steps where the
+    shortest blocks do (`Scheduler._mamba_block_aligned_split`), with the state of that token in a block that it then
+    hashes by the longer block's end.
+    """
+    shortest = min(groups, key=lambda group: group.block_tokens)
+    for group in groups:
+        if group.kind is GroupKind.CHUNK_LOCAL and group.block_tokens != grid:
+            raise ConfigurationError(
+                f"group {group.name!r} has blocks of {group.block_tokens} tokens where prefix hits come every {grid}: "
+                "vLLM finds chunked-local attention only in blocks of that length; start it with "
+                "--disable-hybrid-kv-cache-manager"
+            )
+        if group.kind is GroupKind.STATE and group.block_tokens > shortest.block_tokens:
+            raise ConfigurationError(
+                f"group {group.name!r} has a state every {group.block_tokens} tokens, and group {shortest.name!r} has "
+                f"blocks of {shortest.block_tokens}: vLLM then keeps states of other tokens than it says; blocks of at "
+                f"least {group.block_tokens} tokens there (often a drafter's) would do"
+            )
 
 
 def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
@@ -52,6 +70,12 @@ def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
     """How many of a request's block hashes make a chunk: the last of them is the chunk's key."""
     grid, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return grid // hashed
+
+
+def device_blocks_per_chunk(planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> int:
+    """How many blocks vLLM allocates at most for the tokens of a chunk. What is rebuilt takes one a request."""
+    rebuilt = len(kv_cache_config.kv_cache_groups) - len(planner.groups)
+    return rebuilt + sum(planner.grid_tokens // group.block_tokens for group in planner.groups)
 
 
 def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
@@ -103,8 +127,12 @@ def _state(spec: Any) -> Fields:
 
 
 def _window(spec: Any) -> Fields:
-    # Releases before 0.28 have no extra tokens to keep, and no field that says so.
+    # Releases before 0.28 have no extra tokens to keep, and no field that says so; nor windows that are rebuilt.
     extra = vars(spec).get("extra_retained_tokens", 0)
+    if vars(spec).get("bounded_replay", False):
+        raise ConfigurationError(
+            "sliding windows that vLLM computes again after each hit (bounded_replay) are not built"
+        )
     return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": extra}
 
 

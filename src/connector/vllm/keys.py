@@ -1,14 +1,26 @@
-"""A request's block hashes as keys of chunks.
+"""A request's block hashes as keys of chunks, and as what vLLM knows the blocks within chunks by.
 
 vLLM hashes blocks of the length that divides all of its groups', each hash chained to the one before; so the hash at
-the end of a chunk is the chunk's key, and vLLM itself knows a longer block by it.
+the end of a chunk is the chunk's key, and vLLM itself knows every block by the hash at its end.
 
-    hashes   h0  h1  h2  h3  h4  h5  h6        of 16 tokens
-    keys         h1      h3      h5            chunks of 32
+    hashes          h0  h1  h2  h3  h4  h5  h6        of 16 tokens
+    keys                h1      h3      h5            chunks of 32
+    blocks of 32        h1      h3      h5
+    blocks of 16    h0  h1  h2  h3  h4  h5  h6
+
+A key does not tell the hashes before it. So where a group has blocks shorter than a chunk, those hashes are remembered
+by the key, from when the chunk is computed for as long as the device has some of it.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import overload
+
+from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.planner import FAR_CHUNKS
+
+LEAST_SWEPT = 64  # chunks at a time
+SWEPT_SHARE = 8  # of what is due
 
 
 class ChunkKeys(Sequence[bytes]):
@@ -36,3 +48,53 @@ class ChunkKeys(Sequence[bytes]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         return self._hashes[range(len(self))[at] * self._each + self._each - 1]
+
+
+def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple[int, int], int]:
+    """For block number b of group g within a chunk, as (g, b): which of the chunk's hashes, from 0, it ends with.
+
+    Those blocks only that are ever asked for: a short window takes no more than the last of a chunk.
+    """
+    far = {(at.group, at.block) for at in planner.checkpoint(FAR_CHUNKS)}
+    ends = {}
+    for at, piece in enumerate(planner.pieces):
+        each = planner.grid_tokens // piece.group.block_tokens
+        for block in range(each):
+            if piece.in_chunk or each == 1 or (at, block) in far:
+                ends[at, block] = (block + 1) * hashes_per_chunk // each - 1
+    return ends
+
+
+class HashesOnDevice:
+    """Hashes of chunks by their keys: `picked` are those of a chunk's `each` hashes that blocks end with, ascending.
+
+    `is_here` says of the picked hashes of a chunk whether the device has something under one of them. What it has not
+    is forgotten in time: with each new chunk two of the oldest are looked at, a portion in each call.
+    """
+
+    def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[Sequence[bytes]], bool]) -> None:
+        self._picked = picked
+        self._each = each
+        self._is_here = is_here
+        self._oldest: deque[bytes] = deque()
+        self._due = 0
+        self.by_key: dict[bytes, Sequence[bytes]] = {}
+
+    def add(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
+        """Remember chunks [start, stop) of a request with these hashes, and forget others."""
+        for first in range(start * self._each, stop * self._each, self._each):
+            picked = tuple(hashes[first + at] for at in self._picked)
+            if self.by_key.setdefault(picked[-1], picked) is picked:
+                self._oldest.append(picked[-1])
+                self._due += 2
+        self._sweep()
+
+    def _sweep(self) -> None:
+        count = min(self._due, max(LEAST_SWEPT, self._due // SWEPT_SHARE))
+        self._due -= count
+        for _ in range(min(count, len(self._oldest))):
+            key = self._oldest.popleft()
+            if self._is_here(self.by_key[key]):
+                self._oldest.append(key)
+            else:
+                del self.by_key[key]

@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
+from vllm.v1.request import RequestStatus
 
 from connector.vllm import versions
 from connector.vllm.device import VllmDevice
@@ -51,7 +52,9 @@ class SchedulerHalf:
     """
 
     def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.device = VllmDevice(pool, settings.planner, settings.group_ids, self._keys_to_come)
+        self.device = VllmDevice(
+            pool, settings.planner, settings.group_ids, self._hashes_to_come, settings.hashes_per_chunk
+        )
         self.cache = settings.build(self.device)
         self._counts = CacheCounts(self.cache)
         self.clock = clock
@@ -59,8 +62,10 @@ class SchedulerHalf:
         self._group_ids = settings.group_ids
         self._grid = settings.planner.grid_tokens
         self._hashes_per_chunk = settings.hashes_per_chunk
+        self._hash_tokens = self._grid // settings.hashes_per_chunk
         self._on_device: dict[str, int] = {}
         self._admitted: dict[str, EngineRequest] = {}
+        self._seen: dict[str, int] = {}  # how many chunks of it the device was told of
         self._loads: dict[int, str] = {}
         self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[str] = set()
@@ -93,7 +98,7 @@ class SchedulerHalf:
         if id in self._admitted:
             self._lost_its_blocks(id)
         self._admitted[id] = request
-        self.device.saw(ours.keys)
+        self._see(request, n0)
         tables = blocks.get_block_ids()
         with self.device.given(self._new_blocks(tables, n0)):
             self.cache.admit(ours, n0, boundary, self.clock())
@@ -113,7 +118,8 @@ class SchedulerHalf:
         """What a request was given behind token `n0`, hashed already; only models with checkpoints ask."""
         if not self._planner.has_checkpoints:
             return frozenset()
-        return frozenset(block for table in tables for block in table[n0 // self._grid :])
+        groups = zip(self._group_ids, self._planner.groups, strict=True)
+        return frozenset(block for at, group in groups for block in tables[at][n0 // group.block_tokens :])
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         self._deciding, self._to_come = output, None
@@ -133,8 +139,10 @@ class SchedulerHalf:
         self._readmitted.clear()
         for id in self.cache.due():
             request = self._admitted[id]
-            self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
-            self.cache.computed(id, _computed_tokens(request))
+            tokens = _computed_tokens(request)
+            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._see(request, tokens)
+            self.cache.computed(id, tokens)
         return self.cache.step()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -154,8 +162,10 @@ class SchedulerHalf:
         self._on_device.pop(request.request_id, None)
         self._has_failed.discard(request.request_id)
         if self._admitted.pop(request.request_id, None) is not None:
-            self.device.saw(self._request(request).keys, start=request.num_prompt_tokens // self._grid)
-            self.cache.finished(request.request_id, _computed_tokens(request))
+            tokens = _computed_tokens(request)
+            self._see(request, tokens)
+            self._seen.pop(request.request_id, None)
+            self.cache.finished(request.request_id, tokens)
 
     def reset_cache(self) -> None:
         self.cache.reset()
@@ -173,10 +183,24 @@ class SchedulerHalf:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
         return Request(request.request_id, keys, request.num_tokens, stores=_wants(request, STORE))
 
+    def _see(self, request: EngineRequest, num_tokens: int) -> None:
+        """The device has the chunks of so many tokens of an admitted request."""
+        start = self._seen.get(request.request_id, 0)
+        stop = min(num_tokens // self._grid, len(request.block_hashes) // self._hashes_per_chunk)
+        if start < stop:
+            self.device.saw(request.block_hashes, start, stop)
+            self._seen[request.request_id] = stop
+
     def _preempted(self, id: str) -> None:
         request = self._admitted.pop(id, None)
-        # The last token was sampled when all before it had been computed. By now vLLM has set the count of those to 0.
-        self.cache.preempted(id, 0 if request is None else request.num_tokens - 1)
+        computed = 0
+        if request is not None and request.num_output_tokens:
+            # The last one was sampled when all before it had been computed; vLLM has set that count to 0 by now.
+            computed = request.num_tokens - 1
+            if not self._planner.has_checkpoints:
+                self._see(request, computed)
+        self._seen.pop(id, None)
+        self.cache.preempted(id, computed)
 
     def _lost_its_blocks(self, id: str) -> None:
         """The request was admitted before: its load failed, or a reset preempted it and this very step resumes it."""
@@ -185,19 +209,18 @@ class SchedulerHalf:
         self._preempted(id)
         self._to_come = ()
 
-    def _keys_to_come(self) -> Container[bytes]:
+    def _hashes_to_come(self) -> Container[bytes]:
         """Under which blocks in use hold nothing yet. Seldom asked for, and then often in a step."""
         if self._to_come is None:
             self._to_come = frozenset() if self._deciding is None else frozenset(self._filled_by(self._deciding))
         return self._to_come
 
     def _filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
-        """The keys of the chunks that this step computes."""
+        """The hashes of the blocks that this step computes."""
         for id, num_tokens in output.num_scheduled_tokens.items():
             request = self._admitted[id]
             before = request.num_computed_tokens
-            keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
-            yield from keys[before // self._grid : (before + num_tokens) // self._grid]
+            yield from request.block_hashes[before // self._hash_tokens : (before + num_tokens) // self._hash_tokens]
 
 
 class _Everything(Container[bytes]):

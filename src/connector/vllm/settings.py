@@ -11,7 +11,13 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm.groups import hash_blocks_per_chunk, is_replicated, planned_group_ids, planner_for
+from connector.vllm.groups import (
+    device_blocks_per_chunk,
+    hash_blocks_per_chunk,
+    is_replicated,
+    planned_group_ids,
+    planner_for,
+)
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, HybridChunkPlanner
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 
@@ -47,6 +53,7 @@ class Settings:
     hashes_per_chunk: int
     max_step_tokens: int
     device_groups: int  # each with blocks of its own for the same tokens
+    device_blocks: int  # of all groups, for the tokens of a chunk
     report_steps: int
     decode_step_tokens: int
     tells_events: bool  # whether vLLM publishes KV events
@@ -77,6 +84,7 @@ class Settings:
             hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
             max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             device_groups=len(kv_cache_config.kv_cache_groups),
+            device_blocks=device_blocks_per_chunk(planner, kv_cache_config),
             # Workers look at copies as soon as a step is launched, and are heard when it has ended; with asynchronous
             # scheduling the next step has been decided by then.
             report_steps=3 if vllm_config.scheduler_config.async_scheduling else 2,
@@ -101,6 +109,7 @@ class Settings:
             max_step_tokens=self.max_step_tokens,
             decode_step_tokens=self.decode_step_tokens,
             device_groups=self.device_groups,
+            device_blocks=self.device_blocks,
             report_steps=self.report_steps,
             decode_chunks=DECODE_CHUNKS,
             log_boundaries=self.tells_events,
