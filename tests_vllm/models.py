@@ -14,11 +14,10 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -81,7 +80,7 @@ def save_gemma3(folder: Path, seed: int = 0) -> Path:
 
 def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, seed: int = 0) -> Path:
     """The same, with heads of another size under full attention: its blocks are of another length then."""
-    config = Gemma4TextConfig(
+    config = transformers.Gemma4TextConfig(
         **{name: value for name, value in SIZES.items() if name != "head_dim"},
         head_dim=head_dim,
         global_head_dim=global_head_dim,
@@ -94,7 +93,7 @@ def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, see
         attention_k_eq_v=False,
         final_logit_softcapping=None,
     )
-    return _save(Gemma4ForCausalLM, config, folder, seed)
+    return _save(transformers.Gemma4ForCausalLM, config, folder, seed)
 
 
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
