@@ -259,6 +259,14 @@ def test_a_prompt_whose_names_were_lost_with_a_reset_is_known_again_by_its_next_
     assert engine.admitted[-1] == (0, 24)
 
 
+def test_a_step_allocates_as_many_blocks_as_its_tokens_take_in_all_groups(start):  # noqa: F811
+    engine = start([full(block=8), full()], step_tokens=48)
+    assert engine.cache._step_blocks() == 6 + 12
+    engine.submit(list(range(30)))
+    engine.step()
+    assert engine.cache._step_blocks() == 6 + 12 + 2  # and each request may begin one in each
+
+
 # The order in which blocks leave
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests_vllm.models import WINDOW, save_gemma4, some_tokens
 from tests_vllm.real_cache import CachedEngine
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
+from tests_vllm.test_real_hits import answer_in_pairs
 
 GRID = 2 * BLOCK
 LENGTHS = [GRID - 1, GRID, GRID + 1, 2 * GRID + BLOCK, 4 * GRID, 5 * GRID + 7, 6 * GRID - 1, 6 * GRID + 1]
@@ -33,9 +34,9 @@ def test_prompts_come_back_at_their_last_boundary(which, folder, expected, offlo
     with CachedEngine(folder, offload=offload) as engine:
         groups = engine.scheduler.kv_cache_config.kv_cache_groups
         assert [group.kv_cache_spec.block_size for group in groups] == BLOCKS[which]
-        computed = engine.answer(PROMPTS)
+        computed = answer_in_pairs(engine, PROMPTS)
         engine.flood()
-        loaded = engine.answer(PROMPTS)
+        loaded = answer_in_pairs(engine, PROMPTS)
         engine.check_nothing_leaked()
     assert max(differences(computed, expected)) <= TOLERANCE
     assert max(differences(loaded, expected)) <= TOLERANCE
@@ -46,9 +47,9 @@ def test_prompts_come_back_at_their_last_boundary(which, folder, expected, offlo
 def test_one_damaged_block_of_a_load_shows(folder, expected, group):
     """The control: one wrong block, of any group, would fail the comparison."""
     with CachedEngine(folder, offload="eager", test_corrupt_group=group) as engine:
-        engine.answer(PROMPTS)
+        answer_in_pairs(engine, PROMPTS)
         engine.flood()
-        damaged = engine.answer(PROMPTS)
+        damaged = answer_in_pairs(engine, PROMPTS)
     long = [length > GRID + WINDOW for length in LENGTHS]
     shown = [difference > TOLERANCE for difference in differences(damaged, expected)]
     assert sum(one and other for one, other in zip(long, shown, strict=True)) >= sum(long) - 1

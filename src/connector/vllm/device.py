@@ -77,10 +77,12 @@ class VllmDevice:
         ends = block_ends(planner, hashes_per_chunk)
         self._picked = sorted({*ends.values(), hashes_per_chunk - 1})
         self._at = {block: self._picked.index(end) for block, end in ends.items()}  # among the picked hashes
-        # Of each prefix group: what its names end with, and the hashes of its blocks of a chunk, the last block first.
+        # Of each prefix group: what its names end with, and the hashes of its blocks of a chunk. The last comes first.
         self._chunk_groups = [
-            (self._suffixes[at], [self._at[block] for block in reversed(ends) if block[0] == at]) for at in in_chunk
+            (self._suffixes[at], [-1, *[self._at[block] for block in reversed(ends) if block[0] == at][1:]])
+            for at in in_chunk
         ]
+        self._has_inner = any(len(blocks) > 1 for _, blocks in self._chunk_groups)
         self._hashes: HashesOnDevice | None = None
         if in_chunk and len(self._picked) > 1:
             self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_some)
@@ -110,7 +112,7 @@ class VllmDevice:
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
         if not self._prefix_suffixes:
             return [() if key in self._seen else None for key in keys]
-        if self._hashes is not None or len(self._chunk_groups) > 1:
+        if self._has_inner or len(self._chunk_groups) > 1:
             return [self._chunk(key) for key in keys]
         (suffix,) = self._prefix_suffixes
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
@@ -126,7 +128,7 @@ class VllmDevice:
 
     def _chunk(self, key: bytes) -> Sequence[int] | None:
         """The blocks of a chunk of several: group by group, in token order."""
-        hashes = self._picked_hashes(key)
+        hashes = self._picked_hashes(key) if self._has_inner else (key,)
         if hashes is None:
             return None
         blocks: list[int] = []
@@ -191,7 +193,8 @@ class VllmDevice:
     def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
         start = None if after is None else self._pool.blocks[after]
         suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
-        chunks = None if self._hashes is None else self._hashes.by_key  # None: every name of theirs is that of a chunk
+        # Where blocks of prefix groups are within chunks: those that are not. None: all of them end one.
+        chunks = self._hashes.by_key if self._hashes is not None and self._has_inner else None
         for block in self._pool.free_block_queue.iter_blocks_after(start):  # many of them: no call more than needed
             name = block.block_hash
             if name is None:
@@ -263,7 +266,8 @@ class VllmDevice:
         if name is None:
             return ()
         key = name[:-GROUP_ID_BYTES]
-        if name.endswith(self._prefix_suffixes) and (self._hashes is None or key in self._hashes.by_key):
+        known = self._hashes is None or not self._has_inner or key in self._hashes.by_key
+        if known and name.endswith(self._prefix_suffixes):
             return (key, *self._checkpoints.that_need(name))
         return self._checkpoints.that_need(name)
 
