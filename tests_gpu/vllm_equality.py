@@ -25,24 +25,15 @@ from typing import Any
 
 import torch
 
-from tests_vllm.models import VOCABULARY, initialise, some_tokens
+from tests_vllm import models
+from tests_vllm.models import MAX_MODEL_LEN, initialise, some_tokens
 
 MARK = "ANSWER "  # vLLM writes to the same pipe
 TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written
 NUM_PROMPTS, TAIL, ANSWER = 8, 24, 6
 HOST_BYTES = 1 << 30
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=256,
-    intermediate_size=512,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
+SIZES |= dict(hidden_size=256, intermediate_size=512)
 # name -> what transformers calls its configuration, what is not as in SIZES, device blocks, tokens of a prompt, and
 # what vLLM must be told
 MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
@@ -142,7 +133,7 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         folder,
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=4096,
+        max_model_len=MAX_MODEL_LEN,
         num_gpu_blocks_override=4000 if variant == "kept" else device_blocks,
         enforce_eager=True,
         gpu_memory_utilization=0.06,

@@ -12,7 +12,7 @@ Its options are those of the connector; those of vLLM's are in `engine`.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -188,21 +188,11 @@ class Copies:
     def count(self, direction: Direction) -> int:
         return self.begun.count(direction)
 
-    @contextmanager
-    def holding(self, direction: Direction) -> Iterator[None]:
-        self.held.add(direction)
-        try:
-            yield
-        finally:
-            self.held.discard(direction)
+    def holding(self, direction: Direction) -> AbstractContextManager[None]:
+        return _among(self.held, direction)
 
-    @contextmanager
-    def blocking(self, direction: Direction) -> Iterator[None]:
-        self.blocked.add(direction)
-        try:
-            yield
-        finally:
-            self.blocked.discard(direction)
+    def blocking(self, direction: Direction) -> AbstractContextManager[None]:
+        return _among(self.blocked, direction)
 
     @contextmanager
     def failing(self, direction: Direction, error: type[BaseException] = OSError) -> Iterator[None]:
@@ -215,6 +205,15 @@ class Copies:
     def go_on(self) -> None:
         self.held.clear()
         self.blocked.clear()
+
+
+@contextmanager
+def _among(directions: set[Direction], direction: Direction) -> Iterator[None]:
+    directions.add(direction)
+    try:
+        yield
+    finally:
+        directions.discard(direction)
 
 
 class _Copier(Copier):

@@ -1,9 +1,8 @@
 """What an engine cannot tell: which chunk each chunk on its device hangs below.
 
 A device block that is about to be evicted shows its key, not its parent's. So every chunk confirmed as computed is
-remembered with the key of its parent for as long as the device holds it, and forgotten some time after, by a sweep
-that looks at two of the oldest entries for each new one. What is swept without ever having reached the host was lost,
-unless the host did not want it.
+remembered with the key of its parent for as long as the device holds it, and forgotten some time after (`sweep.py`).
+What is swept without ever having reached the host was lost, unless the host did not want it.
 
 A prompt that was loaded brings thousands of chunks at once, in the very step that answers it. So they are taken in as a
 whole, and the sweep follows a portion at a time.
@@ -12,16 +11,12 @@ A checkpoint hangs below its chunk, and is remembered in the same way. In a mode
 storing for a checkpoint's sake only, so that only checkpoints can be lost.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
-
-LEAST_SWEPT = 64  # entries in one step: 0.1 ms with vLLM's block pool
-SWEPT_SHARE = 8  # of what is due: it is never behind by more than a few steps' new entries
+from cpu_prefix_cache.sweep import Sweep
 
 
 class Lineage:
@@ -45,9 +40,8 @@ class Lineage:
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are of no use without a checkpoint
         self._parent: dict[bytes, bytes | None] = {}
-        self._oldest: deque[bytes] = deque()
+        self._sweep = Sweep()
         self._unsaved: set[bytes] = set()
-        self._due = 0  # entries to be looked at by the sweep
         self.lost = 0
 
     def __len__(self) -> int:
@@ -65,8 +59,7 @@ class Lineage:
         parents = chain((keys[start - 1] if start else None,), keys[start : stop - 1])
         new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
         self._parent.update(new)
-        self._oldest.extend(new)
-        self._due += 2 * len(new)
+        self._sweep.add(new)
         unsaved = {key for key in keys[max(start, saved) : stop] if key in new}
         if self._needs_checkpoint is not None:
             dependent = {keys[at] for at in range(start, stop) if self._needs_checkpoint(at + 1)}.intersection(new)
@@ -81,21 +74,13 @@ class Lineage:
             return
         self._checkpoints[key] = checkpoint
         self._parent[key] = checkpoint.tail[-1]
-        self._oldest.append(key)
-        self._due += 2
+        self._sweep.add((key,))
         if not self._on_host(key):
             self._unsaved.add(key)
 
     def sweep(self) -> None:
         """Look at some of the oldest entries, if there is reason to: is it still on the device?"""
-        if not self._due:
-            return
-        count = min(self._due, max(LEAST_SWEPT, self._due // SWEPT_SHARE))
-        self._due -= count
-        keys = [self._oldest.popleft() for _ in range(min(count, len(self._oldest)))]
-        here = self._are_here(keys)
-        self._oldest.extend(compress(keys, here))
-        self._forget(list(compress(keys, map(not_, here))))
+        self._forget(self._sweep.gone(self._are_here))
 
     def is_dependent(self, key: bytes) -> bool:
         """Whether this is a chunk that is of no use without a checkpoint."""
@@ -130,9 +115,8 @@ class Lineage:
         self._parent.clear()
         self._checkpoints.clear()
         self._dependent.clear()
-        self._oldest.clear()
+        self._sweep.clear()
         self._unsaved.clear()
-        self._due = 0
 
     def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
         known = self._checkpoints

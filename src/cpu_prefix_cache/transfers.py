@@ -93,7 +93,7 @@ class TransferLedger:
     @property
     def plans_loads(self) -> bool:
         """Whether a load goes out with the next plan."""
-        return bool(self._planned) and any(not transfer.is_store for transfer in self._planned)
+        return any(not transfer.is_store for transfer in self._planned)
 
     @property
     def settled_below(self) -> int:

@@ -12,15 +12,12 @@ A key does not tell the hashes before it. So where a group has blocks shorter th
 by the key, from when the chunk is computed for as long as the device has some of it.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import overload
 
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.planner import FAR_CHUNKS
-
-LEAST_SWEPT = 64  # chunks at a time
-SWEPT_SHARE = 8  # of what is due
+from cpu_prefix_cache.sweep import Sweep
 
 
 class ChunkKeys(Sequence[bytes]):
@@ -69,15 +66,14 @@ class HashesOnDevice:
     """Hashes of chunks by their keys: `picked` are those of a chunk's `each` hashes that blocks end with, ascending.
 
     `is_here` says of the picked hashes of a chunk whether the device has something under one of them. What it has not
-    is forgotten in time: with each new chunk two of the oldest are looked at, a portion in each call.
+    is forgotten in time, a portion in each call.
     """
 
     def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[Sequence[bytes]], bool]) -> None:
         self._picked = picked
         self._each = each
         self._is_here = is_here
-        self._oldest: deque[bytes] = deque()
-        self._due = 0
+        self._sweep = Sweep()
         self.by_key: dict[bytes, Sequence[bytes]] = {}
 
     def add(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
@@ -85,16 +81,6 @@ class HashesOnDevice:
         for first in range(start * self._each, stop * self._each, self._each):
             picked = tuple(hashes[first + at] for at in self._picked)
             if self.by_key.setdefault(picked[-1], picked) is picked:
-                self._oldest.append(picked[-1])
-                self._due += 2
-        self._sweep()
-
-    def _sweep(self) -> None:
-        count = min(self._due, max(LEAST_SWEPT, self._due // SWEPT_SHARE))
-        self._due -= count
-        for _ in range(min(count, len(self._oldest))):
-            key = self._oldest.popleft()
-            if self._is_here(self.by_key[key]):
-                self._oldest.append(key)
-            else:
-                del self.by_key[key]
+                self._sweep.add((picked[-1],))
+        for key in self._sweep.gone(lambda keys: [self._is_here(self.by_key[each]) for each in keys]):
+            del self.by_key[key]
