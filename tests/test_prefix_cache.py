@@ -426,9 +426,9 @@ def test_a_decoding_request_is_due_when_it_can_cross_a_boundary(engine):
     assert due == [[], [], ["r"], [], [], [], ["r"], []]
 
 
-def decoding(mode, *ids):
+def decoding(mode, *ids, every=2):
     """Requests that have computed the two chunks of their prompts, and go on with two more of their answers."""
-    engine = Engine(mode, host=32, decode_chunks=2)
+    engine = Engine(mode, host=32, decode_chunks=every)
     for id in ids:
         engine.starts(id, f"{id}bcd", extra=1 - 2 * GRID)
     engine.steps()
@@ -449,9 +449,17 @@ def test_decoding_requests_may_be_asked_at_every_other_boundary_each_in_its_turn
     assert due == [("x", 3 * GRID), ("y", 4 * GRID)]
 
 
+def test_decoding_requests_may_be_asked_at_their_end_only():
+    engine = decoding("lazy", "x", every=None)
+    for _ in range(100):
+        engine.steps()
+        assert not engine.cache.due()
+
+
+@pytest.mark.parametrize("every", [2, None])
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(mode):  # S7.16
-    engine = decoding(mode, "x")
+def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(mode, every):  # S7.16
+    engine = decoding(mode, "x", every=every)
     engine.fills("x")
     engine.cache.preempted("x", 4 * GRID - 1)
     engine.leaves("x")

@@ -398,8 +398,9 @@ class BlockPool:
         """
         if not blocks:
             return
-        if len(set(blocks)) < len(blocks) or len(blocks) != len(keys):
-            raise MisuseError(f"{len(set(blocks))} different blocks were given for {len(keys)} keys")
+        different = len(set(blocks))
+        if different < len(blocks) or len(blocks) != len(keys):
+            raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         state = self._state
         for block in blocks:
             if state[block] != WRITING:

@@ -11,8 +11,10 @@ A checkpoint hangs below its chunk, and is remembered in the same way. In a mode
 storing for a checkpoint's sake only, so that only checkpoints can be lost.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.request import CheckpointAt
@@ -60,7 +62,7 @@ class Lineage:
         new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
         self._parent.update(new)
         self._sweep.add(new)
-        unsaved = {key for key in keys[max(start, saved) : stop] if key in new}
+        unsaved = new.keys() & keys[max(start, saved) : stop]
         if self._needs_checkpoint is not None:
             dependent = {keys[at] for at in range(start, stop) if self._needs_checkpoint(at + 1)}.intersection(new)
             self._dependent |= dependent
@@ -92,16 +94,23 @@ class Lineage:
 
     def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
         """The chunks that are not covered, from the first one down to `key`, and what they hang below; None when one of
-        them is not remembered."""
-        missing: list[bytes] = []
-        above: bytes | None = key
-        while above is not None and not is_covered(above):
-            if above not in self._parent:
+        them is not remembered.
+
+        What stands above a covered chunk is covered too (rule 3). So it gallops upwards and then bisects.
+        """
+        parents = self._parent
+        upwards: list[Any] = [key]  # keys; above a first chunk, None
+        missing = 0  # so many of them are not covered
+        while (top := upwards[-1]) is not None and not is_covered(top):
+            if top not in parents:
                 return None
-            missing.append(above)
-            above = self._parent[above]
-        missing.reverse()
-        return missing, above
+            missing = len(upwards)
+            while top in parents and len(upwards) < 2 * missing:
+                top = parents[top]
+                upwards.append(top)
+        between = range(missing, len(upwards) - 1)
+        missing += bisect_left(between, True, key=lambda at: is_covered(upwards[at]))
+        return upwards[:missing][::-1], upwards[missing]
 
     def saved(self, keys: Sequence[bytes]) -> None:
         """These chunks have reached the host."""

@@ -27,7 +27,7 @@ In a model that needs checkpoints, a chunk is stored for the sake of a checkpoin
 lazily with the one that is about to leave the device (rule 9).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -300,24 +300,22 @@ class Lazy:
         self.work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
-        before = first = last = None  # the one before the block in hand; the first and the last that are not taken
-        for at, place in enumerate(stretch):
-            block, key = place
-            if key in missing and key is not None:
-                is_settled, transfer = self._cover(place, key, before)
-                if not is_settled:
-                    self._mark = first or place
-                    return
-                if transfer is not None:
-                    taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
-                    missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
-            before = place  # if it is taken, it is back by then
-            if block not in taken and key not in taken:
-                first, last = first or place, place
-                if at < self._quarter or self._mark is None:
-                    self._mark = place
+        for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
+            block, key = stretch[at]
+            if key is None or key not in missing:
+                continue  # it went with one that waits before it
+            before = stretch[at - 1] if at else None  # if it is taken, it is back by then
+            is_settled, transfer = self._cover((block, key), key, before)
+            if not is_settled:
+                self._mark = _first_left(stretch[:at], taken) or stretch[at]
+                return
+            if transfer is not None:
+                taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
+                missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
+        quarter = stretch[: self._quarter]
+        self._mark = _first_left(reversed(quarter), taken) or _first_left(stretch[len(quarter) :], taken)
         if len(stretch) < length:
-            self._end = last
+            self._end = _first_left(reversed(stretch), taken)
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
         """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the
@@ -362,3 +360,8 @@ class Lazy:
         self.work += len(keys)
         chain = Chain(above, keys, checkpoint)
         return chain if len(chain) else None
+
+
+def _first_left(places: Iterable[Place], taken: Container[int | bytes | None]) -> Place | None:
+    """The first place of which neither the block nor the key is taken."""
+    return next((place for place in places if place[0] not in taken and place[1] not in taken), None)

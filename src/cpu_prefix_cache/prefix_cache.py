@@ -67,7 +67,7 @@ class Running:
     kept: frozenset[int] = frozenset()
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
-    due: int = 0  # the step in which it may have crossed a boundary again
+    due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
     decodes: bool = False  # by what was reported last
     offset: int = 0  # in chunks: who decodes in step with others is due in turn with them
     load: Transfer | None = None
@@ -107,7 +107,8 @@ class CPUPrefixCache:
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
     ends at once is reported `report_steps` steps after its own. Where no checkpoints are needed, a decoding request is
-    asked for its progress every `decode_chunks` chunks only, and at its end.
+    asked for its progress every `decode_chunks` chunks only, and at its end; None: only then. (What it computes cannot
+    be evicted before, so that lazy stores lose nothing by it.)
 
     Lazy stores hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many steps can
     allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
@@ -150,7 +151,7 @@ class CPUPrefixCache:
         device_groups: int = 0,
         device_blocks: int | None = None,
         report_steps: int = 1,
-        decode_chunks: int = 1,
+        decode_chunks: int | None = 1,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
         store_after: int = 1,
@@ -169,7 +170,7 @@ class CPUPrefixCache:
             ("device_blocks", 1 if device_blocks is None else device_blocks),
             ("link_bytes_per_second", link_bytes_per_second),
             ("report_steps", report_steps),
-            ("decode_chunks", decode_chunks),
+            ("decode_chunks", 1 if decode_chunks is None else decode_chunks),
             ("min_load_tokens", min_load_tokens or 1),
         ):
             if value < 1:
@@ -341,7 +342,8 @@ class CPUPrefixCache:
             request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
         )
         self._counts["admitted"] += 1
-        running.offset = self._counts["admitted"] % self._decode_chunks
+        if self._decode_chunks is not None:
+            running.offset = self._counts["admitted"] % self._decode_chunks
         self._running[request.id] = running
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
@@ -713,10 +715,13 @@ class CPUPrefixCache:
 
     def _schedule(self, running: Running, num_tokens: int) -> None:
         """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
-        seldom in decode."""
+        seldom in decode, or never."""
         steps = 1
         running.decodes = num_tokens >= running.request.num_tokens
         if running.decodes:
+            if self._decode_chunks is None:
+                running.due = 0
+                return
             grid = self.planner.grid_tokens
             stride = self._decode_chunks * grid
             missing = stride - (num_tokens + running.offset * grid) % stride

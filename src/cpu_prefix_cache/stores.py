@@ -99,7 +99,8 @@ class StorePlanner:
 
     def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of `keys` that are not covered."""
-        return set(self._pool.absent(keys)) - self._ledger.writing.keys()
+        writing = self._ledger.writing
+        return {key for key in self._pool.absent(keys) if key not in writing}
 
     def covered_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of covered ones in `keys[start:stop]`; all of `keys[:start]` is taken to be.

@@ -116,8 +116,7 @@ class VllmDevice:
             return [self._chunk(key) for key in keys]
         (suffix,) = self._prefix_suffixes
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
-        names = [key + suffix for key in keys]
-        found = [get_one_block(name) for name in names]
+        found = map(get_one_block, [key + suffix for key in keys])
         awaited, given = self._awaited(), self._given
         return [
             None

@@ -36,8 +36,9 @@ LOAD_DEADLINE_SECONDS = 30.0
 
 # Of 256 requests that decode, 16 cross a boundary in each step, and to ask, store and hear of one costs 40 us. With 8
 # chunks at a time that is a step's 0.6 ms no more (benchmarks/vllm_scheduler.py), and nothing is lost: a request's
-# blocks stay on the device as long as it runs, and at its end it is asked in any case.
-DECODE_CHUNKS = 8
+# blocks stay on the device as long as it runs, and at its end it is asked in any case. Lazy stores have no use for what
+# cannot be evicted yet, and wait for that.
+DECODE_CHUNKS = {"eager": 8, "lazy": None}
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Settings:
         )
 
     @property
+    def offload(self) -> str:
+        offload: str = self.options.get("offload", "lazy")
+        return offload
+
+    @property
     def corrupt_group(self) -> str | None:
         """The group whose loads are damaged, for tests."""
         return self.options.get("test_corrupt_group")
@@ -111,7 +117,7 @@ class Settings:
             device_groups=self.device_groups,
             device_blocks=self.device_blocks,
             report_steps=self.report_steps,
-            decode_chunks=DECODE_CHUNKS,
+            decode_chunks=DECODE_CHUNKS[self.offload],
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
         )
