@@ -15,11 +15,13 @@ class NullCopies:
         self._rank, self._host_blocks = rank, host_blocks
         self._done: set[int] = set()
         self._received: set[str] = set()
+        self._computes = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         pass
 
     def begin(self, metadata: StepMetadata) -> None:
+        self._computes = metadata.computes
         self._received |= set(metadata.requests.values())
         self._done = {id for id in self._done if id >= metadata.plan.settled_below} - set(metadata.plan.settled)
         self._done |= {transfer.id for transfer in metadata.plan.transfers}
@@ -32,7 +34,8 @@ class NullCopies:
         return set()
 
     def reports(self) -> WorkerReports:
-        return WorkerReports((RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks),))
+        report = RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks)
+        return WorkerReports((report,), self._computes)
 
     def take_stats(self) -> None:
         return None

@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--parts", default="idle,ttft,rounds,full")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument(
-        "--waves", default="none,null,ours-lazy,simple-lazy;none,ours-eager,simple-eager;none,offloading"
+        "--waves", default="none,ours-lazy,simple-lazy;none,ours-eager,simple-eager;none,null,offloading"
     )
     parser.add_argument("--device-blocks", type=int, default=5_000)
     parser.add_argument("--host-gib", type=int, default=48)

@@ -140,7 +140,7 @@ class Engine:
             )
             return KVConnectorOutput(
                 finished_recving=received or None,
-                kv_connector_worker_meta=WorkerReports((report,)) if is_news else None,
+                kv_connector_worker_meta=WorkerReports((report,), metadata.computes) if is_news else None,
             )
         received = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
         stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}

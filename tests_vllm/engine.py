@@ -424,6 +424,7 @@ class FakeRank:
     sharers: int = 1
     pace: str | None = None  # AT_ONCE or NEVER: when copies end; else when their time has come
     ready: int = 0
+    computes: bool = False  # the step under way
     device: Device = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
@@ -440,6 +441,7 @@ class FakeRank:
     def begin(self, metadata: object) -> None:
         """Take a step's plan, before the step computes."""
         plan = metadata.plan
+        self.computes = metadata.computes
         self.waits_for |= metadata.requests
         for transfer in plan.transfers:
             copy = self._new_copy(transfer, plan.epoch)
@@ -481,7 +483,7 @@ class FakeRank:
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
-            kv_connector_worker_meta=None if lost else WorkerReports((report,)),
+            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.computes),
         )
 
     def _new_copy(self, transfer: object, epoch: int) -> Copy:

@@ -162,9 +162,9 @@ class VllmDevice:
         return (self._seen if self._hashes is None else self._hashes.by_key).get(key)
 
     def _has_some(self, hashes: Sequence[bytes]) -> bool:
-        """Whether there is any block of a chunk with these picked hashes."""
+        """Whether a block ends with the chunk that has these picked hashes. Those within may be other chunks'."""
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
-        return any(get_one_block(hashes[at] + self._suffixes[group]) for (group, _), at in self._at.items())
+        return any(get_one_block(hashes[-1] + suffix) for suffix in self._suffixes)
 
     @contextmanager
     def given(self, blocks: Container[int]) -> Iterator[None]:

@@ -2,32 +2,43 @@
 
 A layer's kind is known by the exact type of its spec: a subclass may keep its blocks by another rule, and what is not
 known here is refused by name (DESIGN 4.1). The bytes are those without padding, as `tensors.py` finds them.
+
+vLLM's scheduler knows less of the layers than the ranks do, and both must come to the same host blocks:
+
+    a group whose layers differ in size       the scheduler has the spec of its first layer alone
+    a group none of whose layers are here     another stage of the pipeline has them
+
+So each rank, too, plans with what the scheduler is given (`generate_scheduler_kv_cache_config`), and knows apart what
+its own layers weigh.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from connector.vllm import versions
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
 
 Fields = dict[str, Any]
 
 
 def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HybridChunkPlanner:
-    """The arithmetic of this model's cache, as one rank has it.
+    """The arithmetic of this model's cache, as the scheduler knows one rank's.
 
     Raises ConfigurationError for a kind of KV state that is not known, and for one that cannot be kept as configured.
     """
+    kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
     grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         raise ConfigurationError("KV that is dealt over ranks by context parallelism is not built; use TP or PP")
     drops = _lookahead_tokens(vllm_config, grid)
-    groups = [_group(at, group, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
+    pages = versions.layer_pages(kv_cache_config)
+    groups = [_group(at, group, pages, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
     _check_lengths([group for group in groups if group.kind is not GroupKind.NONE], grid)
     return HybridChunkPlanner(groups, max_model_len=vllm_config.model_config.max_model_len, grid_tokens=grid)
 
@@ -58,7 +69,20 @@ def _check_lengths(groups: Sequence[Group], grid: int) -> None:
 def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
     """vLLM's numbers of the planner's groups: those of which something is kept."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
-    return [at for at, group in groups if _kind(layer_specs(group)[0]) is not GroupKind.NONE]
+    return [at for at, group in groups if _kind(_specs(group.kv_cache_spec)[0]) is not GroupKind.NONE]
+
+
+def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
+    """What one block of each planned group weighs in the layers that this rank has of it.
+
+    Raises ConfigurationError for layers of different kinds in one group.
+    """
+    groups = [kv_cache_config.kv_cache_groups[at] for at in planned_group_ids(kv_cache_config)]
+    for group in groups:
+        kinds = {_kind(spec) for spec in _specs(group.kv_cache_spec)}
+        if len(kinds) > 1:
+            raise ConfigurationError(f"layers of one KV cache group are of different kinds: {sorted(map(str, kinds))}")
+    return [sum(_block_bytes(spec) for spec in _layers(group)) for group in groups]
 
 
 def is_replicated(planner: HybridChunkPlanner) -> bool:
@@ -84,29 +108,39 @@ def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
     return grid if speculative is not None and speculative.use_eagle() else 0
 
 
-def _group(at: int, group: KVCacheGroupSpec, lookahead_tokens: int) -> Group:
-    layers = layer_specs(group)
-    kinds = {_kind(spec) for spec in layers}
-    if len(kinds) > 1:
-        raise ConfigurationError(f"layers of one KV cache group are of different kinds: {sorted(map(str, kinds))}")
-    spec = layers[0]
+def _group(at: int, group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int) -> Group:
+    spec = group.kv_cache_spec
+    kind = _kind(spec)
     fields = _KNOWN[type(spec).__name__](spec)
-    if fields["kind"] is GroupKind.PREFIX:
+    if kind is GroupKind.PREFIX:
         fields["lookahead_tokens"] = lookahead_tokens
     return Group(
-        name=f"{fields['kind'].value}-{at}",
+        name=f"{kind.value}-{at}",
         block_tokens=spec.block_size,
-        block_bytes=sum(_block_bytes(each) for each in layers),
+        block_bytes=_scheduled_bytes(group, pages),
         **fields,
     )
 
 
-def layer_specs(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
-    """The spec of every layer of a group: its own, or the one they share."""
+def _scheduled_bytes(group: KVCacheGroupSpec, pages: Mapping[str, int]) -> int:
+    """What the scheduler can know of the bytes of a group's block: where layers differ, by the room they are given."""
+    of_layers = [pages.get(name) for name in group.layer_names]
+    if len(set(of_layers)) > 1:
+        return sum(page or _block_bytes(group.kv_cache_spec) for page in of_layers)
+    return _block_bytes(group.kv_cache_spec) * max(1, len(of_layers))
+
+
+def _layers(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
+    """The spec of every layer of a group that is here: its own, or the one they share."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
+        return [spec.kv_cache_specs[name] for name in group.layer_names]
     return [spec] * len(group.layer_names)
+
+
+def _specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
+    """All that a group's spec stands for."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def _kind(spec: KVCacheSpec) -> GroupKind:

@@ -65,8 +65,8 @@ def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple
 class HashesOnDevice:
     """Hashes of chunks by their keys: `picked` are those of a chunk's `each` hashes that blocks end with, ascending.
 
-    `is_here` says of the picked hashes of a chunk whether the device has something under one of them. What it has not
-    is forgotten in time, a portion in each call.
+    `is_here` says of the picked hashes of a chunk whether the device still has an end of it. What has none is forgotten
+    in time, a portion in each call.
     """
 
     def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[Sequence[bytes]], bool]) -> None:

@@ -26,9 +26,14 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """What ranks have copied. vLLM adds up those of one step, in any order, and tests them for truth: no `__len__`."""
+    """What ranks have copied. vLLM adds up those of one step, in any order, and tests them for truth: no `__len__`.
+
+    `computes` is that of the step. One that has nothing to compute always says so: vLLM hands the output of such a step
+    on only if there is something in it, and the other half counts.
+    """
 
     reports: tuple[RankReport, ...]
+    computes: bool = True
 
     def aggregate(self, other: "WorkerReports") -> "WorkerReports":
-        return WorkerReports(self.reports + other.reports)
+        return WorkerReports(self.reports + other.reports, self.computes)

@@ -9,8 +9,9 @@ What travels is a flat dict: a key for each series, with a number, or with a lis
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -201,15 +202,15 @@ class CacheCounts:
 
 
 class TransferTimes:
-    """A worker's half. Where `writers` ranks share a host region, each of them carries that part of a store."""
+    """A worker's half. `carried` says how many bytes of a transfer this rank carries."""
 
-    def __init__(self, writers: int = 1) -> None:
-        self._writers = writers
+    def __init__(self, carried: Callable[[TransferPlan], int] = attrgetter("num_bytes")) -> None:
+        self._carried = carried
         self._stats = CacheStats()
 
     def observe(self, transfer: TransferPlan, seconds: float) -> None:
         """A transfer ended well. One that carried nothing, or took no time, says nothing about the link."""
-        carried = transfer.num_bytes / (self._writers if transfer.direction is Direction.STORE else 1)
+        carried = self._carried(transfer)
         if seconds > 0 and carried:
             direction = transfer.direction.value
             data = self._stats.data

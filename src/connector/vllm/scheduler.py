@@ -72,7 +72,7 @@ class SchedulerHalf:
         self._has_failed: set[str] = set()  # whose load has: a second would be for blocks that vLLM may never find
         self._deciding: SchedulerOutput | None = None  # the step, while its plan is made
         self._to_come: Container[bytes] | None = ()
-        # The tokens of steps that have not ended, and when they began; vLLM has two or three under way.
+        # The tokens of steps that compute and have not ended, and when they began; vLLM has two or three under way.
         self._begun: deque[tuple[int, float]] = deque(maxlen=4)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -127,7 +127,8 @@ class SchedulerHalf:
             plan = self._plan(output)
         finally:
             self._deciding, self._to_come = None, ()
-        self._begun.append((output.total_num_scheduled_tokens, self.clock()))
+        if output.total_num_scheduled_tokens:
+            self._begun.append((output.total_num_scheduled_tokens, self.clock()))
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}
         return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations)
@@ -139,9 +140,10 @@ class SchedulerHalf:
         self._readmitted.clear()
         for id in self.cache.due():
             request = self._admitted[id]
-            tokens = _computed_tokens(request)
-            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self._see(request, tokens)
+            # Until vLLM has looked after a request whose load is over, its blocks are counted and not hashed.
+            waits = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            tokens = 0 if waits else _computed_tokens(request)
+            self._see(request, tokens)
             self.cache.computed(id, tokens)
         return self.cache.step()
 
@@ -154,7 +156,7 @@ class SchedulerHalf:
                 if each.request_id in self._admitted and not each.ok:
                     self._has_failed.add(each.request_id)
         self.cache.catch_up()
-        if self._begun:
+        if self._begun and (reports is None or reports.computes):
             tokens, began = self._begun.popleft()
             self.cache.prefilled(tokens, self.clock() - began)
 

@@ -66,6 +66,9 @@ class Settings:
         options = _checked(vllm_config.kv_transfer_config.kv_connector_extra_config)
         planner = planner_for(vllm_config, kv_cache_config)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
+        names = [group.name for group in planner.groups]
+        if options.get("test_corrupt_group", names[0]) not in names:
+            raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
         parallel = vllm_config.parallel_config
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)

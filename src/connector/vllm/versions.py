@@ -38,6 +38,20 @@ def warn_if_untested() -> None:
         )
 
 
+def layer_pages(kv_cache_config: Any) -> dict[str, int]:
+    """How many bytes of each block every layer is given, padding included."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if all("layers" in vars(tensor) for tensor in tensors):
+        return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
+    pages = {}
+    for each in tensors:  # older releases, packed or not
+        after = [other.offset for other in tensors if other.offset > each.offset]
+        packed = min([*after, each.block_stride]) - each.offset
+        page = packed if each.block_stride else each.size // kv_cache_config.num_blocks
+        pages.update(dict.fromkeys(each.shared_by, page))
+    return pages
+
+
 def transfer_results(received: set[str], failed: set[str]) -> Any:
     """What `get_transfer_results` returns, where vLLM asks for it."""
     return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)

@@ -12,16 +12,18 @@ reads in this one. vLLM zeroes new blocks before it binds, except those that are
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm import versions
-from connector.vllm.groups import planned_group_ids
+from connector.vllm import ranks, versions
+from connector.vllm.groups import own_block_bytes, planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TransferTimes
 from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
@@ -29,15 +31,19 @@ from connector.vllm.tensors import Registered, group_rows
 from cpu_prefix_cache import ConfigurationError, RankReport
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.dealt import DealtCopier
+from cpu_prefix_cache.copier.dealt import DealtCopier, share
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.second_try import SecondTryCopier
+from cpu_prefix_cache.copier.some_groups import SomeGroupsCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.plan import Direction, TransferPlan
 from cpu_prefix_cache.planner import ALIGNMENT, Piece
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 NULL_BLOCK = 0  # vLLM's, in every group
 
 # An engine that has nothing to compute steps as fast as it can, to hear of loads. The threads that copy would then get
@@ -72,34 +78,31 @@ class WorkerHalf:
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
         self._computes = False
-        self._times = TransferTimes(vllm_config.parallel_config.tensor_parallel_size if settings.is_shared else 1)
+        self._times = TransferTimes(self._carried)
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
         self.close()
-        tensors = [
+        all_tensors = [
             group_rows(
                 kv_caches, self._kv_cache_config.kv_cache_groups[at].layer_names, self._kv_cache_config.num_blocks
             )
             for at in planned_group_ids(self._kv_cache_config)
         ]
-        shapes = self._shapes()
+        all_shapes = self._shapes()
+        here = [at for at, rows in enumerate(all_tensors) if rows]  # other stages of a pipeline have the other groups
+        tensors = [all_tensors[at] for at in here]
+        shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
-        arena = HostArena(
-            self._settings.host_bytes // shapes.host_block_bytes,
-            shapes.host_block_bytes,
-            pinned_for=device if device.type == "cuda" else None,
-            shared_as=self._shared_name() if self._settings.is_shared else None,
-        )
-        if self._settings.is_shared:
-            get_tp_group().barrier()
-            arena.forget_name()
-        choice = choose_copier(shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK)
+        arena = self._arena(shapes, device)
+        choose = partial(choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK)
+        choice = _in_a_thread(choose, device)
         logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
+        copier = self._wrapped(choice.copier, shapes, tensors, arena)
         self._worker = CopyWorker(
             self._rank,
-            self._wrapped(choice.copier, shapes, tensors, arena),
+            copier if len(here) == len(all_tensors) else SomeGroupsCopier(copier, here),
             arena,
             threads=True,
             load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else None,
@@ -147,11 +150,12 @@ class WorkerHalf:
         return bad
 
     def reports(self) -> WorkerReports | None:
-        """What this rank has finished; None when it was said already and the other half has heard."""
-        if self._report == self._sent and not (self._report.done or self._report.failed or self._report.late):
+        """What this rank has finished; None in a step that computes when it was said already and has been heard."""
+        is_news = self._report != self._sent or self._report.done or self._report.failed or self._report.late
+        if self._computes and not is_news:
             return None
         self._sent = self._report
-        return WorkerReports((self._report,))
+        return WorkerReports((self._report,), self._computes)
 
     def take_stats(self) -> CacheStats | None:
         """How long what has ended here took, since this was asked last."""
@@ -184,15 +188,76 @@ class WorkerHalf:
         logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
 
     def _shapes(self) -> Shapes:
-        """The planner's. Stages of a pipeline have other layers: there pieces take as many host blocks as on the first
-        rank, which the scheduler goes by, and those are as large as they must be."""
+        """Pieces that take as many host blocks as the scheduler says, which goes by the first rank, and weigh what this
+        rank has of them; and host blocks that are as large as that takes."""
         planner = self._settings.planner
-        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
-            return Shapes(planner.pieces, planner.host_block_bytes)
-        counts = get_world_group().broadcast_object([piece.host_blocks for piece in planner.pieces], src=0)
-        pieces = tuple(replace(piece, host_blocks=n) for piece, n in zip(planner.pieces, counts, strict=True))
-        block = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
-        return Shapes(pieces, -(-block // ALIGNMENT) * ALIGNMENT)
+        counts, planned = [piece.host_blocks for piece in planner.pieces], planner.host_block_bytes
+        if self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            counts, planned = ranks.as_on_the_first_stage(counts), 0
+        pieces = tuple(
+            replace(piece, host_blocks=n, num_bytes=piece.device_blocks * own)
+            for piece, n, own in zip(planner.pieces, counts, own_block_bytes(self._kv_cache_config), strict=True)
+        )
+        needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
+        return Shapes(pieces, planned if needed <= planned else -(-needed // ALIGNMENT) * ALIGNMENT)
+
+    def _arena(self, shapes: Shapes, device: torch.device) -> HostArena:
+        """This rank's region: all ranks have theirs, or all refuse, and before one of them has taken memory."""
+        self._agree(self._refusal())
+        try:
+            arena = HostArena(
+                self._settings.host_bytes // shapes.host_block_bytes,
+                shapes.host_block_bytes,
+                pinned_for=device if device.type == "cuda" else None,
+                shared_as=self._shared_name() if self._settings.is_shared else None,
+            )
+        except Exception as error:
+            self._agree(error)
+            raise
+        try:
+            self._agree(None)
+        except BaseException:
+            arena.close()
+            raise
+        arena.forget_name()
+        return arena
+
+    def _refusal(self) -> ConfigurationError | None:
+        """Why the regions of this engine cannot be on this machine."""
+        parallel = self._vllm_config.parallel_config
+        is_shared = self._settings.is_shared
+        if is_shared and not ranks.share_memory():
+            return ConfigurationError(
+                "the KV of this model is the same on all ranks of a tensor-parallel group and is kept once, in memory "
+                "they share, but these ranks are on several machines or in containers without a common /dev/shm; "
+                "start one tensor-parallel group on each machine"
+            )
+        regions = max(1, parallel.local_world_size // (parallel.tensor_parallel_size if is_shared else 1))
+        try:
+            check_fits(self._settings.host_bytes * regions)
+        except ConfigurationError as error:
+            return error
+        return None
+
+    def _agree(self, problem: Exception | None) -> None:
+        if self._vllm_config.parallel_config.world_size > 1:
+            ranks.agree(problem)
+        elif problem is not None:
+            raise problem
+
+    def _carried(self, transfer: TransferPlan) -> int:
+        """The bytes of a transfer that this rank carries: of a store to a shared region, its share."""
+        if not self._settings.is_shared or transfer.direction is Direction.LOAD:
+            return transfer.num_bytes
+        size = self._vllm_config.parallel_config.tensor_parallel_size
+        pieces = [self._settings.planner.pieces[copy.group] for copy in transfer.copies]
+        shares = [
+            share(copy, piece, self._rank % size, size) for copy, piece in zip(transfer.copies, pieces, strict=True)
+        ]
+        return sum(
+            len(mine.host_blocks) // piece.host_blocks * piece.num_bytes
+            for mine, piece in zip(shares, pieces, strict=True)
+        )
 
     def _shared_name(self) -> str:
         parallel = self._vllm_config.parallel_config
@@ -208,9 +273,16 @@ class WorkerHalf:
         if self._settings.is_shared:
             size = self._vllm_config.parallel_config.tensor_parallel_size
             copier = DealtCopier(copier, shapes, self._rank % size, size)
-        if self._settings.corrupt_group is not None:
-            names = [piece.group.name for piece in shapes.pieces]
-            if self._settings.corrupt_group not in names:
-                raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
+        names = [piece.group.name for piece in shapes.pieces]
+        if self._settings.corrupt_group in names:
             copier = CorruptingCopier(copier, tensors, names.index(self._settings.corrupt_group), loads=None)
         return copier
+
+
+def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:
+    """vLLM registers within the memory pool that its sleep mode empties, 0.26 for good. The pool is that of the calling
+    thread: what is taken in another lasts."""
+    with ThreadPoolExecutor(1) as executor:
+        if device.type == "cuda":
+            executor.submit(torch.cuda.set_device, device).result()
+        return executor.submit(work).result()

@@ -35,7 +35,8 @@ def _enter() -> None:
     with _lock:
         _inside += 1
         if _inside == 1:
-            _before = sys.getswitchinterval()
+            if sys.getswitchinterval() != _short:  # else somebody has kept ours, and set it again since
+                _before = sys.getswitchinterval()
             if _before > TURN_SECONDS:
                 sys.setswitchinterval(TURN_SECONDS)
             _short = sys.getswitchinterval()  # Python rounds

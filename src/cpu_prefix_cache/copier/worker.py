@@ -8,6 +8,7 @@ back: it is reported as late, so that nobody waits for it any more, and as faile
 """
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,7 +65,8 @@ class CopyWorker:
         self._late: set[int] = set()
         self._done: set[int] = set()
         self._failed: set[int] = set()
-        self._ending = weakref.finalize(self, _end, list(self._submitters.values()), arena)  # at exit at the latest
+        # at exit at the latest
+        self._ending = weakref.finalize(self, _end, os.getpid(), list(self._submitters.values()), arena)
 
     def run(self, plan: StepPlan) -> None:
         """Begin one step's transfers, behind what compute has been given by now.
@@ -152,7 +154,9 @@ class CopyWorker:
         self._cancelled -= {id for id in self._cancelled if id < plan.settled_below} | settled
 
 
-def _end(submitters: Sequence[Submitter], arena: HostArena | None) -> None:
+def _end(process: int, submitters: Sequence[Submitter], arena: HostArena | None) -> None:
+    if os.getpid() != process:
+        return  # a fork has none of the threads, and would wait for them for ever
     for submitter in submitters:
         submitter.close()
     if arena is not None:

@@ -14,9 +14,12 @@ MEMINFO = Path("/proc/meminfo")
 def check_fits(num_bytes: int, shared: int | None = None) -> None:
     """Raise ConfigurationError, with the number that fits, when `num_bytes` are more than this process may use.
 
-    `shared` is the file descriptor of a shared region: what others have taken for it already counts as ours.
+    `shared` is the file descriptor of a shared region, of which nobody has taken anything yet.
     """
-    usable = usable_bytes() if shared is None else _usable_for(shared)
+    usable = usable_bytes()
+    if shared is not None:
+        room = os.fstatvfs(shared)
+        usable = min(usable, room.f_bavail * room.f_frsize)
     if num_bytes > usable:
         where = "of host memory" if shared is None else "of shared host memory"
         raise ConfigurationError(
@@ -32,12 +35,6 @@ def usable_bytes() -> int:
     if limit is not None and used is not None:
         limits.append(limit - used)
     return max(0, min(limits) - RESERVED_BYTES)
-
-
-def _usable_for(file: int) -> int:
-    taken = os.fstat(file).st_blocks * 512
-    room = os.fstatvfs(file)
-    return min(usable_bytes(), room.f_bavail * room.f_frsize) + taken
 
 
 def _available_bytes() -> int:

@@ -36,7 +36,8 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
                 f"the shared region {name!r} has {there} bytes, but {num_bytes} were asked for; "
                 f"all ranks ask for the same, and a name is used once"
             )
-        check_fits(num_bytes, file)
+        if not there:  # who comes later takes nothing more
+            check_fits(num_bytes, file)
         os.ftruncate(file, num_bytes)
         return _with_huge_pages(mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED))
     except BaseException:

@@ -1,0 +1,160 @@
+"""Ranks know more of the layers than vLLM's scheduler does, and less: both must come to the same host blocks."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from connector.vllm import ranks
+from connector.vllm.messages import StepMetadata
+from connector.vllm.settings import Settings
+from connector.vllm.tensors import group_rows
+from connector.vllm.versions import layer_pages
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
+from tests_vllm.engine import vllm_config
+
+MEMORY = 32 << 20  # of the device, and as much of the host
+
+
+def full(size):
+    return FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=size, dtype=torch.float32)
+
+
+def window(size):
+    return SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=size, dtype=torch.float32, sliding_window=40)
+
+
+def latent(size, dtype=torch.bfloat16):
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=size, dtype=dtype)
+
+
+def repeated(**layers):
+    return {f"{name}.{at}": spec for at in range(3) for name, spec in layers.items()}
+
+
+MODELS = {
+    "large first": repeated(a=full(128), b=full(64)),
+    "small first": repeated(a=full(64), b=full(128)),
+    "attention before its indexer": repeated(attn=latent(576), indexer=latent(132, torch.uint8)),
+    "indexer before its attention": repeated(indexer=latent(132, torch.uint8), attn=latent(576)),
+    "of two sizes, and windows": repeated(a=full(256), b=full(64), c=window(64), d=window(64)),
+    "of one size": repeated(a=full(64)),
+}
+
+
+def configure(folder, stages, layout="LBNHC"):
+    """vLLM's configurations for the layers of each stage: the engine's, the scheduler's, and those of the stages."""
+    config = vllm_config(folder, cpu_bytes_to_use=MEMORY)
+    config.cache_config.block_size = 16
+    config.cache_config.kv_cache_layout = layout
+    config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = len(stages)
+    caches = get_kv_cache_configs(config, stages, [MEMORY] * len(stages))
+    config.cache_config.num_gpu_blocks = caches[0].num_blocks
+    return config, generate_scheduler_kv_cache_config(caches), caches
+
+
+def tensors_of(caches):
+    """Noise for every layer, in blocks as vLLM has made them."""
+    made = {}
+    for name, spec in ((name, spec) for group in caches.kv_cache_groups for name, spec in specs_of(group)):
+        shape = (caches.num_blocks, spec.block_size, spec.head_size)
+        if not isinstance(spec, MLAAttentionSpec):
+            shape = (caches.num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_size)
+        made[name] = torch.randint(0, 100, shape).to(spec.dtype)
+    return made
+
+
+def specs_of(group):
+    spec = group.kv_cache_spec
+    per_layer = (
+        spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+    )
+    return [(name, per_layer[name]) for name in group.layer_names]
+
+
+def copied(worker, planner, direction, block):
+    """Copy a piece of each group between host blocks, from 0 on, and the device's, from this on. Whether that went
+    well."""
+    copies, first = [], 0
+    for group, piece in enumerate(planner.pieces):
+        there = tuple(range(block, block + piece.device_blocks))
+        copies.append(GroupCopy(group, tuple(range(first, first + piece.host_blocks)), there))
+        first += piece.host_blocks
+    number = 0 if direction is Direction.STORE else 1
+    plan = StepPlan(0, (TransferPlan(number, direction, tuple(copies), first),))
+    worker.begin(StepMetadata(plan, {}, True))
+    stop = time.monotonic() + 20
+    while time.monotonic() < stop:
+        worker.results()
+        if number in worker._report.done | worker._report.failed:
+            return number in worker._report.done
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def check_round_trip(config, scheduled, caches):
+    """Stored from some blocks and loaded into others, by the scheduler's numbers. How many host blocks there are."""
+    planner = Settings.of(config, scheduled).planner
+    tensors = tensors_of(caches)
+    worker = WorkerHalf(Settings.of(config, caches), config, caches)
+    worker.register_kv_caches(tensors)
+    rows = [group_rows(tensors, group.layer_names, caches.num_blocks) for group in caches.kv_cache_groups]
+    for one in (row for group in rows for row in group):
+        one[20:40] = 0xAA
+    assert copied(worker, planner, Direction.STORE, 1)
+    assert copied(worker, planner, Direction.LOAD, 20)
+    for piece, group in zip(planner.pieces, rows, strict=True):
+        width = piece.device_blocks
+        assert all(torch.equal(one[1 : 1 + width], one[20 : 20 + width]) for one in group)
+    blocks = worker._worker._arena.blocks.shape[0]
+    worker.close()
+    return blocks
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_of_different_sizes_in_one_group(tmp_path, model, layout):
+    config, scheduled, (caches,) = configure(tmp_path, [MODELS[model]], layout)
+    there, here = Settings.of(config, scheduled), Settings.of(config, caches)
+    assert [piece.host_blocks for piece in there.planner.pieces] == [piece.host_blocks for piece in here.planner.pieces]
+    blocks = check_round_trip(config, scheduled, caches)
+    assert blocks == there.host_bytes // there.planner.host_block_bytes  # none that nobody hands out
+
+
+def test_a_stage_may_have_no_layer_of_some_groups(tmp_path, monkeypatch):
+    """vLLM cuts groups of the whole model to what each stage has, and leaves groups with nothing in them."""
+    first = {"f": full(64), "v": window(64), "w": window(64)}
+    second = {"x": window(64), "y": window(64), "z": window(64)}
+    config, scheduled, stages = configure(tmp_path, [first, second])
+    assert not all(group.layer_names for stage in stages for group in stage.kv_cache_groups)
+    planner = Settings.of(config, scheduled).planner
+    counts = [piece.host_blocks for piece in planner.pieces]
+    monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: counts)
+    monkeypatch.setattr(ranks, "agree", lambda problem: None)
+    for caches in stages:
+        check_round_trip(config, scheduled, caches)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pages"),
+    [
+        ([dict(size=800, shared_by=["a", "b"], offset=0, block_stride=0)], {"a": 100, "b": 100}),
+        (
+            [
+                dict(size=2400, shared_by=["a"], offset=0, block_stride=300),
+                dict(size=2400, shared_by=["b"], offset=200, block_stride=300),
+            ],
+            {"a": 200, "b": 100},
+        ),
+        ([dict(layers=["a", "b"], layer_stride=800, block_stride=100)], {"a": 100, "b": 100}),
+        ([dict(layers=["a", "b"], layer_stride=100, block_stride=700)], {"a": 100, "b": 100}),
+    ],
+    ids=["0.26", "0.26, packed", "0.32", "0.32, packed"],
+)
+def test_how_much_room_layers_have_in_a_block(tensors, pages):
+    caches = SimpleNamespace(num_blocks=8, kv_cache_tensors=[SimpleNamespace(**tensor) for tensor in tensors])
+    assert layer_pages(caches) == pages

@@ -1,0 +1,112 @@
+"""Several ranks begin together, or none does; and nothing is left of those that did not."""
+
+import multiprocessing
+import threading
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connector.vllm import ranks
+from connector.vllm import worker as worker_module
+from connector.vllm.settings import Settings
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.memory import limits, mapping
+from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
+
+BLOCKS = 48
+
+
+def half(folder, group, size, rank=0, memory=64 << 20):
+    """The worker's half of one rank of so many."""
+    config = vllm_config(folder, cpu_bytes_to_use=memory)
+    config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = size
+    config.parallel_config.rank = rank
+    config.instance_id = "test"
+    config.cache_config.num_gpu_blocks = BLOCKS
+    caches = one_group(BLOCKS) if group is None else KVCacheConfig(BLOCKS, [], [group])
+    return WorkerHalf(Settings.of(config, caches), config, caches)
+
+
+def latent_caches(group):
+    spec = group.kv_cache_spec
+    return {name: torch.zeros(BLOCKS, spec.block_size, spec.head_size, dtype=spec.dtype) for name in group.layer_names}
+
+
+def begins(rank, folder, file, told):
+    """In a process of its own: register one of two ranks, of which the second cannot have its region."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    both = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    alone = SimpleNamespace(world_size=1)
+    ranks.get_tp_group, ranks.get_pp_group = lambda: both, lambda: alone
+    if rank == 1:
+        mapping.check_fits = limits.check_fits = worker_module.check_fits = refuse
+    group = latent()
+    try:
+        half(folder, group, 2, rank).register_kv_caches(latent_caches(group))
+        told.put((rank, "began"))
+    except ConfigurationError as error:
+        told.put((rank, str(error)))
+
+
+def refuse(*arguments):
+    raise ConfigurationError("there is no room")
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path):
+    """Nobody waits for one that has given up, and no file is left in shared memory."""
+    before = set(mapping.SHARED.iterdir())
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    processes = [
+        context.Process(target=begins, args=(rank, tmp_path, tmp_path / "meeting", told), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    said = dict(told.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+    assert said == {0: "there is no room", 1: "there is no room"}
+    assert not [file for file in set(mapping.SHARED.iterdir()) - before if "cpu-prefix-cache" in file.name]
+
+
+def test_ranks_that_cannot_share_memory_are_refused(tmp_path, monkeypatch):
+    """Each machine would have a region of its own, of which a part is written, and all is read."""
+    monkeypatch.setattr(ranks, "share_memory", lambda: False)
+    monkeypatch.setattr(ranks, "agree", _raise)
+    group = latent()
+    with pytest.raises(ConfigurationError, match="one tensor-parallel group on each machine"):
+        half(tmp_path, group, 16).register_kv_caches(latent_caches(group))
+
+
+def test_the_regions_of_all_ranks_must_fit_the_machine_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "agree", _raise)
+    monkeypatch.setattr(limits, "usable_bytes", lambda: 64 << 20)
+    caches = {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
+    with pytest.raises(ConfigurationError, match="ask for at most 67108864 bytes"):
+        half(tmp_path, None, 2, memory=96 << 20).register_kv_caches(caches)
+
+
+def _raise(problem):
+    if problem is not None:
+        raise problem
+
+
+def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
+    """vLLM's sleep mode empties the memory that its own thread took while it registered."""
+    makers = []
+
+    def choose(*arguments, **options):
+        makers.append(threading.get_ident())
+        return chosen(*arguments, **options)
+
+    chosen = worker_module.choose_copier
+    worker = half(tmp_path, None, 1)
+    with patch.object(worker_module, "choose_copier", choose):
+        worker.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
+    worker.close()
+    assert makers and threading.get_ident() not in makers
