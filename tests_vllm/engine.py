@@ -479,7 +479,7 @@ class FakeRank:
         self.ready = min(self.host_blocks, self.ready + 16)
         report = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), self.ready)
         # vLLM delivers both or neither: without its request ids a report may still come late.
-        lost = not received and self.random.random() < 0.1
+        lost = not received and self.computes and self.random.random() < 0.1
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,

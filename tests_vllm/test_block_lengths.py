@@ -318,3 +318,12 @@ def test_a_chunk_is_seen_before_any_part_of_it_leaves(tmp_path, groups, asynchro
     engine.drain()
     assert seen > 300
     assert late <= seen // 100
+
+
+def test_hashes_within_chunks_are_forgotten_though_others_begin_alike(tmp_path):
+    """A beginning that all prompts share ends within a chunk: its block there stays, the chunks behind it do not."""
+    engine = Engine(tmp_path, groups=[full(block=16), full(block=4)], device_blocks=200, host_blocks=400, slowest=1)
+    shared = [engine.random.randrange(900) for _ in range(3 * 16 + 4)]
+    for _ in range(400):
+        engine.run([*shared, *(engine.random.randrange(900) for _ in range(24))], max_tokens=1)
+    assert len(engine.device._hashes.by_key) < 200

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache import ConfigurationError
-from tests_vllm.engine import ATTENTION, BLOCK, LOADING, Engine, one_group, vllm_config
+from tests_vllm.engine import AT_ONCE, ATTENTION, BLOCK, LOADING, NEVER, Engine, one_group, vllm_config
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
 
@@ -80,6 +80,46 @@ def test_two_with_one_prefix_load_it_once(start):  # S7.26
     engine.drain()
     assert engine.counts["pending"] > 0
     assert engine.counts["loads planned"] == 1
+
+
+def test_a_load_that_has_ended_is_computed_once_vllm_has_looked_after_it(start):
+    """Before that its tokens count, and its blocks have no hashes. That may take long: what runs comes first."""
+    engine = start(offload="eager", device_blocks=80, step_tokens=16, max_requests=4)
+    engine.run(PROMPT)
+    flood(engine)
+    computed, found = engine.cache.computed, []
+
+    def computed_and_look(id, tokens):
+        keys = engine.requests[id].block_hashes[: tokens // BLOCK]
+        found.append((id, [engine.device.find(key) is not None for key in keys]))
+        computed(id, tokens)
+
+    engine.cache.computed = computed_and_look
+    engine.ranks[0].pace = NEVER
+    loaded = engine.submit(PROMPT)
+    engine.step()
+    assert engine.requests[loaded].status is LOADING
+    engine.submit(list(range(400, 640)), max_tokens=1)  # takes all tokens of 15 steps
+    engine.step()
+    engine.ranks[0].pace = AT_ONCE
+    engine.drain()
+    waited = [of for id, of in found if id == loaded]
+    assert len(waited) > 10 and all(all(of) for of in waited)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_that_compute_are_told_from_those_that_only_copy(start, asynchronous):
+    """Or the time from one step would be that of another, and so the rate of prefill."""
+    engine = start(offload="eager", device_blocks=80, slowest=6, asynchronous=asynchronous)
+    only_copied = 0
+    for prompt in range(40):
+        engine.submit([900 + prompt] * 20, max_tokens=1)
+        for _ in range(prompt % 7):
+            engine.step()
+            under_way = [bool(output.total_num_scheduled_tokens) for output, _ in engine._in_flight]
+            only_copied += under_way.count(False)
+            assert len(engine.half._begun) == sum(under_way)
+    assert only_copied or not asynchronous
 
 
 # Storing

@@ -11,9 +11,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm import ranks
 from connector.vllm import worker as worker_module
+from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, StepPlan
 from cpu_prefix_cache.memory import limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
 
@@ -110,3 +111,17 @@ def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
         worker.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
     worker.close()
     assert makers and threading.get_ident() not in makers
+
+
+def test_a_step_that_computes_nothing_always_has_something_to_say(tmp_path):
+    """vLLM keeps an empty output of such a step to itself, and the other half could not count steps."""
+    worker = half(tmp_path, None, 1)
+    worker.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
+    said = []
+    for computes in (False, False, True, True):
+        worker.begin(StepMetadata(StepPlan(0, ()), {}, computes))
+        worker.results()
+        reports = worker.reports()
+        said.append(reports and reports.computes)
+    worker.close()
+    assert said == [False, False, None, None]

@@ -48,6 +48,16 @@ def test_what_somebody_else_sets_meanwhile_stays():
     assert sys.getswitchinterval() == pytest.approx(0.003)
 
 
+def test_what_somebody_sets_back_later_to_ours_does_not_stay_for_good(interval):
+    with short_turns():
+        ours = sys.getswitchinterval()
+        sys.setswitchinterval(0.001)
+    sys.setswitchinterval(ours)  # its own section has ended after ours
+    with short_turns():
+        pass
+    assert sys.getswitchinterval() == pytest.approx(interval)
+
+
 class Noting:
     """A copier that notes how long turns are when it is asked to copy, and fails."""
 

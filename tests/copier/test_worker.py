@@ -1,6 +1,7 @@
 """The copying half: every transfer of a plan ends as done or failed, and is said again until it is heard."""
 
 import gc
+import os
 import threading
 import time
 from threading import Semaphore
@@ -305,6 +306,16 @@ def test_closing_again_does_nothing_and_later_transfers_fail(threaded):
     threaded.run(plan(7))
     assert threaded.report().failed == {7}
     threaded.drain()
+
+
+def test_a_fork_waits_for_no_threads(threaded, held, monkeypatch):
+    """They are not there: its own end would never come."""
+    threaded.run(plan(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        threaded.close()
+    assert threaded.is_busy
+    held.let_through.release()
 
 
 def test_a_worker_that_nobody_keeps_ends_its_threads():

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TURN_SECONDS = 0.0002
+ROUNDING_SECONDS = 3e-6  # Python keeps whole microseconds, and rounds down
 
 _lock = threading.Lock()
 _inside = 0
-_before = _short = 0.0
+_before = 0.0
 
 
 @contextmanager
@@ -31,15 +32,14 @@ def short_turns() -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _inside, _before, _short
+    global _inside, _before
     with _lock:
         _inside += 1
         if _inside == 1:
-            if sys.getswitchinterval() != _short:  # else somebody has kept ours, and set it again since
+            if not _is_ours():  # somebody may have kept it, and set it again since
                 _before = sys.getswitchinterval()
             if _before > TURN_SECONDS:
                 sys.setswitchinterval(TURN_SECONDS)
-            _short = sys.getswitchinterval()  # Python rounds
 
 
 def _leave() -> None:
@@ -47,5 +47,9 @@ def _leave() -> None:
     global _inside
     with _lock:
         _inside -= 1
-        if _inside == 0 and _short < _before and sys.getswitchinterval() == _short:
+        if _inside == 0 and _before > TURN_SECONDS and _is_ours():
             sys.setswitchinterval(_before)
+
+
+def _is_ours() -> bool:
+    return abs(sys.getswitchinterval() - TURN_SECONDS) < ROUNDING_SECONDS
