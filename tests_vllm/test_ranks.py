@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm import ranks
+from connector.vllm import ranks, regions
 from connector.vllm import worker as worker_module
 from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
@@ -44,7 +44,7 @@ def begins(rank, folder, file, told):
     alone = SimpleNamespace(world_size=1)
     ranks.get_tp_group, ranks.get_pp_group = lambda: both, lambda: alone
     if rank == 1:
-        mapping.check_fits = limits.check_fits = worker_module.check_fits = refuse
+        mapping.check_fits = regions.check_fits = refuse
     group = latent()
     try:
         half(folder, group, 2, rank).register_kv_caches(latent_caches(group))

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,13 +22,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm import ranks, versions
-from connector.vllm.groups import own_block_bytes, planned_group_ids
+from connector.vllm import versions
+from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TransferTimes
+from connector.vllm.regions import Shapes, arena_of, shapes_of
 from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
 from connector.vllm.tensors import Registered, group_rows
-from cpu_prefix_cache import ConfigurationError, RankReport
+from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.dealt import DealtCopier, share
@@ -38,9 +39,7 @@ from cpu_prefix_cache.copier.second_try import SecondTryCopier
 from cpu_prefix_cache.copier.some_groups import SomeGroupsCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.plan import Direction, TransferPlan
-from cpu_prefix_cache.planner import ALIGNMENT, Piece
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -50,14 +49,6 @@ NULL_BLOCK = 0  # vLLM's, in every group
 # their turn at Python every few milliseconds, and a slice of a copy takes half of one (measured: 1 to 12 GB/s, not 53).
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """What a copier needs to know of a rank: pieces in as many host blocks as on every other, of this rank's size."""
-
-    pieces: tuple[Piece, ...]
-    host_block_bytes: int
 
 
 class WorkerHalf:
@@ -90,12 +81,13 @@ class WorkerHalf:
             )
             for at in planned_group_ids(self._kv_cache_config)
         ]
-        all_shapes = self._shapes()
+        parallel = self._vllm_config.parallel_config
+        all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config)
         here = [at for at, rows in enumerate(all_tensors) if rows]  # other stages of a pipeline have the other groups
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
-        arena = self._arena(shapes, device)
+        arena = arena_of(self._settings, self._vllm_config, shapes, device)
         choose = partial(choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK)
         choice = _in_a_thread(choose, device)
         logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
@@ -187,64 +179,6 @@ class WorkerHalf:
             )
         logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
 
-    def _shapes(self) -> Shapes:
-        """Pieces that take as many host blocks as the scheduler says, which goes by the first rank, and weigh what this
-        rank has of them; and host blocks that are as large as that takes."""
-        planner = self._settings.planner
-        counts, planned = [piece.host_blocks for piece in planner.pieces], planner.host_block_bytes
-        if self._vllm_config.parallel_config.pipeline_parallel_size > 1:
-            counts, planned = ranks.as_on_the_first_stage(counts), 0
-        pieces = tuple(
-            replace(piece, host_blocks=n, num_bytes=piece.device_blocks * own)
-            for piece, n, own in zip(planner.pieces, counts, own_block_bytes(self._kv_cache_config), strict=True)
-        )
-        needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
-        return Shapes(pieces, planned if needed <= planned else -(-needed // ALIGNMENT) * ALIGNMENT)
-
-    def _arena(self, shapes: Shapes, device: torch.device) -> HostArena:
-        """This rank's region: all ranks have theirs, or all refuse, and before one of them has taken memory."""
-        self._agree(self._refusal())
-        try:
-            arena = HostArena(
-                self._settings.host_bytes // shapes.host_block_bytes,
-                shapes.host_block_bytes,
-                pinned_for=device if device.type == "cuda" else None,
-                shared_as=self._shared_name() if self._settings.is_shared else None,
-            )
-        except Exception as error:
-            self._agree(error)
-            raise
-        try:
-            self._agree(None)
-        except BaseException:
-            arena.close()
-            raise
-        arena.forget_name()
-        return arena
-
-    def _refusal(self) -> ConfigurationError | None:
-        """Why the regions of this engine cannot be on this machine."""
-        parallel = self._vllm_config.parallel_config
-        is_shared = self._settings.is_shared
-        if is_shared and not ranks.share_memory():
-            return ConfigurationError(
-                "the KV of this model is the same on all ranks of a tensor-parallel group and is kept once, in memory "
-                "they share, but these ranks are on several machines or in containers without a common /dev/shm; "
-                "start one tensor-parallel group on each machine"
-            )
-        regions = max(1, parallel.local_world_size // (parallel.tensor_parallel_size if is_shared else 1))
-        try:
-            check_fits(self._settings.host_bytes * regions)
-        except ConfigurationError as error:
-            return error
-        return None
-
-    def _agree(self, problem: Exception | None) -> None:
-        if self._vllm_config.parallel_config.world_size > 1:
-            ranks.agree(problem)
-        elif problem is not None:
-            raise problem
-
     def _carried(self, transfer: TransferPlan) -> int:
         """The bytes of a transfer that this rank carries: of a store to a shared region, its share."""
         if not self._settings.is_shared or transfer.direction is Direction.LOAD:
@@ -258,11 +192,6 @@ class WorkerHalf:
             len(mine.host_blocks) // piece.host_blocks * piece.num_bytes
             for mine, piece in zip(shares, pieces, strict=True)
         )
-
-    def _shared_name(self) -> str:
-        parallel = self._vllm_config.parallel_config
-        stage = self._rank // parallel.tensor_parallel_size
-        return f"cpu-prefix-cache-{self._vllm_config.instance_id}-{parallel.data_parallel_rank}-{stage}"
 
     def _wrapped(
         self, copier: Copier, shapes: Shapes, tensors: Sequence[Sequence[torch.Tensor]], arena: HostArena

@@ -1,0 +1,95 @@
+"""The host region of one rank: what its blocks hold, and that all ranks of an engine have theirs, or none has.
+
+    shapes_of   host blocks are numbered by the scheduler, for every rank; how large they are here this rank knows
+    arena_of    first all say whether they could, then all take memory, then all say whether they have
+
+Without that, one that refuses leaves the others waiting, and what they share behind in /dev/shm.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connector.vllm import ranks
+from connector.vllm.groups import own_block_bytes
+from connector.vllm.settings import Settings
+from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.planner import ALIGNMENT, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a copier needs to know of a rank: pieces in as many host blocks as on every other, of this rank's size."""
+
+    pieces: tuple[Piece, ...]
+    host_block_bytes: int
+
+
+def shapes_of(planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> Shapes:
+    """Pieces that take as many host blocks as the scheduler says, which goes by the first stage, and weigh what this
+    rank has of them; and host blocks that are as large as that takes."""
+    counts, planned = [piece.host_blocks for piece in planner.pieces], planner.host_block_bytes
+    if parallel.pipeline_parallel_size > 1:
+        counts, planned = ranks.as_on_the_first_stage(counts), 0
+    pieces = tuple(
+        replace(piece, host_blocks=n, num_bytes=piece.device_blocks * own)
+        for piece, n, own in zip(planner.pieces, counts, own_block_bytes(kv_cache_config), strict=True)
+    )
+    needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
+    return Shapes(pieces, planned if needed <= planned else -(-needed // ALIGNMENT) * ALIGNMENT)
+
+
+def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device: torch.device) -> HostArena:
+    """This rank's region. Each rank calls it, and all of them raise ConfigurationError if one of them must."""
+    parallel = vllm_config.parallel_config
+    _agree(parallel, _refusal(settings, parallel))
+    try:
+        arena = HostArena(
+            settings.host_bytes // shapes.host_block_bytes,
+            shapes.host_block_bytes,
+            pinned_for=device if device.type == "cuda" else None,
+            shared_as=_shared_name(vllm_config) if settings.is_shared else None,
+        )
+    except Exception as error:
+        _agree(parallel, error)
+        raise
+    try:
+        _agree(parallel, None)
+    except BaseException:
+        arena.close()
+        raise
+    arena.forget_name()
+    return arena
+
+
+def _refusal(settings: Settings, parallel: ParallelConfig) -> ConfigurationError | None:
+    """Why the regions of this engine cannot be on this machine."""
+    if settings.is_shared and not ranks.share_memory():
+        return ConfigurationError(
+            "the KV of this model is the same on all ranks of a tensor-parallel group and is kept once, in memory they "
+            "share, but these ranks are on several machines or in containers without a common /dev/shm; start one "
+            "tensor-parallel group on each machine"
+        )
+    regions = max(1, parallel.local_world_size // (parallel.tensor_parallel_size if settings.is_shared else 1))
+    try:
+        check_fits(settings.host_bytes * regions)
+    except ConfigurationError as error:
+        return error
+    return None
+
+
+def _agree(parallel: ParallelConfig, problem: Exception | None) -> None:
+    if parallel.world_size > 1:
+        ranks.agree(problem)
+    elif problem is not None:
+        raise problem
+
+
+def _shared_name(vllm_config: VllmConfig) -> str:
+    parallel = vllm_config.parallel_config
+    stage = parallel.rank // parallel.tensor_parallel_size
+    return f"cpu-prefix-cache-{vllm_config.instance_id}-{parallel.data_parallel_rank}-{stage}"
