@@ -92,6 +92,14 @@ def test_the_regions_of_all_ranks_must_fit_the_machine_together(tmp_path, monkey
         half(tmp_path, None, 2, memory=96 << 20).register_kv_caches(caches)
 
 
+def test_ranks_that_decide_by_themselves_are_refused(tmp_path):
+    config = vllm_config(tmp_path, cpu_bytes_to_use=64 << 20)
+    config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(ConfigurationError, match="let vLLM start its ranks"):
+        Settings.of(config, one_group(BLOCKS))
+
+
 def _raise(problem):
     if problem is not None:
         raise problem

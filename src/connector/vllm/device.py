@@ -13,7 +13,8 @@ vLLM's key of a block is its hash and the number of its group, ours the hash alo
 `Request.block_hashes`. A chunk has blocks in each prefix group, one or, where they are shorter than it, several, and is
 on the device while all of them are. It is known by those it ends with, one in each group, whose hash is its key: vLLM
 frees a request group by group, from either end of the list, and each from its last block to its first. So of a chunk
-one of these is always the first to leave.
+one of these is the first to leave. (Not always: of blocks within chunks that have one name vLLM gives a later prompt
+the first, which may be another chunk's. Its own then waits where it was, and may be gone when its chunk is looked at.)
 
     full attention of 32 tokens, full attention of 16, chunks a and b freed at once     (^ brings its chunk)
 

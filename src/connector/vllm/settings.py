@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm.groups import (
@@ -70,6 +70,7 @@ class Settings:
         if options.get("test_corrupt_group", names[0]) not in names:
             raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
         parallel = vllm_config.parallel_config
+        _check_launcher(parallel)
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
         speculative = vllm_config.speculative_config
@@ -123,6 +124,14 @@ class Settings:
             decode_chunks=DECODE_CHUNKS[self.offload],
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
+        )
+
+
+def _check_launcher(parallel: ParallelConfig) -> None:
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigurationError(
+            "under external_launcher each rank decides by itself and hears of no other's copies; "
+            "let vLLM start its ranks (--distributed-executor-backend mp or ray)"
         )
 
 
