@@ -14,7 +14,7 @@ from connector.vllm import worker as worker_module
 from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError, StepPlan
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
 
@@ -133,3 +133,15 @@ def test_a_step_that_computes_nothing_always_has_something_to_say(tmp_path):
         said.append(reports and reports.computes)
     worker.close()
     assert said == [False, False, None, None]
+
+
+def test_a_rank_carries_its_share_of_a_store_and_all_of_a_load(tmp_path):
+    group = latent()
+    halves = [half(tmp_path, group, 2, rank) for rank in range(2)]
+    (piece,) = halves[0]._settings.planner.pieces
+    first = piece.host_blocks  # of the second piece in the region, and after that the third and the fourth
+    copies = (GroupCopy(0, tuple(range(first, 4 * first)), tuple(range(1, 1 + 3 * piece.device_blocks))),)
+    store = TransferPlan(0, Direction.STORE, copies, 3 * piece.num_bytes)
+    assert [each._carried(store) for each in halves] == [piece.num_bytes, 2 * piece.num_bytes]
+    load = TransferPlan(1, Direction.LOAD, copies, 3 * piece.num_bytes)
+    assert [each._carried(load) for each in halves] == [load.num_bytes] * 2
