@@ -14,7 +14,7 @@ from connector.vllm.settings import Settings
 from connector.vllm.tensors import group_rows
 from connector.vllm.versions import layer_pages
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from tests_vllm.engine import vllm_config
 
 MEMORY = 32 << 20  # of the device, and as much of the host
@@ -123,6 +123,14 @@ def test_layers_of_different_sizes_in_one_group(tmp_path, model, layout):
     assert [piece.host_blocks for piece in there.planner.pieces] == [piece.host_blocks for piece in here.planner.pieces]
     blocks = check_round_trip(config, scheduled, caches)
     assert blocks == there.host_bytes // there.planner.host_block_bytes  # none that nobody hands out
+
+
+def test_layers_of_different_kinds_in_one_group_are_refused_at_once(tmp_path):
+    """Only a rank sees them: the scheduler is given the first."""
+    config, _, (caches,) = configure(tmp_path, [MODELS["large first"]])
+    caches.kv_cache_groups[0].kv_cache_spec.kv_cache_specs["b.1"] = window(64)
+    with pytest.raises(ConfigurationError, match="of different kinds"):
+        Settings.of(config, caches)
 
 
 def test_a_stage_may_have_no_layer_of_some_groups(tmp_path, monkeypatch):

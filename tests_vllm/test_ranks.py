@@ -37,6 +37,11 @@ def latent_caches(group):
     return {name: torch.zeros(BLOCKS, spec.block_size, spec.head_size, dtype=spec.dtype) for name in group.layer_names}
 
 
+def plain_caches():
+    """Those of `one_group`."""
+    return {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
+
+
 def begins(rank, folder, file, told):
     """In a process of its own: register one of two ranks, of which the second cannot have its region."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -87,9 +92,8 @@ def test_ranks_that_cannot_share_memory_are_refused(tmp_path, monkeypatch):
 def test_the_regions_of_all_ranks_must_fit_the_machine_together(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "agree", _raise)
     monkeypatch.setattr(limits, "usable_bytes", lambda: 64 << 20)
-    caches = {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
     with pytest.raises(ConfigurationError, match="ask for at most 67108864 bytes"):
-        half(tmp_path, None, 2, memory=96 << 20).register_kv_caches(caches)
+        half(tmp_path, None, 2, memory=96 << 20).register_kv_caches(plain_caches())
 
 
 def test_ranks_that_decide_by_themselves_are_refused(tmp_path):
@@ -116,7 +120,7 @@ def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
     chosen = worker_module.choose_copier
     worker = half(tmp_path, None, 1)
     with patch.object(worker_module, "choose_copier", choose):
-        worker.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
+        worker.register_kv_caches(plain_caches())
     worker.close()
     assert makers and threading.get_ident() not in makers
 
@@ -124,7 +128,7 @@ def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
 def test_a_step_that_computes_nothing_always_has_something_to_say(tmp_path):
     """vLLM keeps an empty output of such a step to itself, and the other half could not count steps."""
     worker = half(tmp_path, None, 1)
-    worker.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
+    worker.register_kv_caches(plain_caches())
     said = []
     for computes in (False, False, True, True):
         worker.begin(StepMetadata(StepPlan(0, ()), {}, computes))

@@ -301,13 +301,13 @@ class Lazy:
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
         for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
-            block, key = stretch[at]
+            place, key = stretch[at], stretch[at][1]
             if key is None or key not in missing:
                 continue  # it went with one that waits before it
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
-            is_settled, transfer = self._cover((block, key), key, before)
+            is_settled, transfer = self._cover(place, key, before)
             if not is_settled:
-                self._mark = _first_left(stretch[:at], taken) or stretch[at]
+                self._mark = _first_left(stretch[:at], taken) or place
                 return
             if transfer is not None:
                 taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))

@@ -86,7 +86,7 @@ class VllmDevice:
         self._has_inner = any(len(blocks) > 1 for _, blocks in self._chunk_groups)
         self._hashes: HashesOnDevice | None = None
         if in_chunk and len(self._picked) > 1:
-            self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_some)
+            self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_an_end)
         self._awaited = awaited
         self._given: Container[int] = ()
         self._checkpoints = _Checkpoints()
@@ -162,10 +162,10 @@ class VllmDevice:
             return (key,)
         return (self._seen if self._hashes is None else self._hashes.by_key).get(key)
 
-    def _has_some(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a block ends with the chunk that has these picked hashes. Those within may be other chunks'."""
+    def _has_an_end(self, key: bytes) -> bool:
+        """Whether some group has a block that ends with this chunk. Blocks within may be other chunks'."""
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
-        return any(get_one_block(hashes[-1] + suffix) for suffix in self._suffixes)
+        return any(get_one_block(key + suffix) for suffix in self._suffixes)
 
     @contextmanager
     def given(self, blocks: Container[int]) -> Iterator[None]:

@@ -67,21 +67,17 @@ def _check_lengths(groups: Sequence[Group], grid: int) -> None:
 
 
 def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
-    """vLLM's numbers of the planner's groups: those of which something is kept."""
-    groups = enumerate(kv_cache_config.kv_cache_groups)
-    return [at for at, group in groups if _kind(_specs(group.kv_cache_spec)[0]) is not GroupKind.NONE]
-
-
-def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
-    """What one block of each planned group weighs in the layers that this rank has of it.
+    """vLLM's numbers of the planner's groups: those of which something is kept.
 
     Raises ConfigurationError for layers of different kinds in one group.
     """
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return [at for at, group in groups if _one_kind(group) is not GroupKind.NONE]
+
+
+def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
+    """What one block of each planned group weighs in the layers that this rank has of it."""
     groups = [kv_cache_config.kv_cache_groups[at] for at in planned_group_ids(kv_cache_config)]
-    for group in groups:
-        kinds = {_kind(spec) for spec in _specs(group.kv_cache_spec)}
-        if len(kinds) > 1:
-            raise ConfigurationError(f"layers of one KV cache group are of different kinds: {sorted(map(str, kinds))}")
     return [sum(_block_bytes(spec) for spec in _layers(group)) for group in groups]
 
 
@@ -138,9 +134,15 @@ def _layers(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
     return [spec] * len(group.layer_names)
 
 
-def _specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """All that a group's spec stands for."""
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+def _one_kind(group: KVCacheGroupSpec) -> GroupKind:
+    """That of all its layers, here or on another stage."""
+    spec = group.kv_cache_spec
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    kind, *others = {_kind(each) for each in specs}
+    if others:
+        kinds = sorted(map(str, (kind, *others)))
+        raise ConfigurationError(f"layers of one KV cache group are of different kinds: {kinds}")
+    return kind
 
 
 def _kind(spec: KVCacheSpec) -> GroupKind:

@@ -65,11 +65,11 @@ def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple
 class HashesOnDevice:
     """Hashes of chunks by their keys: `picked` are those of a chunk's `each` hashes that blocks end with, ascending.
 
-    `is_here` says of the picked hashes of a chunk whether the device still has an end of it. What has none is forgotten
-    in time, a portion in each call.
+    `is_here` says of a key whether the device still has an end of the chunk. What has none is forgotten in time, a
+    portion in each call.
     """
 
-    def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[Sequence[bytes]], bool]) -> None:
+    def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[bytes], bool]) -> None:
         self._picked = picked
         self._each = each
         self._is_here = is_here
@@ -82,5 +82,5 @@ class HashesOnDevice:
             picked = tuple(hashes[first + at] for at in self._picked)
             if self.by_key.setdefault(picked[-1], picked) is picked:
                 self._sweep.add((picked[-1],))
-        for key in self._sweep.gone(lambda keys: [self._is_here(self.by_key[each]) for each in keys]):
+        for key in self._sweep.gone(lambda keys: [self._is_here(each) for each in keys]):
             del self.by_key[key]

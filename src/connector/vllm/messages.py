@@ -33,7 +33,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
     """
 
     reports: tuple[RankReport, ...]
-    computes: bool = True
+    computes: bool
 
     def aggregate(self, other: "WorkerReports") -> "WorkerReports":
         return WorkerReports(self.reports + other.reports, self.computes)

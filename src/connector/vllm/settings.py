@@ -66,9 +66,7 @@ class Settings:
         options = _checked(vllm_config.kv_transfer_config.kv_connector_extra_config)
         planner = planner_for(vllm_config, kv_cache_config)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
-        names = [group.name for group in planner.groups]
-        if options.get("test_corrupt_group", names[0]) not in names:
-            raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
+        _check_corrupt_group(options.get("test_corrupt_group"), planner)
         parallel = vllm_config.parallel_config
         _check_launcher(parallel)
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
@@ -125,6 +123,12 @@ class Settings:
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
         )
+
+
+def _check_corrupt_group(name: str | None, planner: HybridChunkPlanner) -> None:
+    names = [group.name for group in planner.groups]
+    if name is not None and name not in names:
+        raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
 
 
 def _check_launcher(parallel: ParallelConfig) -> None:

@@ -32,7 +32,7 @@ from connector.vllm.tensors import Registered, group_rows
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.dealt import DealtCopier, share
+from cpu_prefix_cache.copier.dealt import DealtCopier, share_bytes
 from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.second_try import SecondTryCopier
@@ -184,14 +184,7 @@ class WorkerHalf:
         if not self._settings.is_shared or transfer.direction is Direction.LOAD:
             return transfer.num_bytes
         size = self._vllm_config.parallel_config.tensor_parallel_size
-        pieces = [self._settings.planner.pieces[copy.group] for copy in transfer.copies]
-        shares = [
-            share(copy, piece, self._rank % size, size) for copy, piece in zip(transfer.copies, pieces, strict=True)
-        ]
-        return sum(
-            len(mine.host_blocks) // piece.host_blocks * piece.num_bytes
-            for mine, piece in zip(shares, pieces, strict=True)
-        )
+        return share_bytes(transfer.copies, self._settings.planner.pieces, self._rank % size, size)
 
     def _wrapped(
         self, copier: Copier, shapes: Shapes, tensors: Sequence[Sequence[torch.Tensor]], arena: HostArena

@@ -43,9 +43,20 @@ def share(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))
     """
     here, there = piece.host_blocks, piece.device_blocks
-    mine = [at for at in range(len(copy.host_blocks) // here) if copy.host_blocks[at * here] // here % ranks == rank]
+    mine = _dealt(copy, piece, rank, ranks)
     return GroupCopy(
         copy.group,
         tuple(block for at in mine for block in copy.host_blocks[at * here : (at + 1) * here]),
         tuple(block for at in mine for block in copy.device_blocks[at * there : (at + 1) * there]),
     )
+
+
+def share_bytes(copies: Sequence[GroupCopy], pieces: Sequence[Piece], rank: int, ranks: int) -> int:
+    """What the pieces weigh that one rank writes; `pieces` are those of all groups."""
+    return sum(len(_dealt(copy, pieces[copy.group], rank, ranks)) * pieces[copy.group].num_bytes for copy in copies)
+
+
+def _dealt(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> list[int]:
+    """Which pieces of `copy` fall to one rank."""
+    first_blocks = copy.host_blocks[:: piece.host_blocks]
+    return [at for at, block in enumerate(first_blocks) if block // piece.host_blocks % ranks == rank]
