@@ -426,45 +426,29 @@ def test_a_decoding_request_is_due_when_it_can_cross_a_boundary(engine):
     assert due == [[], [], ["r"], [], [], [], ["r"], []]
 
 
-def decoding(mode, *ids, every=2):
-    """Requests that have computed the two chunks of their prompts, and go on with two more of their answers."""
-    engine = Engine(mode, host=32, decode_chunks=every)
-    for id in ids:
-        engine.starts(id, f"{id}bcd", extra=1 - 2 * GRID)
+@pytest.fixture(params=["eager", "lazy"])
+def decoding(request):
+    """A request that has computed the two chunks of its prompt, and goes on with two more of its answer."""
+    engine = Engine(request.param, host=32, asks_in_decode=False)
+    engine.starts("x", "xbcd", extra=1 - 2 * GRID)
     engine.steps()
-    for id in ids:
-        engine.computes(id, 2)
-        engine.cache.computed(id, 2 * GRID + 1)
+    engine.computes("x", 2)
+    engine.cache.computed("x", 2 * GRID + 1)
     return engine
 
 
-def test_decoding_requests_may_be_asked_at_every_other_boundary_each_in_its_turn():
-    engine = decoding("eager", "x", "y")
-    due = []
-    for tokens in range(2 * GRID + 2, 5 * GRID):
-        engine.steps()
-        due += [(id, tokens) for id in engine.cache.due()]
-        for id in engine.cache.due():
-            engine.cache.computed(id, tokens)
-    assert due == [("x", 3 * GRID), ("y", 4 * GRID)]
-
-
-def test_decoding_requests_may_be_asked_at_their_end_only():
-    engine = decoding("lazy", "x", every=None)
+def test_decoding_requests_may_be_asked_at_their_end_only(decoding):
     for _ in range(100):
-        engine.steps()
-        assert not engine.cache.due()
+        decoding.steps()
+        assert not decoding.cache.due()
 
 
-@pytest.mark.parametrize("every", [2, None])
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(mode, every):  # S7.16
-    engine = decoding(mode, "x", every=every)
-    engine.fills("x")
-    engine.cache.preempted("x", 4 * GRID - 1)
-    engine.leaves("x")
-    engine.copies()
-    assert engine.host == {"x", "xb", "xbc"}
+def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(decoding):  # S7.16
+    decoding.fills("x")
+    decoding.cache.preempted("x", 4 * GRID - 1)
+    decoding.leaves("x")
+    decoding.copies()
+    assert decoding.host == {"x", "xb", "xbc"}
 
 
 def test_how_much_a_request_in_prefill_has_computed_nobody_guesses():
@@ -479,14 +463,12 @@ def test_how_much_a_request_in_prefill_has_computed_nobody_guesses():
     assert engine.host == {"x"}
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_what_a_decoding_request_was_not_asked_about_is_known_when_it_ends(mode):
-    engine = decoding(mode, "x")
-    engine.fills("x")
-    engine.ends("x")
+def test_what_a_decoding_request_was_not_asked_about_is_known_when_it_ends(decoding):
+    decoding.fills("x")
+    decoding.ends("x")
     for prompt in "klmnopqrstuvwyz":
-        engine.serves(prompt)
-    assert engine.host >= {"x", "xb", "xbc", "xbcd"}
+        decoding.serves(prompt)
+    assert decoding.host >= {"x", "xb", "xbc", "xbcd"}
 
 
 def test_a_request_that_comes_back_at_once_is_due_once(engine):

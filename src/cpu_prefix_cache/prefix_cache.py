@@ -69,7 +69,6 @@ class Running:
     confirmed: int = 0
     due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
     decodes: bool = False  # by what was reported last
-    offset: int = 0  # in chunks: who decodes in step with others is due in turn with them
     load: Transfer | None = None
     stale: bool = False  # it stores nothing: it does not want to, or what it computes is from before a reset
 
@@ -106,9 +105,9 @@ class CPUPrefixCache:
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
-    ends at once is reported `report_steps` steps after its own. Where no checkpoints are needed, a decoding request is
-    asked for its progress every `decode_chunks` chunks only, and at its end; None: only then. (What it computes cannot
-    be evicted before, so that lazy stores lose nothing by it.)
+    ends at once is reported `report_steps` steps after its own. With `asks_in_decode` false, and where no checkpoints
+    are needed, a decoding request is not asked for its progress before its end. (What it computes cannot be evicted
+    before, so that nothing is lost by it.)
 
     Lazy stores hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many steps can
     allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
@@ -151,7 +150,7 @@ class CPUPrefixCache:
         device_groups: int = 0,
         device_blocks: int | None = None,
         report_steps: int = 1,
-        decode_chunks: int | None = 1,
+        asks_in_decode: bool = True,
         link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
         store_after: int = 1,
@@ -170,7 +169,6 @@ class CPUPrefixCache:
             ("device_blocks", 1 if device_blocks is None else device_blocks),
             ("link_bytes_per_second", link_bytes_per_second),
             ("report_steps", report_steps),
-            ("decode_chunks", 1 if decode_chunks is None else decode_chunks),
             ("min_load_tokens", min_load_tokens or 1),
         ):
             if value < 1:
@@ -205,7 +203,7 @@ class CPUPrefixCache:
         self._ranks = ranks
         self._link_bytes_per_second = link_bytes_per_second
         self._decode_step_tokens = decode_step_tokens
-        self._decode_chunks = 1 if planner.has_checkpoints else decode_chunks
+        self._asks_in_decode = asks_in_decode or planner.has_checkpoints
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._max_step_chunks = -(-max_step_tokens // planner.grid_tokens)
@@ -342,8 +340,6 @@ class CPUPrefixCache:
             request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
         )
         self._counts["admitted"] += 1
-        if self._decode_chunks is not None:
-            running.offset = self._counts["admitted"] % self._decode_chunks
         self._running[request.id] = running
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
@@ -719,12 +715,10 @@ class CPUPrefixCache:
         steps = 1
         running.decodes = num_tokens >= running.request.num_tokens
         if running.decodes:
-            if self._decode_chunks is None:
+            if not self._asks_in_decode:
                 running.due = 0
                 return
-            grid = self.planner.grid_tokens
-            stride = self._decode_chunks * grid
-            missing = stride - (num_tokens + running.offset * grid) % stride
+            missing = self.planner.grid_tokens - num_tokens % self.planner.grid_tokens
             steps = -(-missing // self._decode_step_tokens)
         due = self._steps + steps
         if due != running.due:

@@ -34,12 +34,6 @@ OPTIONS = (*NUMBERS, *TEXTS)
 OURS = ("test_corrupt_group",)  # not the cache's
 LOAD_DEADLINE_SECONDS = 30.0
 
-# Of 256 requests that decode, 16 cross a boundary in each step, and to ask, store and hear of one costs 40 us. With 8
-# chunks at a time that is a step's 0.6 ms no more (benchmarks/vllm_scheduler.py), and nothing is lost: a request's
-# blocks stay on the device as long as it runs, and at its end it is asked in any case. Lazy stores have no use for what
-# cannot be evicted yet, and wait for that.
-DECODE_CHUNKS = {"eager": 8, "lazy": None}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -119,7 +113,7 @@ class Settings:
             device_groups=self.device_groups,
             device_blocks=self.device_blocks,
             report_steps=self.report_steps,
-            decode_chunks=DECODE_CHUNKS[self.offload],
+            asks_in_decode=False,
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
         )
