@@ -88,7 +88,9 @@ class WorkerHalf:
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
         arena = arena_of(self._settings, self._vllm_config, shapes, device)
-        choose = partial(choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK)
+        choose = partial(
+            choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK, loads_first=True
+        )
         choice = _in_a_thread(choose, device)
         logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
         copier = self._wrapped(choice.copier, shapes, tensors, arena)

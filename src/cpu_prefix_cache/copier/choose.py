@@ -39,9 +39,11 @@ def choose_copier(
     null_block: int | None = None,
     pinned: Pinned | None = None,
     ring_bytes: int | None = None,
+    loads_first: bool = False,
 ) -> Choice:
     """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
-    `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be.
+    `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be. With `loads_first`
+    staged stores give way to loads.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """
@@ -52,7 +54,7 @@ def choose_copier(
         name, reason = _fitting(tensors)
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
-    return _staged(shapes, tensors, host, null_block, pinned, ring_bytes, reason)
+    return _staged(shapes, tensors, host, null_block, pinned, ring_bytes, loads_first, reason)
 
 
 def _fitting(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[str, str]:
@@ -71,6 +73,7 @@ def _staged(
     null_block: int | None,
     pinned: Pinned | None,
     ring_bytes: int | None,
+    loads_first: bool,
     reason: str,
 ) -> Choice:
     try:
@@ -86,6 +89,7 @@ def _staged(
         pinned=pinned,
         ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
         direct_bytes=calibration.direct_bytes,
+        loads_first=loads_first,
     )
     device = tensors[0][0].device
     is_of_here = device.type == "cuda" and torch.cuda.get_device_name(device) == calibration.device

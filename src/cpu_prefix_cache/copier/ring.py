@@ -40,7 +40,8 @@ class Slot:
 
 class Ring:
     """`num_slots` slots of `slot_bytes` bytes for one direction, the lane whose queues fill and empty them, and the
-    board for the ids of what passes through. They are 512 bytes more than that, and used once `free` is passed.
+    board for the ids of what passes through. They are 512 bytes more than that, and used once `free` is passed. Before
+    each slice `give_way` is called.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Ring:
         slot_bytes: int,
         device: torch.device,
         free: Mark,
+        give_way: Callable[[], object],
     ) -> None:
         self.lane = lane
         self.board = board
         self._loads = direction is Direction.LOAD
+        self._give_way = give_way
         self._fill, self._empty = (lane.copies, lane.kernels) if self._loads else (lane.kernels, lane.copies)
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
@@ -78,6 +81,7 @@ class Ring:
 
         `kernel` is told the slot's memory.
         """
+        self._give_way()
         slot = self.next_slot
         slot.free.until_passed()
         self._next = (self._next + 1) % len(self._slots)
@@ -92,6 +96,7 @@ class Ring:
 
     def past(self, link: Callable[[int], object]) -> None:
         """Have a slice cross without a slot."""
+        self._give_way()
         if self._crossing:
             self._breathe(self._crossing[-1])
         self.lane.copies.submit(link)

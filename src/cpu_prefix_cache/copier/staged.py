@@ -30,6 +30,7 @@ from cpu_prefix_cache.copier.board import PAGE_IDS, Board
 from cpu_prefix_cache.copier.calibration import SHIPPED
 from cpu_prefix_cache.copier.link import BatchedLink, Link, MemoryLink, Pinned, SingleLink
 from cpu_prefix_cache.copier.queues import Lane, Mark, Queues, queues_for
+from cpu_prefix_cache.copier.right_of_way import RightOfWay
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.copier.ways import Direct, Region, StagedGroup, ThroughRing, Way, round_up
@@ -49,7 +50,8 @@ class StagedCopier(Copier):
 
     Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
     largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
-    `queues`, `tiling` and `seam_bytes` are for tests and measurements.
+    With `loads_first` stores give way to loads (right_of_way.py). `queues`, `tiling` and `seam_bytes` are for tests and
+    measurements.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StagedCopier(Copier):
         queues: Queues | None = None,
         tiling: Tiling | None = None,
         seam_bytes: int = SEAM_BYTES,
+        loads_first: bool = False,
     ) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
         device = self._binding.device
@@ -75,6 +78,7 @@ class StagedCopier(Copier):
         region = Region(host, _link(device, host, pinned), seam_bytes)
         groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
         slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
+        self._way = RightOfWay() if loads_first else None
         page_ids = max(PAGE_IDS, *(group.device_blocks for group in groups))
         lanes = {Direction.STORE: self._queues.stores, Direction.LOAD: self._queues.loads}
         self._rings = {
@@ -96,7 +100,7 @@ class StagedCopier(Copier):
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         try:
-            with self._working():
+            with self._working(), self._taken(direction):
                 for copy in copies:
                     if copy.host_blocks:
                         self._ways[copy.group].submit(direction, copy, ring, after)
@@ -107,10 +111,20 @@ class StagedCopier(Copier):
             raise
         return mark
 
+    def _taken(self, direction: Direction) -> AbstractContextManager[None]:
+        return nullcontext() if self._way is None or direction is Direction.STORE else self._way.taken()
+
     def _ring(self, direction: Direction, lane: Lane, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
         slots = num_bytes // slot_bytes if slot_bytes else 0
         device = self._binding.device
-        return Ring(direction, lane, Board(device, page_ids), slots, slot_bytes, device, self._queues.compute())
+        give_way = self._way.give if self._way is not None and direction is Direction.STORE else _nobody
+        return Ring(
+            direction, lane, Board(device, page_ids), slots, slot_bytes, device, self._queues.compute(), give_way
+        )
+
+
+def _nobody() -> None:
+    """To give way to."""
 
 
 def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> None:
