@@ -36,9 +36,17 @@ class _Moving(NamedTuple):
 class Submitter:
     """`name` is the thread's; without one, `put` does the work itself. What `is_cancelled` is not begun, and fails."""
 
-    def __init__(self, copier: Copier, is_cancelled: Callable[[int], bool], name: str | None = None) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        is_cancelled: Callable[[int], bool],
+        name: str | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._copier = copier
         self._is_cancelled = is_cancelled
+        self._clock = clock
+        self._taken_up: dict[int, float] = {}  # when, until somebody has heard of its end
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
@@ -76,17 +84,21 @@ class Submitter:
         """Whether something has not ended, or nobody has heard that it has."""
         return bool(self._unheard)
 
+    def taken_up(self, id: int) -> float | None:
+        """When a transfer was, if there is a `clock`; None if it was not yet, or somebody has heard of its end."""
+        return self._taken_up.get(id)
+
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:
             yield self._failed[0], False
-            self._unheard.discard(self._failed.popleft())  # after it was heard: an interrupt has it said again
+            self._was_heard(self._failed.popleft())  # after it was: an interrupt has it said again
         while self._moving:
             went_well = _has_passed(self._moving[0])
             if went_well is None:
                 return
             yield self._moving[0].id, went_well
-            self._unheard.discard(self._moving.popleft().id)
+            self._was_heard(self._moving.popleft().id)
 
     def drain(self) -> None:
         """Until all that was put has ended."""
@@ -106,6 +118,10 @@ class Submitter:
             self._thread.join()
             self._thread = None
 
+    def _was_heard(self, id: int) -> None:
+        self._unheard.discard(id)
+        self._taken_up.pop(id, None)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
@@ -123,6 +139,8 @@ class Submitter:
             if id not in self._waiting:
                 return  # abandoned, and said to have failed
             self._waiting.discard(id)
+        if self._clock is not None:
+            self._taken_up[id] = self._clock()
         if self._is_cancelled(id):
             self._failed.append(id)
             return
