@@ -38,6 +38,7 @@ def test_preempted_requests_go_on_with_what_the_host_has(model, offload, asynchr
     blocks = {"llama": 25, "gemma3": 46}[model]
     engine = dict(blocks=blocks, step_tokens=128, asynchronous=asynchronous)
     with CachedEngine(folder_of(model), offload=offload, engine=engine) as engine:
+        engine.end_copies_in_their_step()
         preempted = engine.count_preemptions()
         answers = engine.answer(prompts, max_tokens=40)
         engine.check_nothing_leaked()

@@ -12,8 +12,9 @@ from cpu_prefix_cache import RankReport, StepPlan
 class StepMetadata(KVConnectorMetadata):
     """One step's plan, and for each load in it the request vLLM wants to hear about when the load is over.
 
-    `plan` is None where there is no cache, `computes` whether the step has anything to compute. `destinations` are the
-    device blocks of loads, where vLLM is told of those that failed by their blocks. A rank names that request once in
+    `plan` is None where there is no cache, `computes` whether the step has anything to compute, `is_awaited` whether
+    requests wait for a copy to end, or for the blocks that it has. `destinations` are the device blocks of loads, where
+    vLLM is told of those that failed by their blocks. A rank names that request once in
     `finished_recving`, however the load ended, and in `failed_recving` too if it failed or was cancelled: vLLM keeps
     the blocks of an aborted request until it has heard.
     """
@@ -22,6 +23,7 @@ class StepMetadata(KVConnectorMetadata):
     requests: Mapping[int, str] = field(default_factory=dict)
     computes: bool = False
     destinations: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    is_awaited: bool = False
 
 
 @dataclass

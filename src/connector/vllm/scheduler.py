@@ -131,7 +131,9 @@ class SchedulerHalf:
             self._begun.append((output.total_num_scheduled_tokens, self.clock()))
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}
-        return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations)
+        # Who was asked for and not admitted waits for another's load, or for room.
+        is_awaited = bool(self._on_device)
+        return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations, is_awaited)
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         for id in output.preempted_req_ids or ():

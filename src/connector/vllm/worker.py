@@ -72,7 +72,7 @@ class WorkerHalf:
         self._waiting: dict[int, str] = {}  # load -> the request that vLLM wants to hear of
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
-        self._computes = False
+        self._computes = self._is_awaited = False
         self._times = TransferTimes(self._carried)
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
@@ -113,7 +113,7 @@ class WorkerHalf:
         if self._worker is None or metadata.plan is None:
             return
         self._waiting |= metadata.requests
-        self._computes = metadata.computes
+        self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         plan = metadata.plan
         if self._takes_blocks:
             for transfer in plan.transfers:
@@ -169,12 +169,10 @@ class WorkerHalf:
             self._worker = None
 
     def _nap(self, worker: CopyWorker, soon: float) -> None:
-        """In a step that computes nothing, leave Python to the thread that loads for a while, or until a load is over.
-
-        Not for stores: a request that comes meanwhile would wait for nothing.
-        """
-        end = time.monotonic() + IDLE_SECONDS
-        while self._waiting and worker.is_busy and time.monotonic() < end:
+        """In a step that computes nothing, leave Python to the copy threads for a while, or until a load is over. Not
+        for long if nobody waits for a copy: a request may come."""
+        end = time.monotonic() + (IDLE_SECONDS if self._waiting or self._is_awaited else NAP_SECONDS)
+        while worker.is_busy and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
             report = worker.report(soon)
             if any(id in report.done or id in report.failed for id in self._waiting):

@@ -47,6 +47,7 @@ class Submitter:
         self._is_cancelled = is_cancelled
         self._clock = clock
         self._taken_up: dict[int, float] = {}  # when, until somebody has heard of its end
+        self._submitted: dict[int, float] = {}  # the same, in how many seconds
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
@@ -88,6 +89,10 @@ class Submitter:
         """When a transfer was, if there is a `clock`; None if it was not yet, or somebody has heard of its end."""
         return self._taken_up.get(id)
 
+    def submitted_in(self, id: int) -> float | None:
+        """How many seconds that has taken, if there is a `clock`: None before, and when its end was heard of."""
+        return self._submitted.get(id)
+
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:
@@ -121,6 +126,7 @@ class Submitter:
     def _was_heard(self, id: int) -> None:
         self._unheard.discard(id)
         self._taken_up.pop(id, None)
+        self._submitted.pop(id, None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -153,6 +159,8 @@ class Submitter:
             self._failed.append(id)
             raise
         else:
+            if self._clock is not None:
+                self._submitted[id] = self._clock() - self._taken_up[id]
             self._moving.append(_Moving(id, mark))
 
 

@@ -85,7 +85,7 @@ class CopyWorker:
         self._deadlines: dict[int, float] = {}  # of loads that have not ended
         self._late: set[int] = set()
         self._loads: dict[int, int] = {}  # those that have not ended, in their order: bytes
-        self._seconds_per_byte: float | None = None  # of the loads before
+        self._seconds_per_byte: float | None = None  # that loads took, until they were submitted: nearly to their end
         self._promised: set[int] = set()
         self._broken: set[int] = set()
         self._done: set[int] = set()
@@ -179,13 +179,13 @@ class CopyWorker:
                     self._broken.add(id)
                 self._promised.discard(id)
                 self._deadlines.pop(id, None)
-                self._learn(self._loads.pop(id, 0), submitter.taken_up(id), is_done)
+                self._learn(self._loads.pop(id, 0), submitter.submitted_in(id))
                 self._tell(id, is_done)
 
-    def _learn(self, num_bytes: int, begun: float | None, is_done: bool) -> None:
-        if not is_done or begun is None or num_bytes < TELLING_BYTES:
+    def _learn(self, num_bytes: int, seconds: float | None) -> None:
+        if seconds is None or num_bytes < TELLING_BYTES:
             return
-        taken = (self._clock() - begun) / num_bytes
+        taken = seconds / num_bytes
         known = taken if self._seconds_per_byte is None else self._seconds_per_byte
         self._seconds_per_byte = min(taken, known * SLOWER)
 
