@@ -12,6 +12,7 @@ from cpu_prefix_cache import (
     Hit,
     HybridChunkPlanner,
     Miss,
+    Pending,
     PooledDevice,
     RankReport,
     Request,
@@ -236,6 +237,48 @@ def test_what_was_admitted_is_not_yet_computed():
     engine.copies()
     engine.copies()
     assert engine.host <= {"a"}
+
+
+# Loads take device blocks too
+
+
+def loading(mode, **options):
+    """Two prompts of two chunks are on the host alone, and one of them is being loaded."""
+    engine = Engine(mode, device=8, host=32, max_step_tokens=GRID, **options)
+    for prompt in ("xy", "zw", *"01234567"):
+        engine.serves(prompt)
+    assert engine.asks("xy") == engine.asks("zw") == Hit(2 * GRID)  # whatever they take: the link is free
+    engine.load = engine.starts("loads", "xy")
+    return engine
+
+
+def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
+    engine = loading("lazy")
+    assert isinstance(engine.asks("zw"), Pending)
+    engine.steps()
+    engine.steps()
+    assert isinstance(engine.asks("zw"), Pending)
+    engine.reports({engine.load})
+    assert engine.asks("zw") == Hit(2 * GRID)
+
+
+def test_and_not_where_all_of_it_is_on_the_host():
+    engine = loading("lazy", lazy_horizon=8)
+    stores = {transfer.id for _ in range(3) for transfer in engine.steps().transfers} - {engine.load}
+    engine.reports(stores)
+    engine.steps()
+    assert engine.cache.statistics().loading == 1
+    assert engine.asks("zw") == Hit(2 * GRID)
+
+
+def test_nor_for_a_load_that_takes_too_long():
+    engine = loading("lazy")
+    engine.now = engine.asks("zw").deadline
+    assert engine.asks("zw") == Hit(2 * GRID)
+
+
+def test_nor_where_all_is_stored_at_once():
+    assert loading("eager").asks("zw") == Hit(2 * GRID)
 
 
 def test_a_chunk_used_again_stays_known_to_the_walk():

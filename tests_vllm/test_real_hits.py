@@ -178,6 +178,18 @@ def test_of_prompts_that_loads_push_out_hardly_anything_is_lost():
         assert sum(engine.on_host(prompt) // BLOCK for prompt in OTHERS) >= 90  # of 100
 
 
+@pytest.mark.parametrize("way", ["lazy", "lazy asynchronous"])
+def test_of_prompts_that_are_asked_for_all_at_once_nearly_all_come_back(way):
+    """Twelve for which the device has room for five: as many loads as it has room for would go out in one step."""
+    prompts = [some_tokens(10 * BLOCK + 10, ("at once", seed)) for seed in range(12)]
+    with CachedEngine(folder_of("llama"), **WAYS[way] | dict(engine=dict(blocks=60, step_tokens=128))) as engine:
+        engine.end_copies_in_their_step()
+        for _ in range(3):
+            answers = engine.answer(prompts)
+        assert sum(answer.cached_tokens for answer in answers) >= 0.9 * 12 * 10 * BLOCK
+        assert engine.statistics.lost_before_store <= 10  # of 360 that could have been; without waiting 32 and 52
+
+
 # Checkpoints
 
 

@@ -20,6 +20,10 @@ step in which nothing is allocated and nothing lands costs nothing, and the othe
 A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
 
+Loads use up the stretch as well, many blocks in one step, and several of them more than there is. So while one is on
+the link, another is asked to wait if what it is given would reach behind the *fence*: the first block that no look has
+covered. The link is busy meanwhile, and nothing is held up. A load that finds the link free never waits.
+
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
 last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
 
@@ -28,7 +32,7 @@ lazily with the one that is about to leave the device (rule 9).
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool
@@ -88,6 +92,9 @@ class Offload(Protocol):
     def used(self, chunks: int) -> None:
         """So many chunks on the device were used again: they no longer wait to be evicted."""
 
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the device can hand out so many blocks and lose nothing that is still to be stored."""
+
     def plan(self, *, with_loads: bool) -> None:
         """Plan the stores of this step, in which loads go out too or not."""
 
@@ -135,6 +142,9 @@ class Eager:
 
     def used(self, chunks: int) -> None:
         pass
+
+    def has_room_for(self, blocks: int) -> bool:
+        return True
 
     def plan(self, *, with_loads: bool) -> None:
         due, self._due = self._due, {}
@@ -204,6 +214,8 @@ class Lazy:
         )
         self._mark: Place | None = None
         self._end: Place | None = None  # of an order that is shorter than the stretch
+        self._fence: Place | None = None  # of one that is longer, or could not be covered
+        self._room: tuple[Place | None, int] = (None, 0)  # before the fence, as long as this block is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
@@ -238,6 +250,20 @@ class Lazy:
 
     def used(self, chunks: int) -> None:
         self._used += chunks
+
+    def has_room_for(self, blocks: int) -> bool:
+        if self._fence is None:
+            return not self._is_longer_now()
+        soonest = next(self._device.soonest_evicted(None), None)
+        if self._room[0] != soonest:
+            self._room = soonest, self._count_room()
+        return blocks <= self._room[1]
+
+    def _count_room(self) -> int:
+        if not self._waits(self._fence):
+            return 0  # it was handed out, or used: nobody knows before the next look
+        order = islice(self._device.soonest_evicted(None), self._horizon())
+        return sum(1 for _ in takewhile(self._fence.__ne__, order))
 
     def plan(self, *, with_loads: bool) -> None:
         if not self._is_swept:
@@ -274,7 +300,7 @@ class Lazy:
     def reset(self) -> None:
         self._lineage.clear()
         self._settled.clear()
-        self._mark = self._end = None
+        self._mark = self._end = self._fence = None
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
@@ -290,13 +316,16 @@ class Lazy:
 
         What cannot be stored yet is looked at again when a store has landed or the first of the stretch is handed out.
         """
-        self._mark = self._end = None
+        self._mark = self._end = self._fence = None
+        self._room = (None, 0)
         self._used = 0
         self._has_landed = False
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
-        stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
+        order = self._device.soonest_evicted(None)
+        stretch = list(islice(order, max(0, length)))
+        self._fence = next(order, None)
         self.work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -308,6 +337,7 @@ class Lazy:
             is_settled, transfer = self._cover(place, key, before)
             if not is_settled:
                 self._mark = _first_left(stretch[:at], taken) or place
+                self._fence = place
                 return
             if transfer is not None:
                 taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))

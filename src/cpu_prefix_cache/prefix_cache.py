@@ -251,6 +251,9 @@ class CPUPrefixCache:
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
+        others = [load.deadline for load in self._ledger.loads if now < load.deadline]
+        if others and not self._offload.has_room_for(self._step_blocks() + self._load_blocks(n0, boundary)):
+            return Pending(min(others))
         return Hit(boundary)
 
     def reserve(self, request: Request, boundary: int) -> Lease | None:
@@ -655,6 +658,10 @@ class CPUPrefixCache:
         if not self._device_groups:
             return self._step_chunks()
         return self._max_step_chunks * self._device_blocks + len(self._running) * self._device_groups
+
+    def _load_blocks(self, n0: int, boundary: int) -> int:
+        """How many device blocks a load of tokens [n0, boundary) fills."""
+        return sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
         """What must be held on the host to resume at `boundary`, if all of it is here."""

@@ -40,7 +40,8 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Another request is loading this prefix: ask again when it is done, or at `deadline` at the latest (rule 13)."""
+    """Ask again when a load has ended, or at `deadline` at the latest: another request is loading this prefix (rule
+    13), or something else, and one more load would take device blocks that are still to be stored."""
 
     deadline: float
 

@@ -96,6 +96,11 @@ class TransferLedger:
         return any(not transfer.is_store for transfer in self._planned)
 
     @property
+    def loads(self) -> list[Transfer]:
+        """Those that are planned or moving."""
+        return [transfer for transfer in self._open.values() if not transfer.is_store]
+
+    @property
     def settled_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
         return next(iter(self._open), self._next_id)

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -11,6 +12,7 @@ from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
 from cpu_prefix_cache.copier import link, ring, staged, triton_staging, ways
 from cpu_prefix_cache.copier.calibration import SHIPPED
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.right_of_way import RightOfWay
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from tests.copier.bench import POISON, poisoned, randoms, shapes_of
@@ -22,14 +24,20 @@ BLOCKS = 24
 class Bench:
     """One group of two parts, 1 KiB a block together, one device block to a piece, and rings of two slots each."""
 
-    def __init__(self, delays, slots=2):
+    def __init__(self, delays, slots=2, **options):
         self.parts = [randoms(BLOCKS, 1000), randoms(BLOCKS, 24, seed=1)]
         self.before = [part.clone() for part in self.parts]
         self.shapes = shapes_of([self.parts], [1], 1024)
         self.host = poisoned(BLOCKS, 1024)
         self.delays = delays
         self.copier = StagedCopier(
-            self.shapes, [self.parts], self.host, ring_bytes=2 * slots * 1024, slots=slots, queues=delays.queues
+            self.shapes,
+            [self.parts],
+            self.host,
+            ring_bytes=2 * slots * 1024,
+            slots=slots,
+            queues=delays.queues,
+            **options,
         )
 
     def copy(self, direction, host_blocks, device_blocks):
@@ -174,6 +182,19 @@ def test_a_store_lets_its_queue_run_empty_now_and_then():
         waited.append(slices - (bench.delays.ran.count("out") - before))
         bench.copier.submit(Direction.STORE, [GroupCopy(0, ids[:1], ids[:1])], bench.copier.here()).until_passed()
     assert 1 in waited and max(waited) == 2
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_store_gives_way_before_each_slice_and_a_load_takes_the_way(monkeypatch, direct):
+    said = []
+    monkeypatch.setattr(RightOfWay, "give", lambda way: said.append("gives"))
+    monkeypatch.setattr(RightOfWay, "taken", lambda way: said.append("takes") or nullcontext())
+    bench = Bench(DelayedQueues(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
+    bench.copy(Direction.STORE, [0, 1, 2], [0, 1, 2])
+    assert said == ["gives"] * (2 if direct else 3)  # a slice for each part, or for each block
+    said.clear()
+    bench.copy(Direction.LOAD, [0, 1, 2], [0, 1, 2])
+    assert said == ["takes"]
 
 
 def test_no_queue_is_made_to_wait_for_a_slot():
