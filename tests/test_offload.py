@@ -262,8 +262,9 @@ def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
     assert engine.asks("zw") == Hit(2 * GRID)
 
 
-def test_and_not_where_all_of_it_is_on_the_host():
-    engine = loading("lazy", lazy_horizon=8)
+@pytest.mark.parametrize("horizon", [5, 8])  # of six that wait
+def test_and_not_where_all_that_it_takes_is_on_the_host(horizon):
+    engine = loading("lazy", lazy_horizon=horizon)
     stores = {transfer.id for _ in range(3) for transfer in engine.steps().transfers} - {engine.load}
     engine.reports(stores)
     engine.steps()
@@ -271,7 +272,14 @@ def test_and_not_where_all_of_it_is_on_the_host():
     assert engine.asks("zw") == Hit(2 * GRID)
 
 
-def test_nor_for_a_load_that_takes_too_long():
+def test_it_waits_where_a_look_could_not_cover_all():
+    engine = loading("lazy", lazy_horizon=8, lazy_bytes_in_flight=ATTENTION.block_bytes)
+    engine.steps()
+    assert len(engine.steps().transfers) == 1
+    assert isinstance(engine.asks("zw"), Pending)
+
+
+def test_nothing_waits_for_a_load_that_takes_too_long():
     engine = loading("lazy")
     engine.now = engine.asks("zw").deadline
     assert engine.asks("zw") == Hit(2 * GRID)
