@@ -72,7 +72,7 @@ class CountingDevice:
     def hold(self, blocks):
         return blocks
 
-    def release(self, hold):
+    def release(self, hold, before):
         pass
 
     def release_in_place(self, hold, behind):

@@ -198,8 +198,11 @@ class QueueSlots:
             self.queue.pop((block - 1) // self.width, None)
         return list(blocks)
 
-    def release(self, hold: list[int]) -> None:
-        self._release(hold)
+    def release(self, hold: list[int], before: int | None) -> None:
+        if before is None:
+            self._release(hold[::-1])
+        else:
+            self._release_at(hold, list(self.queue).index((before - 1) // self.width))
         self.released_as += ["end"] * len(hold)
 
     def release_in_place(self, hold: list[int], behind: int | None) -> None:
@@ -207,10 +210,14 @@ class QueueSlots:
         at = 0 if behind is None else free.index((behind - 1) // self.width) + 1
         while at < len(free) and free[at] not in self.keys:
             at += 1
+        self._release_at(hold, at)
+        self.released_as += ["place"] * len(hold)
+
+    def _release_at(self, hold: list[int], at: int) -> None:
+        free = list(self.queue)
         self._release(hold)
         back = [slot for slot in self.queue if slot not in free]
         self.queue = OrderedDict.fromkeys([*free[:at], *reversed(back), *free[at:]])
-        self.released_as += ["place"] * len(hold)
 
     # what the engine calls
 

@@ -242,14 +242,20 @@ def test_what_was_admitted_is_not_yet_computed():
 # Loads take device blocks too
 
 
-def loading(mode, **options):
-    """Two prompts of two chunks are on the host alone, and one of them is being loaded."""
+def loading(mode, *others, **options):
+    """Two prompts of two chunks, and the others, are on the host alone, and the first is being loaded."""
     engine = Engine(mode, device=8, host=32, max_step_tokens=GRID, **options)
-    for prompt in ("xy", "zw", *"01234567"):
+    for prompt in ("xy", "zw", *others, *"01234567"):
         engine.serves(prompt)
     assert engine.asks("xy") == engine.asks("zw") == Hit(2 * GRID)  # whatever they take: the link is free
     engine.load = engine.starts("loads", "xy")
     return engine
+
+
+def end_stores(engine):
+    """All that there are; the load goes on."""
+    for _ in range(5):
+        engine.reports({transfer.id for transfer in engine.steps().transfers} - {engine.load})
 
 
 def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
@@ -265,18 +271,30 @@ def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
 @pytest.mark.parametrize("horizon", [5, 8])  # of six that wait
 def test_and_not_where_all_that_it_takes_is_on_the_host(horizon):
     engine = loading("lazy", lazy_horizon=horizon)
-    stores = {transfer.id for _ in range(3) for transfer in engine.steps().transfers} - {engine.load}
-    engine.reports(stores)
-    engine.steps()
+    end_stores(engine)
     assert engine.cache.statistics().loading == 1
     assert engine.asks("zw") == Hit(2 * GRID)
 
 
 def test_it_waits_where_a_look_could_not_cover_all():
     engine = loading("lazy", lazy_horizon=8, lazy_bytes_in_flight=ATTENTION.block_bytes)
+    for prompt in "klmno":
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        engine.ends(prompt)
     engine.steps()
     assert len(engine.steps().transfers) == 1
     assert isinstance(engine.asks("zw"), Pending)
+
+
+def test_small_loads_do_not_overtake_a_large_one_for_ever():
+    engine = loading("lazy", "uvt", lazy_horizon=3)
+    end_stores(engine)
+    assert engine.asks("zw") == Hit(2 * GRID)
+    assert isinstance(engine.asks("uvt"), Pending)
+    assert isinstance(engine.asks("zw"), Pending)
+    engine.steps()
+    assert engine.asks("zw") == Hit(2 * GRID)
 
 
 def test_nothing_waits_for_a_load_that_takes_too_long():
@@ -379,6 +397,31 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     cache.report(RankReport(0, frozenset(moving)))
     waiting = [key for _, key in device.soonest_evicted(None) if key is not None]
     assert waiting[:2] == [b"abx", b"k"] and set(waiting[2:]) == {b"ab", b"a"}
+
+
+@pytest.mark.parametrize("first_lands", ["before it ends", "first", "last"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_however_the_stores_of_a_request_land_its_end_leaves_before_its_beginning(first_lands, width):
+    device = QueueSlots(8, width)
+    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
+    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, offload="eager")
+    keys = chain("abcde")
+    holding = device.take(keys, 0, 5)
+    cache.admit(Request("r", keys, 100), 0)
+    device.publish(holding, keys, 3)
+    cache.computed("r", 3 * GRID)
+    first = [transfer.id for transfer in cache.step().transfers]
+    if first_lands == "before it ends":
+        cache.report(RankReport(0, frozenset(first)))
+    device.publish(holding, keys, 5)
+    cache.finished("r", 5 * GRID)
+    device.let_go(holding)
+    second = [transfer.id for transfer in cache.step().transfers]
+    for landed in [second, first] if first_lands == "last" else [first, second]:
+        cache.report(RankReport(0, frozenset(landed)))
+    waiting = [key.decode() for _, key in device.soonest_evicted(None) if key is not None]
+    assert waiting == ["abcde", "abcd", "abc", "ab", "a"]
 
 
 def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:

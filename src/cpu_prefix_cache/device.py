@@ -58,8 +58,11 @@ class Device(Protocol):
     def hold(self, blocks: Sequence[int]) -> Any:
         """Keep `blocks` from being reused, with a reference of the engine's own. Given back to one of the releases."""
 
-    def release(self, hold: Any) -> None:
-        """End a hold as the engine ends its own use of blocks: they become the last to be evicted."""
+    def release(self, hold: Any, before: int | None) -> None:
+        """End a hold as the engine ends its own use of blocks: they become the last to be evicted, the deepest chunk
+        before its ancestors. Those are behind block `before`, if it is given: what nobody uses then waits right before
+        it, and does not outlive it.
+        """
 
     def release_in_place(self, hold: Any, behind: int | None) -> None:
         """End a hold so that the blocks wait where they waited before it, the deepest chunk before its ancestors.
@@ -111,7 +114,7 @@ class PooledDevice:
     def hold(self, blocks: Sequence[int]) -> Pin:
         return self._pool.pin(*blocks)
 
-    def release(self, hold: Pin) -> None:
+    def release(self, hold: Pin, before: int | None) -> None:
         self._pool.unpin(hold)
 
     def release_in_place(self, hold: Pin, behind: int | None) -> None:

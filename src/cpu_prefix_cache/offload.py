@@ -93,7 +93,7 @@ class Offload(Protocol):
         """So many chunks on the device were used again: they no longer wait to be evicted."""
 
     def has_room_for(self, blocks: int) -> bool:
-        """Whether the device can hand out so many blocks and lose nothing that is still to be stored."""
+        """Whether the device can hand out so many blocks, and none that nobody has looked at yet."""
 
     def plan(self, *, with_loads: bool) -> None:
         """Plan the stores of this step, in which loads go out too or not."""
@@ -250,6 +250,7 @@ class Lazy:
 
     def used(self, chunks: int) -> None:
         self._used += chunks
+        self._room = (None, 0)  # they may have been before the fence
 
     def has_room_for(self, blocks: int) -> bool:
         if self._fence is None:
@@ -281,7 +282,8 @@ class Lazy:
             self._plan()
 
     def _plan(self) -> None:
-        has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now()
+        is_blind = self._fence is not None and not self._waits(self._fence)
+        has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now() or is_blind
         if has_changed:
             self._settled.clear()
         if has_changed or self._has_landed:

@@ -227,6 +227,7 @@ class CPUPrefixCache:
             )
         self._running: dict[str, Running] = {}
         self._steps = 0
+        self._is_full = False  # a load was refused in this step: there was no room for it beside others
         self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
         self._checkpoint_interval = checkpoint_interval
@@ -252,7 +253,7 @@ class CPUPrefixCache:
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
         others = [load.deadline for load in self._ledger.loads if now < load.deadline]
-        if others and not self._offload.has_room_for(self._step_blocks() + self._load_blocks(n0, boundary)):
+        if others and not self._has_room_for(n0, boundary):
             return Pending(min(others))
         return Hit(boundary)
 
@@ -378,6 +379,7 @@ class CPUPrefixCache:
         """One engine step: what all ranks are to copy, after the compute of the steps before it."""
         self._agenda.pop(self._steps, None)
         self._steps += 1
+        self._is_full = False
         if not self.is_off:
             self._offload.plan(with_loads=self._ledger.plans_loads)
         plans, cancelled = self._ledger.launch()
@@ -435,6 +437,7 @@ class CPUPrefixCache:
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
         landed += self._ledger.report(report.rank, report.done, done=True)
         resolved = []
+        self._is_full = False
         for transfer in landed:
             self._count_failure(transfer)
             resolved.append(self._land(transfer))
@@ -544,7 +547,7 @@ class CPUPrefixCache:
 
     def _land(self, transfer: Transfer) -> Resolved:
         """All ranks have reported: the device blocks are free again, whatever becomes of the bytes."""
-        self._device.release(transfer.hold)
+        self._device.release(transfer.hold, self._waiting_parent(transfer))
         if transfer.is_store:
             if transfer.hold_in_place is not None:
                 behind = transfer.behind
@@ -557,6 +560,15 @@ class CPUPrefixCache:
         else:
             ok = self._settle_load(transfer)
         return Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok)
+
+    def _waiting_parent(self, transfer: Transfer) -> int | None:
+        """A device block of the chunk that a store hangs below, if it waits to be evicted: the request has ended, and
+        what was stored before was given back before."""
+        blocks = None if transfer.parent_key is None else self._device.find(transfer.parent_key)
+        if not blocks:
+            return None
+        waiting = zip(blocks, self._device.are_waiting(blocks), strict=True)
+        return next((block for block, waits in waiting if waits), None)
 
     def _settle_load(self, transfer: Transfer) -> bool:
         ok = transfer.succeeded
@@ -659,9 +671,15 @@ class CPUPrefixCache:
             return self._step_chunks()
         return self._max_step_chunks * self._device_blocks + len(self._running) * self._device_groups
 
-    def _load_blocks(self, n0: int, boundary: int) -> int:
-        """How many device blocks a load of tokens [n0, boundary) fills."""
-        return sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
+    def _has_room_for(self, n0: int, boundary: int) -> bool:
+        """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this
+        step allocates. When one was refused so are all that ask after it in this step, or small ones would be served
+        for ever before a large one.
+        """
+        blocks = sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
+        if not self._is_full and not self._offload.has_room_for(self._step_blocks() + blocks):
+            self._is_full = True
+        return not self._is_full
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
         """What must be held on the host to resume at `boundary`, if all of it is here."""

@@ -41,7 +41,7 @@ class Miss:
 @dataclass(frozen=True, slots=True)
 class Pending:
     """Ask again when a load has ended, or at `deadline` at the latest: another request is loading this prefix (rule
-    13), or something else, and one more load would take device blocks that are still to be stored."""
+    13), or something else, and one more load would take device blocks that may still have to be stored."""
 
     deadline: float
 

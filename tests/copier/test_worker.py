@@ -11,7 +11,7 @@ import pytest
 from cpu_prefix_cache import Direction, MisuseError, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Passed
-from cpu_prefix_cache.copier.worker import BrokenPromiseError, CopyWorker
+from cpu_prefix_cache.copier.worker import CopyWorker
 
 
 class CountingCopier(Copier):
@@ -340,111 +340,6 @@ def test_a_report_that_is_interrupted_is_made_again(worker):
     submitter = worker._submitters[Direction.LOAD]
     next(submitter.ended())  # and then nothing more: an interrupt
     assert worker.report().done == {0, 1}
-
-
-# Promises: a load is said to be done a little before it is
-
-MEGA = 1 << 20
-
-
-@pytest.fixture
-def promising(held):
-    """A worker whose first load, of 64 MiB, took 10 s; its second, of 32 MiB, was begun at second 100."""
-    worker = CopyWorker(0, held, threads=True, load_seconds=60, clock=lambda: worker.now)
-    worker.now = 0.0
-    for id, begins, num_bytes in ((0, 0.0, 64 * MEGA), (1, 100.0, 32 * MEGA)):
-        worker.now = begins
-        worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, (), num_bytes),)))
-        assert held.began.acquire(timeout=10)
-        if id == 0:
-            worker.now = 10.0
-            held.let_through.release()
-            held.ended.add(0)
-            assert eventually(lambda: worker.report().done == {0})
-    yield worker
-    held.let_through.release(10)
-    held.ended.update(range(10))
-    worker.close()
-
-
-def end(held, what=1):
-    held.let_through.release()
-    held.ended.add(what)
-
-
-def test_a_load_that_ends_soon_is_done_for_all_who_ask(promising):
-    promising.now = 104.5
-    assert promising.report(soon=0.4).done == {0}
-    assert promising.report(soon=0.6).done == {0, 1}
-    assert promising.report().done == {0, 1}
-    assert promising.is_busy
-
-
-def test_a_promise_is_kept_before_anything_computes(promising, held):
-    promising.now = 104.5
-    promising.report(soon=1.0)
-    threading.Timer(0.05, end, [held]).start()
-    promising.keep_promises()
-    assert held.copied == 2
-    promising.keep_promises()
-    assert promising.report().done == {0, 1}
-    assert not promising.is_busy
-
-
-def test_and_before_the_next_transfer_begins(promising, held):
-    promising.now = 104.5
-    promising.report(soon=1.0)
-    seen = []
-    held.here = lambda: seen.append(held.copied) or Passed()
-    promising.run(plan())
-    threading.Timer(0.05, end, [held]).start()
-    promising.run(plan(2, direction=Direction.STORE))
-    assert seen == [2]
-
-
-def test_a_promised_load_that_fails_is_an_error_for_good(promising, held):
-    promising.now = 104.5
-    promising.report(soon=1.0)
-    held.let_through.release()
-    held.ended.add((1, "broken"))
-    for _ in range(2):
-        with pytest.raises(BrokenPromiseError, match=r"loads \[1\] have failed"):
-            promising.keep_promises()
-    assert promising.report().failed == set()  # it was said to be done
-
-
-def test_so_is_one_that_has_not_ended_by_its_deadline(promising):
-    promising.now = 104.5
-    promising.report(soon=1.0)
-    promising.now = 161.0
-    assert promising.report().late == set()
-    with pytest.raises(BrokenPromiseError):
-        promising.keep_promises()
-
-
-def test_what_has_not_begun_is_not_promised(promising):
-    promising.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), MEGA),)))
-    promising.now = 104.9
-    assert promising.report(soon=1.0).done == {0, 1}
-
-
-def test_one_slow_load_does_not_put_promises_off(promising, held):
-    promising.now = 120.0  # for 5 s of link
-    end(held)
-    assert eventually(lambda: promising.report().done == {0, 1})
-    promising.now = 200.0
-    promising.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), 64 * MEGA),)))
-    assert held.began.acquire(timeout=10)
-    promising.now = 210.5
-    assert promising.report(soon=0.4).done == {0, 1}  # a tenth slower than the fastest
-    promising.now = 210.7
-    assert promising.report(soon=0.4).done == {0, 1, 2}
-
-
-def test_before_a_load_has_ended_nothing_is_promised(threaded, held):
-    threaded.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 64 * MEGA),)))
-    assert held.began.acquire(timeout=10)
-    assert threaded.report(soon=1e9).done == set()
 
 
 # The host region

@@ -221,24 +221,29 @@ class VllmDevice:
         self._pool.touch(held)
         return held
 
-    def release(self, hold: list[KVCacheBlock]) -> None:
-        # Deepest first, as vLLM frees a request: a chunk must not outlive its parent.
-        self._pool.free_blocks(reversed(hold))
+    def release(self, hold: list[KVCacheBlock], before: int | None) -> None:
+        if before is None:
+            # Deepest first, as vLLM frees a request: a chunk must not outlive its parent.
+            self._pool.free_blocks(reversed(hold))
+        else:
+            self._link_in(hold, self._pool.blocks[before].prev_free_block)
 
     def release_in_place(self, hold: list[KVCacheBlock], behind: int | None) -> None:
-        # Not `free_blocks`: that puts hashed blocks at the back of the queue. The queue has no verb for its middle, so
-        # the blocks are linked in by hand.
         queue = self._pool.free_block_queue
         place = queue.fake_free_list_head if behind is None else self._pool.blocks[behind]
         while place.next_free_block is not queue.fake_free_list_tail and place.next_free_block.block_hash is None:
             place = place.next_free_block  # blocks without a hash are handed out first
+        self._link_in(hold, place)
+
+    def _link_in(self, hold: list[KVCacheBlock], place: KVCacheBlock) -> None:
+        """Those that nobody else has, behind `place` in the queue: by hand, because it has no verb for its middle."""
         for block in reversed(hold):
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 block.prev_free_block, block.next_free_block = place, place.next_free_block
                 place.next_free_block.prev_free_block = block
                 place.next_free_block = place = block
-                queue.num_free_blocks += 1
+                self._pool.free_block_queue.num_free_blocks += 1
 
     def _pieces(self, checkpoint: CheckpointAt) -> list[tuple[BlockHashWithGroupId, KVCacheBlock]] | None:
         """The blocks of a checkpoint, each with vLLM's key of it; None unless all of them are there."""

@@ -50,10 +50,6 @@ NULL_BLOCK = 0  # vLLM's, in every group
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
-# From when such an engine hears of a load until it computes: two turns of its loop, with a pause of 1 ms in each. So
-# much sooner it is told.
-TURNS_SECONDS = 0.003
-
 
 class WorkerHalf:
     """One rank's share of the cache. `can_fail_loads`: whether vLLM can be told that the load of a request failed.
@@ -119,8 +115,6 @@ class WorkerHalf:
             for transfer in plan.transfers:
                 if transfer.id in metadata.requests:
                     self._destinations[transfer.id] = metadata.destinations[transfer.id]
-        if metadata.computes:
-            self._worker.keep_promises()
         # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
         self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
 
@@ -128,11 +122,9 @@ class WorkerHalf:
         """The requests whose loads have ended here since this was asked last, and those of them that failed."""
         if self._worker is None:
             return set(), set()
-        # Other ranks know of no promise, and may store where this one still loads from, if they share a region.
-        soon = 0.0 if self._computes or self._settings.is_shared else TURNS_SECONDS
         if not self._computes:
-            self._nap(self._worker, soon)
-        self._report = report = self._worker.report(soon)
+            self._nap(self._worker)
+        self._report = report = self._worker.report()
         over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_given_up(id)]
         received: set[str] = set()
         failed: set[str] = set()
@@ -168,13 +160,13 @@ class WorkerHalf:
             self._worker.close()
             self._worker = None
 
-    def _nap(self, worker: CopyWorker, soon: float) -> None:
+    def _nap(self, worker: CopyWorker) -> None:
         """In a step that computes nothing, leave Python to the copy threads for a while, or until a load is over. Not
         for long if nobody waits for a copy: a request may come."""
         end = time.monotonic() + (IDLE_SECONDS if self._waiting or self._is_awaited else NAP_SECONDS)
         while worker.is_busy and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
-            report = worker.report(soon)
+            report = worker.report()
             if any(id in report.done or id in report.failed for id in self._waiting):
                 return
 

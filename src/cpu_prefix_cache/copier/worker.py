@@ -5,12 +5,6 @@ report    ->  all that has ended and no plan has called settled yet, and how man
 
 A load has a deadline. One that has not begun by then never will: it has failed. One that is moving cannot be called
 back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
-
-Who is told of the end of a load needs a while until it computes. So a load may be promised: reported as done a little
-before it is, by how long the ones before it took.
-
-    moving  --report(soon)-->  promised, and done for all who ask  --keep_promises-->  done
-                                          `--it fails-->  an error there: nobody may compute
 """
 
 import logging
@@ -26,16 +20,6 @@ from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
-
-NAP_SECONDS = 100e-6
-TELLING_BYTES = (
-    16 << 20
-)  # a load of so many says how fast loads are; of smaller ones most of the time is not the link's
-SLOWER = 1.1  # at most, from one load to the next: that one was late need not mean that the next will be
-
-
-class BrokenPromiseError(RuntimeError):
-    """A load that was promised has failed: its device blocks do not hold what they are taken for."""
 
 
 class CopyWorker:
@@ -69,12 +53,7 @@ class CopyWorker:
         self._arena = arena
         self._cancelled: set[int] = set()
         self._submitters = {
-            direction: Submitter(
-                copier,
-                self._cancelled.__contains__,
-                f"{direction.value}-{rank}" if threads else None,
-                clock if threads and direction is Direction.LOAD else None,
-            )
+            direction: Submitter(copier, self._cancelled.__contains__, f"{direction.value}-{rank}" if threads else None)
             for direction in Direction
         }
         self._load_seconds = load_seconds
@@ -84,10 +63,6 @@ class CopyWorker:
         self._began: dict[int, tuple[TransferPlan, float]] = {}  # what has not ended, if anybody wants to know
         self._deadlines: dict[int, float] = {}  # of loads that have not ended
         self._late: set[int] = set()
-        self._loads: dict[int, int] = {}  # those that have not ended, in their order: bytes
-        self._seconds_per_byte: float | None = None  # that loads took, until they were submitted: nearly to their end
-        self._promised: set[int] = set()
-        self._broken: set[int] = set()
         self._done: set[int] = set()
         self._failed: set[int] = set()
         # at exit at the latest
@@ -96,14 +71,12 @@ class CopyWorker:
     def run(self, plan: StepPlan) -> None:
         """Begin one step's transfers, behind what compute has been given by now.
 
-        Raises MisuseError for a plan of another version, before anything begins, and what `keep_promises` raises.
+        Raises MisuseError for a plan of another version, before anything begins.
         """
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
         waiting = {transfer.id: transfer for transfer in plan.transfers}
         try:
-            if waiting:
-                self.keep_promises()  # they may be for blocks that a promised load still reads
             if self._arena is not None:
                 self._arena.register()
             self._forget(plan)
@@ -117,8 +90,6 @@ class CopyWorker:
                     self._deadlines[id] = self._clock() + self._load_seconds
                 if began is not None:
                     self._began[id] = transfer, began
-                if transfer.direction is Direction.LOAD:
-                    self._loads[id] = transfer.num_bytes
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -126,34 +97,13 @@ class CopyWorker:
         finally:  # an interrupt leaves nothing that nobody will ever report
             self._failed.update(waiting)
 
-    def report(self, soon: float = 0.0) -> RankReport:
-        """What has become of all that was begun. With threads, a load that has at most `soon` seconds to go is
-        promised: who asks for that calls `keep_promises` before anything computes with its blocks.
-        """
+    def report(self) -> RankReport:
         self._collect()
         if self._give_up():
             self._collect()
-        if soon > 0:
-            self._promise(soon)
         ready = None if self._arena is None else self._arena.ready_blocks
         ended = frozenset(self._done), frozenset(self._failed)
         return RankReport(self._rank, *ended, ready, frozenset(self._late), self._load_bytes_per_second)
-
-    def keep_promises(self) -> None:
-        """Return once every load that was promised has ended. Raises BrokenPromiseError for one that has failed, or has
-        not ended by its deadline."""
-        while self._promised:
-            self._collect()
-            now = self._clock()
-            self._broken.update(id for id in self._promised if now >= self._deadlines.get(id, now + 1))
-            if self._broken:
-                break
-            if self._promised:
-                time.sleep(NAP_SECONDS)
-        if self._broken:
-            raise BrokenPromiseError(
-                f"loads {sorted(self._broken)} have failed after they were said to be done: wrong bytes would be used"
-            )
 
     @property
     def is_busy(self) -> bool:
@@ -173,32 +123,9 @@ class CopyWorker:
         for submitter in self._submitters.values():
             for id, went_well in submitter.ended():
                 is_done = went_well and id not in self._late  # what came too late is of no use to anybody
-                if id not in self._promised:
-                    (self._done if is_done else self._failed).add(id)
-                elif not is_done:
-                    self._broken.add(id)
-                self._promised.discard(id)
+                (self._done if is_done else self._failed).add(id)
                 self._deadlines.pop(id, None)
-                self._learn(self._loads.pop(id, 0), submitter.submitted_in(id))
                 self._tell(id, is_done)
-
-    def _learn(self, num_bytes: int, seconds: float | None) -> None:
-        if seconds is None or num_bytes < TELLING_BYTES:
-            return
-        taken = seconds / num_bytes
-        known = taken if self._seconds_per_byte is None else self._seconds_per_byte
-        self._seconds_per_byte = min(taken, known * SLOWER)
-
-    def _promise(self, soon: float) -> None:
-        if self._seconds_per_byte is None:
-            return
-        for id, num_bytes in self._loads.items():  # one at a time is on the link
-            begun = self._submitters[Direction.LOAD].taken_up(id)
-            if begun is None or begun + num_bytes * self._seconds_per_byte > self._clock() + soon:
-                return
-            if id not in self._late:
-                self._promised.add(id)
-                self._done.add(id)
 
     def _tell(self, id: int, is_done: bool) -> None:
         transfer, began = self._began.pop(id, (None, 0.0))
@@ -210,7 +137,7 @@ class CopyWorker:
         if not self._deadlines:
             return False
         now = self._clock()
-        over = [id for id, due in self._deadlines.items() if now >= due and id not in self._promised]
+        over = [id for id, deadline in self._deadlines.items() if now >= deadline]
         for id in over:
             del self._deadlines[id]
             if not self._submitters[Direction.LOAD].abandon(id):
