@@ -480,6 +480,22 @@ def test_a_request_that_comes_back_at_once_is_due_once(engine):
     assert engine.cache.due() == ["r"]
 
 
+def test_who_goes_on_before_its_load_was_reported_stores_what_it_computes():
+    engine = on_host_only("ab")
+    load = engine.starts("r", "abc")
+    engine.steps()
+    engine.cache.goes_on("r")
+    engine.cache.goes_on("stranger")
+    engine.computes("r", 3)
+    stores = engine.steps().transfers
+    assert [engine.transfer(store.id).keys for store in stores] == [(b"abc",)]
+    engine.ends("r")
+    engine.reports({store.id for store in stores})
+    assert engine.cache.statistics().loading == 1 and engine.host == {"a", "ab", "abc"}
+    engine.reports({load})
+    assert engine.is_at_rest()
+
+
 # stores and how they land
 
 

@@ -3,7 +3,9 @@
 All answers are those of an engine without a connector. The control at the end damages what is loaded.
 """
 
+import threading
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -334,6 +336,31 @@ def test_the_host_adds_what_the_device_has_lost(offload):  # S7.28
     assert max(differences([answer], expected_of("llama")[:1])) <= TOLERANCE
     assert 0 < kept < BLOCKS
     assert (answer.cached_tokens, answer.loaded_tokens) == (BLOCKS * BLOCK, (BLOCKS - kept) * BLOCK)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_computes(waits):
+    """And the control: without waiting vLLM computes with what is not there yet."""
+    copies = Copies()
+    with CachedEngine(folder_of("llama"), offload="eager", copies=copies) as engine:
+        engine.answer(PROMPTS[:1])
+        engine.forget()
+        ((_, worker),) = engine.halves
+        with patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._worker._loads)):
+            copies.held.add(LOAD)
+            name = engine.submit(PROMPT)
+            engine.step_until(lambda: worker._announced)
+            assert engine.statistics.loading == 1
+            if waits:
+                threading.Timer(0.2, copies.go_on).start()
+            else:
+                worker._worker.until_loaded = lambda ids: None
+            engine.step_until(lambda: name in engine.finished)
+        copies.go_on()
+        engine.check_nothing_leaked()
+        answer = engine.finished.pop(name)
+    (difference,) = differences([answer], expected_of("llama")[:1])
+    assert (difference <= TOLERANCE) == waits
 
 
 # The control

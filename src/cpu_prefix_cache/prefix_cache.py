@@ -375,6 +375,14 @@ class CPUPrefixCache:
             self._confirm(running, num_tokens)
         self._schedule(running, num_tokens)
 
+    def goes_on(self, request_id: str) -> None:
+        """The request computes from here on with what its load brings, though not all ranks have reported it: they see
+        to it that nothing reads its blocks before they are filled. What it computes counts. The load stays open.
+        """
+        running = self._running.get(request_id)
+        if running is not None:
+            running.load = None
+
     def step(self) -> StepPlan:
         """One engine step: what all ranks are to copy, after the compute of the steps before it."""
         self._agenda.pop(self._steps, None)

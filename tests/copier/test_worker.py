@@ -11,7 +11,7 @@ import pytest
 from cpu_prefix_cache import Direction, MisuseError, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Passed
-from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
 
 
 class CountingCopier(Copier):
@@ -340,6 +340,104 @@ def test_a_report_that_is_interrupted_is_made_again(worker):
     submitter = worker._submitters[Direction.LOAD]
     next(submitter.ended())  # and then nothing more: an interrupt
     assert worker.report().done == {0, 1}
+
+
+# Loads that are about to end
+
+MEGA = 1 << 20
+
+
+@pytest.fixture
+def paced(held):
+    """A worker whose first load, of 64 MiB, took 10 s; its second, of 32 MiB, was begun at second 100."""
+    worker = CopyWorker(0, held, threads=True, load_seconds=60, clock=lambda: worker.now)
+    for id, worker.now, num_bytes in ((0, 0.0, 64 * MEGA), (1, 100.0, 32 * MEGA)):
+        worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, (), num_bytes),)))
+        assert held.began.acquire(timeout=10)
+        if id == 0:
+            worker.now = 10.0
+            end(held, 0)
+            assert eventually(lambda: worker.report().done == {0})
+    yield worker
+    held.let_through.release(10)
+    held.ended.update(range(10))
+    worker.close()
+
+
+def end(held, what=1):
+    held.let_through.release()
+    held.ended.add(what)
+
+
+def test_how_soon_a_load_ends_is_told_by_those_before(paced):
+    paced.now = 104.5
+    assert paced.ends_soon(0.4) == set()
+    assert paced.ends_soon(0.6) == {1}
+    assert paced.report().done == {0}
+
+
+def test_it_is_not_told_before_half_of_it_is_over(paced):
+    paced.now = 102.4
+    assert paced.ends_soon(1000) == set()
+    paced.now = 102.6
+    assert paced.ends_soon(1000) == {1}
+
+
+def test_who_goes_by_it_waits_for_the_end(paced, held):
+    threading.Timer(0.05, end, [held]).start()
+    paced.until_loaded({1})
+    assert held.copied == 2
+    assert paced.report().done == {0, 1}
+    paced.until_loaded({0, 1})
+
+
+def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, held):
+    held.let_through.release()
+    held.ended.add((1, "broken"))
+    with pytest.raises(AnnouncedLoadError, match=r"of the loads \[1\]"):
+        paced.until_loaded({1})
+    assert paced.report().failed == {1}
+
+
+def test_so_is_one_that_has_not_ended_by_its_deadline(paced):
+    paced.now = 161.0
+    with pytest.raises(AnnouncedLoadError):
+        paced.until_loaded({1})
+    assert paced.ends_soon(1000) == set()
+
+
+def test_of_what_has_not_begun_nobody_knows(paced):
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), MEGA),)))
+    paced.now = 104.9
+    assert paced.ends_soon(1000) == {1}
+
+
+def test_one_slow_load_does_not_change_much(paced, held):
+    paced.now = 120.0  # for 5 s of link
+    end(held)
+    assert eventually(lambda: paced.report().done == {0, 1})
+    paced.now = 200.0
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), 64 * MEGA),)))
+    assert held.began.acquire(timeout=10)
+    paced.now = 210.5
+    assert paced.ends_soon(0.4) == set()  # a tenth slower than the fastest
+    paced.now = 210.7
+    assert paced.ends_soon(0.4) == {2}
+
+
+def test_nor_does_one_that_took_no_time(paced, held):
+    paced.now = 100.0 + 1e-6
+    end(held)
+    assert eventually(lambda: paced.report().done == {0, 1})
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), 64 * MEGA),)))
+    assert held.began.acquire(timeout=10)
+    assert paced.ends_soon(1) == set()
+
+
+def test_before_a_load_has_ended_nobody_knows(threaded, held):
+    threaded.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 64 * MEGA),)))
+    assert held.began.acquire(timeout=10)
+    assert threaded.ends_soon(1e9) == set()
 
 
 # The host region

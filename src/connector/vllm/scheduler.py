@@ -4,7 +4,7 @@
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step
-    update_connector_output             cache.invalidated, cache.report, cache.catch_up
+    update_connector_output             cache.invalidated, cache.report, cache.goes_on, cache.catch_up
     request_finished                    cache.finished
     reset_cache                         cache.reset
 
@@ -157,6 +157,8 @@ class SchedulerHalf:
             for each in self.cache.report(report):
                 if each.request_id in self._admitted and not each.ok:
                     self._has_failed.add(each.request_id)
+        for id in (output.finished_recving or set()) - versions.failed_requests(output):
+            self.cache.goes_on(id)
         self.cache.catch_up()
         if self._begun and (reports is None or reports.computes):
             tokens, began = self._begun.popleft()

@@ -27,6 +27,13 @@ TESTED = ((0, 26), (0, 33))  # the first and the last
 TAKES_FAILED_REQUESTS = any(field.name == "failed_recving" for field in fields(KVConnectorOutput))
 
 
+def failed_requests(output: KVConnectorOutput) -> set[str]:
+    """Those of `finished_recving` whose load has failed; before 0.28, if any has, all of them may have."""
+    if TAKES_FAILED_REQUESTS:
+        return set(output.failed_recving or ())
+    return set(output.finished_recving or ()) if output.invalid_block_ids else set()
+
+
 def warn_if_untested() -> None:
     """Once for each process: outside of the range everything may work, and nobody has looked."""
     numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)

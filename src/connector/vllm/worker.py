@@ -50,6 +50,10 @@ NULL_BLOCK = 0  # vLLM's, in every group
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
+# From when such an engine hears of a load until it computes: two turns of its loop, with a pause of 1 ms in each. So
+# much sooner it is told.
+TURNS_SECONDS = 0.004
+
 
 class WorkerHalf:
     """One rank's share of the cache. `can_fail_loads`: whether vLLM can be told that the load of a request failed.
@@ -68,6 +72,9 @@ class WorkerHalf:
         self._waiting: dict[int, str] = {}  # load -> the request that vLLM wants to hear of
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
+        # vLLM copies states, and blocks that were hit in part, before it says that a step begins.
+        self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
+        self._announced: set[int] = set()  # loads that vLLM takes to be over
         self._computes = self._is_awaited = False
         self._times = TransferTimes(self._carried)
         self._report = RankReport(self._rank)
@@ -115,6 +122,9 @@ class WorkerHalf:
             for transfer in plan.transfers:
                 if transfer.id in metadata.requests:
                     self._destinations[transfer.id] = metadata.destinations[transfer.id]
+        if metadata.computes and self._announced:
+            self._worker.until_loaded(self._announced)
+            self._announced.clear()
         # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
         self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
 
@@ -125,14 +135,17 @@ class WorkerHalf:
         if not self._computes:
             self._nap(self._worker)
         self._report = report = self._worker.report()
+        soon = set() if self._computes else self._ending()
+        self._announced |= soon
         over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_given_up(id)]
+        over += [id for id in self._waiting if id in soon and id not in over]
         received: set[str] = set()
         failed: set[str] = set()
         for id in over:
             request = self._waiting.pop(id)
             received.add(request)
             blocks = self._destinations.pop(id, ())
-            if id not in report.done:
+            if id not in report.done and id not in soon:
                 self._fail(id, request)
                 failed.add(request)
                 self._bad_blocks.update(blocks)
@@ -167,8 +180,14 @@ class WorkerHalf:
         while worker.is_busy and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
             report = worker.report()
-            if any(id in report.done or id in report.failed for id in self._waiting):
+            if any(id in report.done or id in report.failed for id in self._waiting) or self._ending():
                 return
+
+    def _ending(self) -> set[int]:
+        """The loads that will have ended when vLLM, told now, computes; of those that it waits for."""
+        if not self._announces or self._worker is None:
+            return set()
+        return self._worker.ends_soon(TURNS_SECONDS) & self._waiting.keys()
 
     def _is_given_up(self, id: int) -> bool:
         """A late load, if vLLM frees its blocks when it is told; we hold them until the copy has ended."""

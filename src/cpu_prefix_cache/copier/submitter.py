@@ -36,9 +36,18 @@ class _Moving(NamedTuple):
 class Submitter:
     """`name` is the thread's; without one, `put` does the work itself. What `is_cancelled` is not begun, and fails."""
 
-    def __init__(self, copier: Copier, is_cancelled: Callable[[int], bool], name: str | None = None) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        is_cancelled: Callable[[int], bool],
+        name: str | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._copier = copier
         self._is_cancelled = is_cancelled
+        self._clock = clock
+        self._taken_up: dict[int, float] = {}  # when, until somebody has heard of its end
+        self._submitted: dict[int, float] = {}  # the same, in how many seconds
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._moving: deque[_Moving] = deque()  # in the order of their ends
         self._failed: deque[int] = deque()
@@ -76,17 +85,25 @@ class Submitter:
         """Whether something has not ended, or nobody has heard that it has."""
         return bool(self._unheard)
 
+    def taken_up(self, id: int) -> float | None:
+        """When a transfer was, if there is a `clock`; None if it was not yet, or somebody has heard of its end."""
+        return self._taken_up.get(id)
+
+    def submitted_in(self, id: int) -> float | None:
+        """How many seconds that has taken, if there is a `clock`: None before, and when its end was heard of."""
+        return self._submitted.get(id)
+
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:
             yield self._failed[0], False
-            self._unheard.discard(self._failed.popleft())  # after it was heard: an interrupt has it said again
+            self._was_heard(self._failed.popleft())  # after it was: an interrupt has it said again
         while self._moving:
             went_well = _has_passed(self._moving[0])
             if went_well is None:
                 return
             yield self._moving[0].id, went_well
-            self._unheard.discard(self._moving.popleft().id)
+            self._was_heard(self._moving.popleft().id)
 
     def drain(self) -> None:
         """Until all that was put has ended."""
@@ -105,6 +122,11 @@ class Submitter:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+
+    def _was_heard(self, id: int) -> None:
+        self._unheard.discard(id)
+        self._taken_up.pop(id, None)
+        self._submitted.pop(id, None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -126,6 +148,8 @@ class Submitter:
         if self._is_cancelled(id):
             self._failed.append(id)
             return
+        if self._clock is not None:
+            self._taken_up[id] = self._clock()
         try:
             mark = self._copier.submit(job.transfer.direction, job.transfer.copies, job.after)
         except Exception:  # whatever it is, the transfer must resolve (rule 11)
@@ -135,6 +159,8 @@ class Submitter:
             self._failed.append(id)
             raise
         else:
+            if self._clock is not None:
+                self._submitted[id] = self._clock() - self._taken_up[id]
             self._moving.append(_Moving(id, mark))
 
 

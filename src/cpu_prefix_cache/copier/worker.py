@@ -5,13 +5,16 @@ report    ->  all that has ended and no plan has called settled yet, and how man
 
 A load has a deadline. One that has not begun by then never will: it has failed. One that is moving cannot be called
 back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
+
+Who is told of the end of a load needs a while until it computes. `ends_soon` says which load is about to end, by the
+pace of those before; whoever goes by that calls `until_loaded` before anything reads what it loads.
 """
 
 import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
@@ -20,6 +23,15 @@ from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
+
+NAP_SECONDS = 100e-6
+TELLING_BYTES = 16 << 20  # a load of so many says how fast loads are; smaller ones spend their time elsewhere
+FASTEST = 1e-12  # seconds a byte: a load that took less was of nothing on this rank
+SLOWER = 1.1  # at most, from one load to the next: that one was late need not mean that the next will be
+
+
+class AnnouncedLoadError(RuntimeError):
+    """A load that was said to end soon has not ended well: its device blocks do not hold what they are taken for."""
 
 
 class CopyWorker:
@@ -53,7 +65,12 @@ class CopyWorker:
         self._arena = arena
         self._cancelled: set[int] = set()
         self._submitters = {
-            direction: Submitter(copier, self._cancelled.__contains__, f"{direction.value}-{rank}" if threads else None)
+            direction: Submitter(
+                copier,
+                self._cancelled.__contains__,
+                f"{direction.value}-{rank}" if threads else None,
+                clock if threads and direction is Direction.LOAD else None,
+            )
             for direction in Direction
         }
         self._load_seconds = load_seconds
@@ -63,6 +80,8 @@ class CopyWorker:
         self._began: dict[int, tuple[TransferPlan, float]] = {}  # what has not ended, if anybody wants to know
         self._deadlines: dict[int, float] = {}  # of loads that have not ended
         self._late: set[int] = set()
+        self._loads: dict[int, int] = {}  # those that have not ended, in their order: bytes
+        self._seconds_per_byte: float | None = None  # that loads took, until they were submitted: nearly to their end
         self._done: set[int] = set()
         self._failed: set[int] = set()
         # at exit at the latest
@@ -90,6 +109,8 @@ class CopyWorker:
                     self._deadlines[id] = self._clock() + self._load_seconds
                 if began is not None:
                     self._began[id] = transfer, began
+                if transfer.direction is Direction.LOAD:
+                    self._loads[id] = transfer.num_bytes
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -104,6 +125,33 @@ class CopyWorker:
         ready = None if self._arena is None else self._arena.ready_blocks
         ended = frozenset(self._done), frozenset(self._failed)
         return RankReport(self._rank, *ended, ready, frozenset(self._late), self._load_bytes_per_second)
+
+    def ends_soon(self, seconds: float) -> set[int]:
+        """The loads that have at most so many seconds to go, by the pace of those before, and half of their time behind
+        them. None without threads. For the ledger they end when `report` says so.
+        """
+        pace, soon = self._seconds_per_byte, set[int]()
+        for id, num_bytes in self._loads.items():  # one at a time is on the link
+            begun = self._submitters[Direction.LOAD].taken_up(id)
+            if pace is None or begun is None or id in self._late:
+                break
+            gone, all_in_all = self._clock() - begun, num_bytes * pace
+            if gone < max(all_in_all - seconds, all_in_all / 2):
+                break
+            soon.add(id)
+        return soon
+
+    def until_loaded(self, ids: Collection[int]) -> None:
+        """Return once these loads have ended. Raises AnnouncedLoadError if one has failed, or is late."""
+        while True:
+            report = self.report()
+            if not report.failed.isdisjoint(ids) or not report.late.isdisjoint(ids):
+                raise AnnouncedLoadError(
+                    f"of the loads {sorted(ids)}, said to be ending, one has failed: wrong bytes would be used"
+                )
+            if self._loads.keys().isdisjoint(ids):
+                return
+            time.sleep(NAP_SECONDS)
 
     @property
     def is_busy(self) -> bool:
@@ -125,7 +173,15 @@ class CopyWorker:
                 is_done = went_well and id not in self._late  # what came too late is of no use to anybody
                 (self._done if is_done else self._failed).add(id)
                 self._deadlines.pop(id, None)
+                self._learn(self._loads.pop(id, 0), submitter.submitted_in(id))
                 self._tell(id, is_done)
+
+    def _learn(self, num_bytes: int, seconds: float | None) -> None:
+        if seconds is None or num_bytes < TELLING_BYTES or seconds < num_bytes * FASTEST:
+            return
+        taken = seconds / num_bytes
+        known = taken if self._seconds_per_byte is None else self._seconds_per_byte
+        self._seconds_per_byte = min(taken, known * SLOWER)
 
     def _tell(self, id: int, is_done: bool) -> None:
         transfer, began = self._began.pop(id, (None, 0.0))
