@@ -21,8 +21,8 @@ A step that begins a load does not look: somebody waits for the load, and a long
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
 
 Loads use up the stretch as well, many blocks in one step, and several of them more than there is. So while one is on
-the link, another is asked to wait if what it is given would reach behind the *fence*: the first block that no look has
-covered. The link is busy meanwhile, and nothing is held up. A load that finds the link free never waits.
+the link, another is asked to wait if what it is given would reach behind e. The link is busy meanwhile, and nothing is
+held up. A load that finds the link free never waits.
 
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
 last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
@@ -213,9 +213,9 @@ class Lazy:
             needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
         )
         self._mark: Place | None = None
-        self._end: Place | None = None  # of an order that is shorter than the stretch
-        self._fence: Place | None = None  # of one that is longer, or could not be covered
-        self._room: tuple[Place | None, int] = (None, 0)  # before the fence, as long as this block is the next
+        self._end: Place | None = None  # the last one covered that was left to wait
+        self._is_whole = False  # behind it there was nothing: the order was shorter than the stretch
+        self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
@@ -250,10 +250,10 @@ class Lazy:
 
     def used(self, chunks: int) -> None:
         self._used += chunks
-        self._room = (None, 0)  # they may have been before the fence
+        self._room = (None, 0)  # they may have been before the end
 
     def has_room_for(self, blocks: int) -> bool:
-        if self._fence is None:
+        if self._is_whole:
             return not self._is_longer_now()
         soonest = next(self._device.soonest_evicted(None), None)
         if self._room[0] != soonest:
@@ -261,10 +261,10 @@ class Lazy:
         return blocks <= self._room[1]
 
     def _count_room(self) -> int:
-        if not self._waits(self._fence):
+        if not self._waits(self._end):
             return 0  # it was handed out, or used: nobody knows before the next look
         order = islice(self._device.soonest_evicted(None), self._horizon())
-        return sum(1 for _ in takewhile(self._fence.__ne__, order))
+        return 1 + sum(1 for _ in takewhile(self._end.__ne__, order))
 
     def plan(self, *, with_loads: bool) -> None:
         if not self._is_swept:
@@ -282,8 +282,8 @@ class Lazy:
             self._plan()
 
     def _plan(self) -> None:
-        is_blind = self._fence is not None and not self._waits(self._fence)
-        has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._is_longer_now() or is_blind
+        is_blind = self._end is not None and not self._waits(self._end)
+        has_changed = self._used >= self._quarter or not self._waits(self._mark) or is_blind or self._is_longer_now()
         if has_changed:
             self._settled.clear()
         if has_changed or self._has_landed:
@@ -302,14 +302,15 @@ class Lazy:
     def reset(self) -> None:
         self._lineage.clear()
         self._settled.clear()
-        self._mark = self._end = self._fence = None
+        self._mark = self._end = None
+        self._is_whole = False
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
 
     def _is_longer_now(self) -> bool:
         """Whether blocks have joined an order that was shorter than the stretch."""
-        if self._end is None:
+        if self._end is None or not self._is_whole:
             return False
         return not self._waits(self._end) or any(True for _ in self._device.soonest_evicted(self._end[0]))
 
@@ -318,16 +319,15 @@ class Lazy:
 
         What cannot be stored yet is looked at again when a store has landed or the first of the stretch is handed out.
         """
-        self._mark = self._end = self._fence = None
+        self._mark = self._end = None
+        self._is_whole = False
         self._room = (None, 0)
         self._used = 0
         self._has_landed = False
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
-        order = self._device.soonest_evicted(None)
-        stretch = list(islice(order, max(0, length)))
-        self._fence = next(order, None)
+        stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self.work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -339,15 +339,15 @@ class Lazy:
             is_settled, transfer = self._cover(place, key, before)
             if not is_settled:
                 self._mark = _first_left(stretch[:at], taken) or place
-                self._fence = place
+                self._end = _first_left(reversed(stretch[:at]), taken)
                 return
             if transfer is not None:
                 taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
                 missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
         quarter = stretch[: self._quarter]
         self._mark = _first_left(reversed(quarter), taken) or _first_left(stretch[len(quarter) :], taken)
-        if len(stretch) < length:
-            self._end = _first_left(reversed(stretch), taken)
+        self._end = _first_left(reversed(stretch), taken)
+        self._is_whole = len(stretch) < length
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
         """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the

@@ -14,9 +14,9 @@ class StepMetadata(KVConnectorMetadata):
 
     `plan` is None where there is no cache, `computes` whether the step has anything to compute, `is_awaited` whether
     requests wait for a copy to end, or for the blocks that it has. `destinations` are the device blocks of loads, where
-    vLLM is told of those that failed by their blocks. A rank names that request once in
-    `finished_recving`, however the load ended, and in `failed_recving` too if it failed or was cancelled: vLLM keeps
-    the blocks of an aborted request until it has heard.
+    vLLM is told of those that failed by their blocks. A rank names that request once in `finished_recving`, however the
+    load ended, and in `failed_recving` too if it failed or was cancelled: vLLM keeps the blocks of an aborted request
+    until it has heard.
     """
 
     plan: StepPlan | None = None
