@@ -821,10 +821,16 @@ class Engine:
         self.counts["blocks held"] += len(held)
         return held
 
-    def _watch_release(self, release: Callable, held: Sequence[object]) -> None:
-        release(held)
+    def _watch_release(self, release: Callable, held: Sequence[object], before: int | None) -> None:
+        others = self._waiting()
+        release(held, before)
         back = [block.block_id for block in reversed(held) if block.ref_cnt == 0 and block.block_hash]
-        assert self._waiting()[-len(back) :] == back or not back, "the deepest is not the first to be evicted"
+        after = self._waiting()
+        if before is not None:
+            assert [id for id in after if id not in back] == others, "others have moved"
+            after = after[: after.index(before)]
+            self.counts["blocks released before their parents"] += len(back)
+        assert after[-len(back) :] == back or not back, "the deepest is not the first to be evicted"
 
     def _waiting(self) -> list[int]:
         """The device blocks that wait to be handed out, soonest first."""

@@ -252,9 +252,10 @@ class CPUPrefixCache:
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
-        others = [load.deadline for load in self._ledger.loads if now < load.deadline]
-        if others and not self._has_room_for(n0, boundary):
-            return Pending(min(others))
+        if not self.planner.has_checkpoints:  # else more is lost by waiting, in random stories
+            others = [load.deadline for load in self._ledger.loads if now < load.deadline]
+            if others and not self._has_room_for(n0, boundary):
+                return Pending(min(others))
         return Hit(boundary)
 
     def reserve(self, request: Request, boundary: int) -> Lease | None:
