@@ -254,7 +254,7 @@ class Lazy:
 
     def has_room_for(self, blocks: int) -> bool:
         if self._is_whole:
-            return not self._is_longer_now()
+            return not self._has_another_end()
         soonest = next(self._device.soonest_evicted(None), None)
         if self._room[0] != soonest:
             self._room = soonest, self._count_room()
@@ -282,8 +282,7 @@ class Lazy:
             self._plan()
 
     def _plan(self) -> None:
-        is_blind = self._end is not None and not self._waits(self._end)
-        has_changed = self._used >= self._quarter or not self._waits(self._mark) or is_blind or self._is_longer_now()
+        has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
         if has_changed:
             self._settled.clear()
         if has_changed or self._has_landed:
@@ -308,11 +307,13 @@ class Lazy:
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
 
-    def _is_longer_now(self) -> bool:
-        """Whether blocks have joined an order that was shorter than the stretch."""
-        if self._end is None or not self._is_whole:
+    def _has_another_end(self) -> bool:
+        """Whether the last block covered waits no more, or others have joined behind it where there was nothing."""
+        if self._end is None:
             return False
-        return not self._waits(self._end) or any(True for _ in self._device.soonest_evicted(self._end[0]))
+        if not self._waits(self._end):
+            return True
+        return self._is_whole and any(True for _ in self._device.soonest_evicted(self._end[0]))
 
     def _look(self) -> None:
         """Cover the whole stretch, from its beginning.
