@@ -215,6 +215,10 @@ class Lazy:
         self._mark: Place | None = None
         self._end: Place | None = None  # the last one covered that was left to wait
         self._is_whole = False  # behind it there was nothing: the order was shorter than the stretch
+        self._short_by = 0  # blocks, at the last look
+        self._running: dict[str, Progress] = {}  # since when they computed their first chunk
+        self._saved: dict[str, int] = {}  # of those: how many chunks were confirmed when they were stored last
+        self._has_computed = False  # somebody has, since such stores were planned last
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
@@ -236,17 +240,28 @@ class Lazy:
     def confirmed(self, progress: Progress, before: int) -> None:
         saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
         self._lineage.add(progress.keys, before, progress.confirmed, saved)
+        self._running[progress.id] = progress
+        self._has_computed = True
         self.work += progress.confirmed - before
 
     def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
         self._lineage.add_checkpoint(checkpoint)
+        self._saved.pop(progress.id, None)
+        self._has_computed = True
         self.work += 1
 
     def ended(self, progress: Progress) -> None:
-        pass
+        self._leaves(progress)
+        if self._short_by:
+            self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     def preempted(self, progress: Progress) -> None:
+        self._leaves(progress)
         self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+
+    def _leaves(self, progress: Progress) -> None:
+        self._running.pop(progress.id, None)
+        self._saved.pop(progress.id, None)
 
     def used(self, chunks: int) -> None:
         self._used += chunks
@@ -287,6 +302,8 @@ class Lazy:
             self._settled.clear()
         if has_changed or self._has_landed:
             self._look()
+        if self._short_by and self._has_computed:
+            self._look_ahead()
 
     def landed(self, transfer: Transfer) -> None:
         if transfer.id in self._walking:
@@ -303,6 +320,8 @@ class Lazy:
         self._settled.clear()
         self._mark = self._end = None
         self._is_whole = False
+        self._running.clear()
+        self._saved.clear()
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
@@ -329,6 +348,8 @@ class Lazy:
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
+        self._short_by = max(0, length - len(stretch))
+        self._has_computed = True
         self.work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -349,6 +370,18 @@ class Lazy:
         self._mark = _first_left(reversed(quarter), taken) or _first_left(stretch[len(quarter) :], taken)
         self._end = _first_left(reversed(stretch), taken)
         self._is_whole = len(stretch) < length
+
+    def _look_ahead(self) -> None:
+        """Store what those have who run longest, as much as the stretch lacks."""
+        self._has_computed = False
+        lacking = self._short_by
+        for progress in self._running.values():
+            if lacking <= 0:
+                return
+            lacking -= progress.confirmed
+            if self._saved.get(progress.id) != progress.confirmed:
+                self._saved[progress.id] = progress.confirmed
+                self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
         """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the
