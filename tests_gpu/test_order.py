@@ -95,3 +95,21 @@ def test_blocks_that_compute_overwrites_as_soon_as_they_are_released():
 @pytest.mark.parametrize("direction", Direction)
 def test_without_the_wait_bytes_are_wrong(direction):
     assert Rounds(careless=direction).run(64) > 0
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_compute_that_is_held_reads_what_a_load_brings_though_nobody_waits_for_its_end(holds):
+    """And the control: compute that is not reads junk."""
+    rounds, blocks = Rounds(), range(SETS * BLOCKS)
+    rounds.fill(blocks, 1)
+    wait_for(rounds.worker, rounds.begin(Direction.STORE, blocks))
+    rounds.fill(blocks, 2)
+    rounds.late()
+    load = rounds.begin(Direction.LOAD, blocks)
+    if holds:
+        rounds.worker.hold_compute({load})
+    for layer, part in enumerate(rounds.stage.parts):
+        rounds.wrong += (part[blocks[0] : blocks[-1] + 1] != 1 + layer).sum()
+    wait_for(rounds.worker, load)
+    assert (int(rounds.wrong) == 0) == holds
+    rounds.worker.close()

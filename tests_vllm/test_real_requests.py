@@ -354,7 +354,7 @@ def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_compu
             if waits:
                 threading.Timer(0.2, copies.go_on).start()
             else:
-                worker._worker.until_loaded = lambda ids: None
+                worker._worker.hold_compute = lambda ids: None
             engine.step_until(lambda: name in engine.finished)
         copies.go_on()
         engine.check_nothing_leaked()

@@ -385,24 +385,33 @@ def test_it_is_not_told_before_half_of_it_is_over(paced):
 
 def test_who_goes_by_it_waits_for_the_end(paced, held):
     threading.Timer(0.05, end, [held]).start()
-    paced.until_loaded({1})
+    paced.hold_compute({1})
     assert held.copied == 2
     assert paced.report().done == {0, 1}
-    paced.until_loaded({0, 1})
+    paced.hold_compute({0, 1})
+
+
+def test_once_it_is_submitted_compute_alone_waits(paced, held):
+    """Where it can: a staged copier has the engine's stream wait."""
+    behind = []
+    held.hold_compute = lambda mark: behind.append(mark.number)
+    threading.Timer(0.05, held.let_through.release).start()
+    paced.hold_compute({1})
+    assert behind == [1] and paced.report().done == {0}
 
 
 def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, held):
     held.let_through.release()
     held.ended.add((1, "broken"))
-    with pytest.raises(AnnouncedLoadError, match=r"of the loads \[1\]"):
-        paced.until_loaded({1})
+    with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
+        paced.hold_compute({1})
     assert paced.report().failed == {1}
 
 
 def test_so_is_one_that_has_not_ended_by_its_deadline(paced):
     paced.now = 161.0
     with pytest.raises(AnnouncedLoadError):
-        paced.until_loaded({1})
+        paced.hold_compute({1})
     assert paced.ends_soon(1000) == set()
 
 

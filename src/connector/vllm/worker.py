@@ -50,9 +50,9 @@ NULL_BLOCK = 0  # vLLM's, in every group
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
-# From when such an engine hears of a load until it computes: two turns of its loop, with a pause of 1 ms in each. So
-# much sooner it is told.
-TURNS_SECONDS = 0.004
+# From when such an engine hears of a load until it computes: 6.5 ms for 8,192 tokens, 10 for 32,768 (vLLM 0.26, one
+# H200: two turns of its loop with a pause of 1 ms in each, and the block tables). So much sooner it is told.
+TURNS_SECONDS = 0.012
 
 
 class WorkerHalf:
@@ -123,7 +123,7 @@ class WorkerHalf:
                 if transfer.id in metadata.requests:
                     self._destinations[transfer.id] = metadata.destinations[transfer.id]
         if metadata.computes and self._announced:
-            self._worker.until_loaded(self._announced)
+            self._worker.hold_compute(self._announced)
             self._announced.clear()
         # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
         self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))

@@ -20,6 +20,10 @@ class Copier(Protocol):
         nothing of this transfer is under way any more. One thread may submit stores and another loads.
         """
 
+    def hold_compute(self, mark: Mark) -> None:
+        """Have what compute is given from here on run after `mark`, which `submit` returned: here the caller waits."""
+        mark.until_passed()
+
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
         """Carry out one transfer after all that compute has been given, and return when it has ended."""
         self.submit(direction, copies, self.here()).until_passed()

@@ -25,6 +25,9 @@ class DealtCopier(Copier):
     def here(self) -> Mark:
         return self._copier.here()
 
+    def hold_compute(self, mark: Mark) -> None:
+        self._copier.hold_compute(mark)
+
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         if direction is Direction.STORE:
             dealt = [share(copy, self._pieces[copy.group], self._rank, self._ranks) for copy in copies]

@@ -12,6 +12,7 @@ that the same code runs on both. A test can give queues that put work off as lon
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -64,11 +65,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """What a staged copier works with. Of the engine's own, `compute`, it sees only where it stands."""
+    """What a staged copier works with. Of the engine's own it sees where it stands, `compute`, and can have it wait."""
 
     compute: Callable[[], Mark]
     stores: Lane
     loads: Lane
+    hold_compute: Callable[[Mark], None] = lambda mark: mark.until_passed()
 
 
 class Passed:
@@ -150,6 +152,9 @@ class CudaQueue:
     def wait(self, mark: Mark) -> None:
         if isinstance(mark, CudaMark):
             self._stream.wait_event(mark.event)
+        elif isinstance(mark, _Both):
+            self.wait(mark.one)
+            self.wait(mark.other)
         else:
             mark.until_passed()
 
@@ -162,6 +167,14 @@ def compute_mark(device: torch.device) -> Mark:
     return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else Passed()
 
 
+def hold_compute(device: torch.device, mark: Mark) -> None:
+    """What the stream that is current on `device` is given from here on runs after `mark`."""
+    if device.type == "cuda":
+        CudaQueue(torch.cuda.current_stream(device)).wait(mark)
+    else:
+        mark.until_passed()
+
+
 def queues_for(device: torch.device) -> Queues:
     """Streams of their own for the stores and the loads of a CUDA device, behind compute; else queues that run at once.
 
@@ -172,4 +185,4 @@ def queues_for(device: torch.device) -> Queues:
         return CudaQueue(torch.cuda.Stream(device)) if device.type == "cuda" else ImmediateQueue()
 
     stores, loads = (Lane(queue(), queue()) for _ in range(2))
-    return Queues(lambda: compute_mark(device), stores, loads)
+    return Queues(lambda: compute_mark(device), stores, loads, partial(hold_compute, device))

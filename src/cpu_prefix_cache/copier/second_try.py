@@ -20,6 +20,9 @@ class SecondTryCopier(Copier):
     def here(self) -> Mark:
         return self._copier.here()
 
+    def hold_compute(self, mark: Mark) -> None:
+        self._copier.hold_compute(mark)
+
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         try:
             return self._copier.submit(direction, copies, after)

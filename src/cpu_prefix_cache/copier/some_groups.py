@@ -19,6 +19,9 @@ class SomeGroupsCopier(Copier):
     def here(self) -> Mark:
         return self._copier.here()
 
+    def hold_compute(self, mark: Mark) -> None:
+        self._copier.hold_compute(mark)
+
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         mine = [replace(copy, group=self._number[copy.group]) for copy in copies if copy.group in self._number]
         return self._copier.submit(direction, mine, after) if mine else Passed()

@@ -96,6 +96,9 @@ class StagedCopier(Copier):
     def here(self) -> Mark:
         return self._queues.compute()
 
+    def hold_compute(self, mark: Mark) -> None:
+        self._queues.hold_compute(mark)
+
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
         self._binding.check(direction, copies)
         ring = self._rings[direction]

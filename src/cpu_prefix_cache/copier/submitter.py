@@ -93,6 +93,10 @@ class Submitter:
         """How many seconds that has taken, if there is a `clock`: None before, and when its end was heard of."""
         return self._submitted.get(id)
 
+    def mark(self, id: int) -> Mark | None:
+        """That of a transfer that is submitted, until somebody has heard of its end."""
+        return next((moving.mark for moving in list(self._moving) if moving.id == id), None)
+
     def ended(self) -> Iterator[tuple[int, bool]]:
         """The transfers that have ended since this was asked last, and whether they went well."""
         while self._failed:

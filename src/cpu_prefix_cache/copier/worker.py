@@ -7,14 +7,14 @@ A load has a deadline. One that has not begun by then never will: it has failed.
 back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
 
 Who is told of the end of a load needs a while until it computes. `ends_soon` says which load is about to end, by the
-pace of those before; whoever goes by that calls `until_loaded` before anything reads what it loads.
+pace of those before; whoever goes by that calls `hold_compute` before anything reads what it loads.
 """
 
 import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
@@ -141,15 +141,26 @@ class CopyWorker:
             soon.add(id)
         return soon
 
-    def until_loaded(self, ids: Collection[int]) -> None:
-        """Return once these loads have ended. Raises AnnouncedLoadError if one has failed, or is late."""
+    def hold_compute(self, ids: Iterable[int]) -> None:
+        """Have what compute is given from here on run after these loads. Returns once they have been submitted.
+
+        Raises AnnouncedLoadError if one has failed, or is late.
+        """
+        for id in ids:
+            try:
+                self._hold_compute(id)
+            except Exception as error:
+                raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
+
+    def _hold_compute(self, id: int) -> None:
         while True:
             report = self.report()
-            if not report.failed.isdisjoint(ids) or not report.late.isdisjoint(ids):
-                raise AnnouncedLoadError(
-                    f"of the loads {sorted(ids)}, said to be ending, one has failed: wrong bytes would be used"
-                )
-            if self._loads.keys().isdisjoint(ids):
+            if id in report.failed or id in report.late:
+                raise RuntimeError("what it loads would be used")
+            mark = self._submitters[Direction.LOAD].mark(id)
+            if mark is not None:
+                self._copier.hold_compute(mark)
+            if mark is not None or id not in self._loads:
                 return
             time.sleep(NAP_SECONDS)
 
