@@ -1,7 +1,8 @@
 """What to store, and when.
 
     eager    a chunk as soon as its tokens are confirmed computed; what is left when the request ends
-    lazy     a chunk shortly before the device evicts it, its missing ancestors first
+    lazy     a chunk shortly before the device evicts it, its missing ancestors first; where hardly anything waits to
+             be evicted, what would if a running request ended
 
 Lazy stores less and hits more: what the device still holds need not be held twice. It looks at the *stretch* of the
 device's eviction order that the next steps may use up, and makes sure all of it is covered: without a key, on the
@@ -19,6 +20,10 @@ step in which nothing is allocated and nothing lands costs nothing, and the othe
 
 A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
+
+Where the order is shorter than the stretch, the device is nearly all in use, and what a request leaves behind is handed
+out in the next step: nobody gets to look at it. So what running requests have is stored ahead of that, all of the one
+that runs longest first, until the order and they make up the stretch; and of a request that ends all that is missing.
 
 Loads use up the stretch as well, many blocks in one step, and several of them more than there is. So while one is on
 the link, another is asked to wait if what it is given would reach behind e. The link is busy meanwhile, and nothing is
@@ -84,7 +89,7 @@ class Offload(Protocol):
         """The device has this checkpoint of a confirmed boundary."""
 
     def ended(self, progress: Progress) -> None:
-        """The request finished. Its blocks stay on the device until they are evicted."""
+        """The request finished, and still has its blocks. Then they stay on the device until they are evicted."""
 
     def preempted(self, progress: Progress) -> None:
         """The request lost its blocks: store what it computed while they can still be found, in both modes."""
@@ -215,10 +220,10 @@ class Lazy:
         self._mark: Place | None = None
         self._end: Place | None = None  # the last one covered that was left to wait
         self._is_whole = False  # behind it there was nothing: the order was shorter than the stretch
-        self._short_by = 0  # blocks, at the last look
-        self._running: dict[str, Progress] = {}  # since when they computed their first chunk
-        self._saved: dict[str, int] = {}  # of those: how many chunks were confirmed when they were stored last
-        self._has_computed = False  # somebody has, since such stores were planned last
+        self._short_by = 0  # blocks that the order was shorter than the stretch at the last look
+        self._running: dict[str, Progress] = {}  # those who have computed a chunk, in that order
+        self._ahead: dict[str, int] = {}  # of those: how many chunks they had when they were stored last
+        self._has_computed = False  # somebody has, since the last look at those
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
@@ -246,7 +251,7 @@ class Lazy:
 
     def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
         self._lineage.add_checkpoint(checkpoint)
-        self._saved.pop(progress.id, None)
+        self._ahead.pop(progress.id, None)
         self._has_computed = True
         self.work += 1
 
@@ -261,7 +266,7 @@ class Lazy:
 
     def _leaves(self, progress: Progress) -> None:
         self._running.pop(progress.id, None)
-        self._saved.pop(progress.id, None)
+        self._ahead.pop(progress.id, None)
 
     def used(self, chunks: int) -> None:
         self._used += chunks
@@ -321,7 +326,7 @@ class Lazy:
         self._mark = self._end = None
         self._is_whole = False
         self._running.clear()
-        self._saved.clear()
+        self._ahead.clear()
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
@@ -349,7 +354,7 @@ class Lazy:
         length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self._short_by = max(0, length - len(stretch))
-        self._has_computed = True
+        self._has_computed = True  # or somebody has ended, and others must make up for it
         self.work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -372,15 +377,15 @@ class Lazy:
         self._is_whole = len(stretch) < length
 
     def _look_ahead(self) -> None:
-        """Store what those have who run longest, as much as the stretch lacks."""
+        """Have those who run longest make up for what the order lacks."""
         self._has_computed = False
         lacking = self._short_by
         for progress in self._running.values():
             if lacking <= 0:
                 return
             lacking -= progress.confirmed
-            if self._saved.get(progress.id) != progress.confirmed:
-                self._saved[progress.id] = progress.confirmed
+            if self._ahead.get(progress.id) != progress.confirmed:
+                self._ahead[progress.id] = progress.confirmed
                 self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
