@@ -301,7 +301,7 @@ def test_a_chunk_is_seen_before_any_part_of_it_leaves(tmp_path, groups, asynchro
     All but a few: chunks that part within share a block's name, and when stored at once its only copy, which then waits
     where the first of them does.
     """
-    size = {"device_blocks": 30 + 30 * len(groups), "host_blocks": 3000}
+    size = {"device_blocks": 60 + 120 * len(groups), "host_blocks": 3000}
     engine = Engine(tmp_path, groups=groups, asynchronous=asynchronous, seed=6, **size)
     users, seen, late = Users(engine), 0, 0
     while engine.counts["submitted"] < 300:
