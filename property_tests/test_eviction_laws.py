@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import POLICIES, BlockPool
@@ -14,6 +14,11 @@ requests = st.lists(st.tuples(prompts, st.booleans()), min_size=4, max_size=25)
 
 
 @settings(max_examples=400)
+@example(  # two chunks become childless one after the other, and had the same place in the order
+    policy="adaptive",
+    blocks=9,
+    story=[(prompt, False) for prompt in ("a", "bbaaaa", "bbbaa", "aaaaa", "abaaa", "b", "aa", "ba")],
+)
 @given(policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(6, 9), story=requests)
 def test_a_batch_of_n_is_n_singles(policy: str, blocks: int, story: list[tuple[str, bool]]) -> None:
     """Whether a request allocates its chunks together or one by one: the same ones leave, in the same order."""

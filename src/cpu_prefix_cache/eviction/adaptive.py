@@ -284,6 +284,7 @@ class Adaptive:
         gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
         bared: list[tuple[Rank, int, int]] = []  # (rank, which one, block) of what this walk made childless; a heap
         ends = self._buckets.ends()
+        turn = 0  # of what becomes childless, in that order
         ahead = next(ends, None)
         while bared or ahead is not None:
             if ahead is None or (bared and bared[0][0] < ahead[0]):
@@ -305,7 +306,8 @@ class Adaptive:
             if above is not None:
                 gone[block] = gone.get(block, 0) + 1
                 if children[block] == gone[block]:
-                    following = number if above is segment else len(gone)  # the same one goes on in its place
+                    following = number if above is segment else turn  # the same one goes on in its place
+                    turn += 1
                     heapq.heappush(bared, (self._buckets.rank(above), following, block))
 
     # Small things
