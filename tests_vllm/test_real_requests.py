@@ -346,7 +346,7 @@ def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_compu
         engine.answer(PROMPTS[:1])
         engine.forget()
         ((_, worker),) = engine.halves
-        with patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._worker._loads)):
+        with patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting)):
             copies.held.add(LOAD)
             name = engine.submit(PROMPT)
             engine.step_until(lambda: worker._announced)

@@ -1,7 +1,5 @@
 """How long a transfer took on a rank: told once for each that ended well, and only to who wants to know."""
 
-from itertools import count
-
 import pytest
 
 from cpu_prefix_cache import Direction, StepPlan, TransferPlan
@@ -103,7 +101,7 @@ def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
     timed.begins(2, cancelled=(2,))
     assert timed.worker.report().failed == {0, 1, 2}
     assert timed.told == []
-    assert not timed.worker._began, "what is over is kept for ever"
+    assert not timed.worker._open, "what is over is kept for ever"
 
 
 def test_a_load_that_came_too_late_is_not_told():
@@ -114,12 +112,3 @@ def test_a_load_that_came_too_late_is_not_told():
     timed.copier.marks[0].ended = True
     assert timed.worker.report().failed == {0}
     assert timed.told == []
-
-
-def test_nobody_reads_the_clock_for_nobody():
-    reads = count()
-    worker = CopyWorker(0, MarkingCopier(), clock=lambda: float(next(reads)))
-    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 8),)))
-    worker.report()
-    assert next(reads) == 0
-    assert not worker._began

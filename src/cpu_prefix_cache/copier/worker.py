@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.submitter import Submitter
@@ -32,6 +33,19 @@ SLOWER = 1.1  # at most, from one load to the next: that one was late need not m
 
 class AnnouncedLoadError(RuntimeError):
     """A load that was said to end soon has not ended well: its device blocks do not hold what they are taken for."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A transfer that has not ended."""
+
+    transfer: TransferPlan
+    began: float
+    deadline: float | None = None  # of a load, until it has passed
+
+    @property
+    def is_load(self) -> bool:
+        return self.transfer.direction is Direction.LOAD
 
 
 class CopyWorker:
@@ -77,10 +91,8 @@ class CopyWorker:
         self._clock = clock
         self._on_done = on_done
         self._load_bytes_per_second = load_bytes_per_second
-        self._began: dict[int, tuple[TransferPlan, float]] = {}  # what has not ended, if anybody wants to know
-        self._deadlines: dict[int, float] = {}  # of loads that have not ended
+        self._open: dict[int, _Open] = {}  # in their order
         self._late: set[int] = set()
-        self._loads: dict[int, int] = {}  # those that have not ended, in their order: bytes
         self._seconds_per_byte: float | None = None  # that loads took, until they were submitted: nearly to their end
         self._done: set[int] = set()
         self._failed: set[int] = set()
@@ -101,16 +113,13 @@ class CopyWorker:
             self._forget(plan)
             self._cancelled.update(plan.cancelled)
             after = self._copier.here() if waiting else None
-            began = self._clock() if waiting and self._on_done is not None else None
+            now = self._clock()
             for id, transfer in list(waiting.items()):
                 if after is None or transfer.failed or id in plan.cancelled:
                     continue
-                if transfer.direction is Direction.LOAD and self._load_seconds is not None:
-                    self._deadlines[id] = self._clock() + self._load_seconds
-                if began is not None:
-                    self._began[id] = transfer, began
-                if transfer.direction is Direction.LOAD:
-                    self._loads[id] = transfer.num_bytes
+                self._open[id] = _Open(transfer, now)
+                if self._load_seconds is not None and self._open[id].is_load:
+                    self._open[id].deadline = now + self._load_seconds
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -131,14 +140,15 @@ class CopyWorker:
         them. None without threads. For the ledger they end when `report` says so.
         """
         pace, soon = self._seconds_per_byte, set[int]()
-        for id, num_bytes in self._loads.items():  # one at a time is on the link
-            begun = self._submitters[Direction.LOAD].taken_up(id)
-            if pace is None or begun is None or id in self._late:
+        loads = [each.transfer for each in self._open.values() if each.is_load]
+        for load in loads:  # one at a time is on the link
+            begun = self._submitters[Direction.LOAD].taken_up(load.id)
+            if pace is None or begun is None or load.id in self._late:
                 break
-            gone, all_in_all = self._clock() - begun, num_bytes * pace
+            gone, all_in_all = self._clock() - begun, load.num_bytes * pace
             if gone < max(all_in_all - seconds, all_in_all / 2):
                 break
-            soon.add(id)
+            soon.add(load.id)
         return soon
 
     def hold_compute(self, ids: Iterable[int]) -> None:
@@ -160,7 +170,7 @@ class CopyWorker:
             mark = self._submitters[Direction.LOAD].mark(id)
             if mark is not None:
                 self._copier.hold_compute(mark)
-            if mark is not None or id not in self._loads:
+            if mark is not None or id not in self._open:
                 return
             time.sleep(NAP_SECONDS)
 
@@ -183,30 +193,26 @@ class CopyWorker:
             for id, went_well in submitter.ended():
                 is_done = went_well and id not in self._late  # what came too late is of no use to anybody
                 (self._done if is_done else self._failed).add(id)
-                self._deadlines.pop(id, None)
-                self._learn(self._loads.pop(id, 0), submitter.submitted_in(id))
-                self._tell(id, is_done)
+                ended = self._open.pop(id, None)  # None: an interrupt has it said again
+                if ended is not None:
+                    self._learn(ended.transfer.num_bytes, submitter.submitted_in(id))
+                    if is_done and self._on_done is not None:
+                        self._on_done(ended.transfer, self._clock() - ended.began)
 
     def _learn(self, num_bytes: int, seconds: float | None) -> None:
+        """How fast loads are; of stores nobody knows the seconds."""
         if seconds is None or num_bytes < TELLING_BYTES or seconds < num_bytes * FASTEST:
             return
         taken = seconds / num_bytes
         known = taken if self._seconds_per_byte is None else self._seconds_per_byte
         self._seconds_per_byte = min(taken, known * SLOWER)
 
-    def _tell(self, id: int, is_done: bool) -> None:
-        transfer, began = self._began.pop(id, (None, 0.0))
-        if is_done and transfer is not None and self._on_done is not None:
-            self._on_done(transfer, self._clock() - began)
-
     def _give_up(self) -> bool:
         """End the wait for loads whose time is up. Whether there are any."""
-        if not self._deadlines:
-            return False
         now = self._clock()
-        over = [id for id, deadline in self._deadlines.items() if now >= deadline]
+        over = [id for id, each in self._open.items() if each.deadline is not None and now >= each.deadline]
         for id in over:
-            del self._deadlines[id]
+            self._open[id].deadline = None
             if not self._submitters[Direction.LOAD].abandon(id):
                 self._late.add(id)
             logger.error("load %d has not ended in %s s and is given up", id, self._load_seconds)
