@@ -194,15 +194,23 @@ def test_what_moves_counts_as_covered_and_is_held():
     assert engine.gpu.find(b"ab") is None and engine.host >= {"a", "ab"}
 
 
-def test_where_too_little_waits_what_runs_is_stored_the_oldest_first():
-    """It is handed out as soon as it ends, and that may be before the next look."""
+def test_where_too_little_waits_lazy_is_eager():
+    """What runs is handed out as soon as it ends, or is preempted, and that may be before the next look."""
     engine, stored = lazy(), []
-    for prompt in ("ab", "cd", "e", "f", "g"):
+    for prompt in ("ab", "cd", "e", "f"):
         engine.starts(prompt, prompt)
         engine.computes(prompt)
         stored.append(engine.copies())
-    # The stretch is four chunks. Of the empty ones there wait 6, 4, 3, 2, 1.
-    assert stored == [[], [], ["ab"], [], ["cd"]]
+    # The stretch is four chunks. Of the empty ones there wait 6, 4, 3, 2.
+    assert stored == [[], [], ["ab", "cd", "e"], ["f"]]
+    for prompt in ("ab", "cd", "e"):
+        engine.ends(prompt)
+    stored = []
+    for prompt in ("gh", "i"):
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        stored.append(engine.copies())
+    assert stored == [[], []]  # enough waits again
 
 
 def test_what_ends_where_too_little_waits_is_stored_before_it_is_handed_out():

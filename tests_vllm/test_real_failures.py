@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import connector.vllm.worker as worker_module
 from connector.vllm import CPUPrefixCacheConnector, versions
 from cpu_prefix_cache import Direction
+from cpu_prefix_cache.copier.worker import AnnouncedLoadError
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, differences
@@ -233,6 +234,27 @@ def test_while_a_copy_is_with_the_copier_an_idle_engine_leaves_python_to_its_thr
             is_busy = engine.connectors.worker.worker._worker.is_busy
         engine.rest()
         assert is_busy
+
+
+# Loads that fail when vllm has been told that they are over
+
+
+@pytest.mark.parametrize("computes_at_once", [True, False])
+def test_a_load_that_fails_after_vllm_was_told_of_its_end_stops_the_engine(computes_at_once):
+    """Also if there is no room to compute what it was for, and many steps settle it and compute nothing."""
+    with CachedEngine(folder_of("llama"), offload="eager", copies=Copies()) as engine:
+        engine.answer(PROMPTS[:1])
+        engine.forget()
+        ((_, worker),) = engine.halves
+        announces = patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting))
+        with announces, engine.copies.failing(LOAD), engine.copies.blocking(LOAD):
+            name = engine.submit(PROMPT)
+            engine.step_until(lambda: worker._announced)
+            if not computes_at_once:
+                engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+            engine.copies.go_on()
+            with pytest.raises(AnnouncedLoadError, match="what it loads would be used"):
+                engine.step_until(lambda: name in engine.finished, seconds=5)
 
 
 # Stores that fail

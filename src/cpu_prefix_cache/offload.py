@@ -1,8 +1,8 @@
 """What to store, and when.
 
     eager    a chunk as soon as its tokens are confirmed computed; what is left when the request ends
-    lazy     a chunk shortly before the device evicts it, its missing ancestors first; where hardly anything waits to
-             be evicted, what would if a running request ended
+    lazy     a chunk shortly before the device evicts it, its missing ancestors first; where too little waits to be
+             evicted, eagerly
 
 Lazy stores less and hits more: what the device still holds need not be held twice. It looks at the *stretch* of the
 device's eviction order that the next steps may use up, and makes sure all of it is covered: without a key, on the
@@ -21,9 +21,9 @@ step in which nothing is allocated and nothing lands costs nothing, and the othe
 A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
 
-Where the order is shorter than the stretch, the device is nearly all in use, and what a request leaves behind is handed
-out in the next step: nobody gets to look at it. So what running requests have is stored ahead of that, all of the one
-that runs longest first, until the order and they make up the stretch; and of a request that ends all that is missing.
+Where the order is shorter than the stretch, the device is nearly all in use, and what a request leaves behind, at its
+end or when it is preempted, is handed out in the same step or the next: nobody gets to look at it. As long as that is
+so, lazy stores what running requests compute as eager does.
 
 Loads use up the stretch as well, many blocks in one step, and several of them more than there is. So while one is on
 the link, another is asked to wait if what it is given would reach behind e. The link is busy meanwhile, and nothing is
@@ -72,7 +72,9 @@ class Progress(Protocol):
 class Offload(Protocol):
     """Told what was computed and what left the device; asked once a step to plan stores."""
 
-    work: int
+    @property
+    def work(self) -> int:
+        """Chunks and blocks looked at so far."""
 
     @property
     def lost(self) -> int:
@@ -139,8 +141,12 @@ class Eager:
     def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
         self._due[progress.id] = progress
 
-    def ended(self, progress: Progress) -> None:
+    def forget(self, progress: Progress) -> None:
+        """The request ended, and what it computed is not to be stored."""
         self._due.pop(progress.id, None)
+
+    def ended(self, progress: Progress) -> None:
+        self.forget(progress)
         self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
 
     preempted = ended
@@ -220,10 +226,8 @@ class Lazy:
         self._mark: Place | None = None
         self._end: Place | None = None  # the last one covered that was left to wait
         self._is_whole = False  # behind it there was nothing: the order was shorter than the stretch
-        self._short_by = 0  # blocks that the order was shorter than the stretch at the last look
-        self._running: dict[str, Progress] = {}  # those who have computed a chunk, in that order
-        self._ahead: dict[str, int] = {}  # of those: how many chunks they had when they were stored last
-        self._has_computed = False  # somebody has, since the last look at those
+        self._eager = Eager(pool, stores)  # does its work for as long as
+        self._is_short = False  # the order is shorter than the stretch, by the last look
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
@@ -232,7 +236,11 @@ class Lazy:
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
-        self.work = 0
+        self._work = 0
+
+    @property
+    def work(self) -> int:
+        return self._work + self._eager.work
 
     @property
     def remembered(self) -> int:
@@ -245,28 +253,22 @@ class Lazy:
     def confirmed(self, progress: Progress, before: int) -> None:
         saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
         self._lineage.add(progress.keys, before, progress.confirmed, saved)
-        self._running[progress.id] = progress
-        self._has_computed = True
-        self.work += progress.confirmed - before
+        self._eager.confirmed(progress, before)
+        self._work += progress.confirmed - before
 
     def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
         self._lineage.add_checkpoint(checkpoint)
-        self._ahead.pop(progress.id, None)
-        self._has_computed = True
-        self.work += 1
+        self._eager.checkpointed(progress, checkpoint)
+        self._work += 1
 
     def ended(self, progress: Progress) -> None:
-        self._leaves(progress)
-        if self._short_by:
-            self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+        if self._is_short:
+            self._eager.ended(progress)
+        else:
+            self._eager.forget(progress)
 
     def preempted(self, progress: Progress) -> None:
-        self._leaves(progress)
-        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
-
-    def _leaves(self, progress: Progress) -> None:
-        self._running.pop(progress.id, None)
-        self._ahead.pop(progress.id, None)
+        self._eager.preempted(progress)
 
     def used(self, chunks: int) -> None:
         self._used += chunks
@@ -307,8 +309,8 @@ class Lazy:
             self._settled.clear()
         if has_changed or self._has_landed:
             self._look()
-        if self._short_by and self._has_computed:
-            self._look_ahead()
+        if self._is_short:
+            self._eager.plan(with_loads=False)
 
     def landed(self, transfer: Transfer) -> None:
         if transfer.id in self._walking:
@@ -325,8 +327,7 @@ class Lazy:
         self._settled.clear()
         self._mark = self._end = None
         self._is_whole = False
-        self._running.clear()
-        self._ahead.clear()
+        self._eager.reset()
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
@@ -353,9 +354,8 @@ class Lazy:
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
-        self._short_by = max(0, length - len(stretch))
-        self._has_computed = True  # or somebody has ended, and others must make up for it
-        self.work += len(stretch)
+        self._is_short = len(stretch) < length
+        self._work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
         for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
@@ -374,19 +374,7 @@ class Lazy:
         quarter = stretch[: self._quarter]
         self._mark = _first_left(reversed(quarter), taken) or _first_left(stretch[len(quarter) :], taken)
         self._end = _first_left(reversed(stretch), taken)
-        self._is_whole = len(stretch) < length
-
-    def _look_ahead(self) -> None:
-        """Have those who run longest make up for what the order lacks."""
-        self._has_computed = False
-        lacking = self._short_by
-        for progress in self._running.values():
-            if lacking <= 0:
-                return
-            lacking -= progress.confirmed
-            if self._ahead.get(progress.id) != progress.confirmed:
-                self._ahead[progress.id] = progress.confirmed
-                self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+        self._is_whole = self._is_short
 
     def _cover(self, place: Place, key: bytes, before: Place | None) -> tuple[bool, Transfer | None]:
         """Plan the store of the chunk at `place` and its missing ancestors. Whether no more is to be done, and the
@@ -428,7 +416,7 @@ class Lazy:
         if missing is None:
             return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
         keys, above = missing
-        self.work += len(keys)
+        self._work += len(keys)
         chain = Chain(above, keys, checkpoint)
         return chain if len(chain) else None
 

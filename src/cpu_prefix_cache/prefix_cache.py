@@ -109,11 +109,12 @@ class CPUPrefixCache:
     are needed, a decoding request is not asked for its progress before its end. (What it computes cannot be evicted
     before, so that nothing is lost by it.)
 
-    Lazy stores hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many steps can
-    allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many steps and one
-    more can allocate, at most half of the device; never more than all of it). An engine that allocates chunks as a
-    whole leaves `device_groups` at 0; one that allocates a block in each of so many groups as tokens come says so: each
-    request may then begin some. `device_blocks` is how many blocks of theirs a chunk takes (default: one of each).
+    Lazy stores of what waits hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many
+    steps can allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many
+    steps and one more can allocate, at most half of the device; never more than all of it). An engine that allocates
+    chunks as a whole leaves `device_groups` at 0; one that allocates a block in each of so many groups as tokens come
+    says so: each request may then begin some. `device_blocks` is how many blocks of theirs a chunk takes (default: one
+    of each).
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).

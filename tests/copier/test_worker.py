@@ -408,6 +408,17 @@ def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, held):
     assert paced.report().failed == {1}
 
 
+def test_who_went_by_it_hears_so_before_the_next_plan_has_it_forgotten(paced, held):
+    assert paced.still_open({0, 1}) == {1}
+    held.let_through.release()
+    held.ended.add((1, "broken"))
+    assert eventually(lambda: paced.report().failed == {1})
+    with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
+        paced.still_open({1})
+    paced.run(StepPlan(0, (), settled=(1,)))
+    assert paced.still_open({1}) == set()
+
+
 def test_so_is_one_that_has_not_ended_by_its_deadline(paced):
     paced.now = 161.0
     with pytest.raises(AnnouncedLoadError):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STEP_SECONDS = 0.015  # from when a load is submitted: 4 until vLLM computes, 8 to launch that, 1 to hear of the token
+STEP_SECONDS = 0.015  # from when a load is submitted: up to 4 until vLLM computes, 8 to launch that, 1 for the token
 PATIENCE_SECONDS = 0.4  # four loads of 32,768 tokens of Llama 3.1 8B
 REGAINED = 0.1
 NAP_SECONDS = 0.5e-3

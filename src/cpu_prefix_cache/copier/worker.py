@@ -7,7 +7,8 @@ A load has a deadline. One that has not begun by then never will: it has failed.
 back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
 
 Who is told of the end of a load needs a while until it computes. `ends_soon` says which load is about to end, by the
-pace of those before; whoever goes by that calls `hold_compute` before anything reads what it loads.
+pace of those before. Whoever goes by that asks before each plan whether it is `still_open`, and calls `hold_compute`
+before anything reads what it loads.
 """
 
 import logging
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.submitter import Submitter
 from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.arena import HostArena
@@ -151,28 +153,38 @@ class CopyWorker:
             soon.add(load.id)
         return soon
 
+    def still_open(self, ids: Iterable[int]) -> set[int]:
+        """Those of these loads that have not ended. To be asked before each plan, which may have an end forgotten.
+
+        Raises AnnouncedLoadError if one has failed, or is late.
+        """
+        report = self.report()
+        lost = sorted((report.failed | report.late).intersection(ids))
+        if lost:
+            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
+        return {id for id in ids if id in self._open}
+
     def hold_compute(self, ids: Iterable[int]) -> None:
         """Have what compute is given from here on run after these loads. Returns once they have been submitted.
 
         Raises AnnouncedLoadError if one has failed, or is late.
         """
-        for id in ids:
-            try:
-                self._hold_compute(id)
-            except Exception as error:
-                raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
+        left = self.still_open(ids)
+        while left:
+            marks = {id: self._submitters[Direction.LOAD].mark(id) for id in left}
+            for id, mark in marks.items():
+                if mark is not None:
+                    self._hold_compute(id, mark)
+                    left.remove(id)
+            if left:
+                time.sleep(NAP_SECONDS)
+            left = self.still_open(left)
 
-    def _hold_compute(self, id: int) -> None:
-        while True:
-            report = self.report()
-            if id in report.failed or id in report.late:
-                raise RuntimeError("what it loads would be used")
-            mark = self._submitters[Direction.LOAD].mark(id)
-            if mark is not None:
-                self._copier.hold_compute(mark)
-            if mark is not None or id not in self._open:
-                return
-            time.sleep(NAP_SECONDS)
+    def _hold_compute(self, id: int, mark: Mark) -> None:
+        try:
+            self._copier.hold_compute(mark)
+        except Exception as error:
+            raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
 
     @property
     def is_busy(self) -> bool:
