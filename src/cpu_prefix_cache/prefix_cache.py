@@ -254,7 +254,7 @@ class CPUPrefixCache:
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
         if not self.planner.has_checkpoints:  # else more is lost by waiting, in random stories
-            others = [load.deadline for load in self._ledger.loads if now < load.deadline]
+            others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):
                 return Pending(min(others))
         return Hit(boundary)
@@ -505,14 +505,14 @@ class CPUPrefixCache:
         return len(self._ledger) > 0
 
     def statistics(self) -> CacheStatistics:
-        """What the cache holds and has done so far. O(transfers in flight)."""
+        """What the cache holds and has done so far. O(1)."""
         counts = self._counts
-        storing = sum(transfer.is_store for transfer in self._ledger)
+        loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
             running=len(self._running),
-            storing=storing,
-            loading=len(self._ledger) - storing,
+            storing=len(self._ledger) - loading,
+            loading=loading,
             hit_tokens=counts["hit_tokens"],
             chunks_stored=counts["chunks_stored"],
             checkpoints_stored=counts["checkpoints_stored"],

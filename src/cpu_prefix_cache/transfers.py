@@ -75,6 +75,7 @@ class TransferLedger:
         self._ranks = ranks
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
+        self.loads: dict[int, Transfer] = {}  # those of them that are
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
         self._settled: list[int] = []  # since the last plan
@@ -96,11 +97,6 @@ class TransferLedger:
         return any(not transfer.is_store for transfer in self._planned)
 
     @property
-    def loads(self) -> list[Transfer]:
-        """Those that are planned or moving."""
-        return [transfer for transfer in self._open.values() if not transfer.is_store]
-
-    @property
     def settled_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
         return next(iter(self._open), self._next_id)
@@ -118,6 +114,7 @@ class TransferLedger:
             self.writing.update(dict.fromkeys(transfer.keys, transfer))
             self.writing.update(dict.fromkeys(transfer.pieces, transfer))
         else:
+            self.loads[transfer.id] = transfer
             for key in transfer.keys:
                 self.loading.setdefault(key, transfer)  # others have waited for the first long enough (rule 13)
         for followed in transfer.follows:
@@ -174,6 +171,7 @@ class TransferLedger:
         transfer.phase = Phase.RESOLVED
         self._settled.append(transfer.id)
         del self._open[transfer.id]
+        self.loads.pop(transfer.id, None)
         self._forget_keys(transfer)
 
     def _forget_keys(self, transfer: Transfer) -> None:
