@@ -78,6 +78,7 @@ GEMMA = {  # Gemma 3 12B, as far as its cache goes: five windows of 1,024 tokens
 SHAPES = {"llama": LLAMA, "gemma3": GEMMA}
 GIB = 1 << 30
 PIN_SECONDS_PER_GIB = 0.25  # with others that pin at the same time
+PAUSE_SECONDS = 0.2  # more than any engine needs to store what one prompt has pushed out
 SWEEP = 32_768  # tokens of a prompt that pushes others out
 TAIL = 32
 LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
@@ -184,22 +185,30 @@ def ms(seconds: Sequence[float]) -> float:
 
 
 def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The engines take turns, prompt by prompt, with a pause for what they still copy."""
     for length in (8_192, 32_768):
         prompts = {engine.name: [engine.new(length) for _ in range(args.prompts)] for engine in running}
+        cold, on_device = {}, {}
         for engine in running:
-            cold = engine.ask(prompts[engine.name])
-            on_device = engine.ask([prompts[engine.name][-1] + engine.new(TAIL) for _ in range(3)])
+            cold[engine.name] = engine.ask(prompts[engine.name])["seconds"]
+            on_device[engine.name] = engine.ask([prompts[engine.name][-1] + engine.new(TAIL) for _ in range(3)])
             engine.sweep(args.device_blocks * 16)
-            warm = engine.ask([prompt + engine.new(TAIL) for prompt in prompts[engine.name]])
+        warm: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in running}
+        for at in range(args.prompts):
+            for engine in running:
+                warm[engine.name].append(engine.ask([prompts[engine.name][at] + engine.new(TAIL)]))
+                time.sleep(PAUSE_SECONDS)
+        for name, answers in warm.items():
+            seconds = [answer["seconds"][0] for answer in answers]
             yield dict(
-                engine=engine.name,
+                engine=name,
                 tokens=length,
-                computed_ms=ms(cold["seconds"]),
-                on_device_ms=ms(on_device["seconds"]),
-                from_host_ms=ms(warm["seconds"]),
-                all_ms=[round(each * 1e3, 1) for each in warm["seconds"]],
-                all_on_device_ms=[round(each * 1e3, 1) for each in on_device["seconds"]],
-                found=warm["cached"],
+                computed_ms=ms(cold[name]),
+                on_device_ms=ms(on_device[name]["seconds"]),
+                from_host_ms=ms(seconds),
+                all_ms=[ms([each]) for each in seconds],
+                all_on_device_ms=[ms([each]) for each in on_device[name]["seconds"]],
+                found=[answer["cached"][0] for answer in answers],
             )
 
 
@@ -266,7 +275,7 @@ def main() -> None:
     )
     parser.add_argument("--device-blocks", type=int, default=5_000)
     parser.add_argument("--host-gib", type=int, default=48)
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--log-stats", action="store_true", help="of vLLM; `together` needs them")
     parser.add_argument("--json", type=Path)
