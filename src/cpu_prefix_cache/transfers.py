@@ -75,7 +75,7 @@ class TransferLedger:
         self._ranks = ranks
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
-        self.loads: dict[int, Transfer] = {}  # those of them that are
+        self.loads: dict[int, Transfer] = {}  # the loads among them
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
         self._settled: list[int] = []  # since the last plan

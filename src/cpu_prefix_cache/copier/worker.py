@@ -169,16 +169,15 @@ class CopyWorker:
 
         Raises AnnouncedLoadError if one has failed, or is late.
         """
-        left = self.still_open(ids)
-        while left:
-            marks = {id: self._submitters[Direction.LOAD].mark(id) for id in left}
-            for id, mark in marks.items():
-                if mark is not None:
-                    self._hold_compute(id, mark)
-                    left.remove(id)
-            if left:
+        waiting = self.still_open(ids)
+        while waiting:
+            marks = {id: self._submitters[Direction.LOAD].mark(id) for id in waiting}
+            submitted = {id: mark for id, mark in marks.items() if mark is not None}
+            for id, mark in submitted.items():
+                self._hold_compute(id, mark)
+            waiting = self.still_open(waiting - submitted.keys())
+            if waiting:
                 time.sleep(NAP_SECONDS)
-            left = self.still_open(left)
 
     def _hold_compute(self, id: int, mark: Mark) -> None:
         try:
