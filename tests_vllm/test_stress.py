@@ -7,7 +7,7 @@ import pytest
 
 from tests_vllm.engine import LOADING, MAX_MODEL_LEN, RUNNING, Engine
 
-ALWAYS = (
+WITH_LITTLE_ROOM = (
     "hit",
     "miss",
     "pending",
@@ -26,7 +26,11 @@ ALWAYS = (
     "resets that preempt",
     "blocks hidden until computed",
 )
-ONLY_LAZY = (
+WITH_ROOM = (  # for the lazy walk
+    "hit",
+    "loads done",
+    "loads failed",
+    "resets during a store",
     "released in place",
     "used again before they could be released",
     "walks resumed",
@@ -86,15 +90,21 @@ def live_through(engine: Engine, requests: int) -> None:
     engine.drain()
 
 
-@pytest.mark.parametrize("offload", ["lazy", "eager"])
 @pytest.mark.parametrize(
-    ("ranks", "asynchronous"), [(1, False), (3, False), (2, True)], ids=["one-rank", "three-ranks", "async"]
+    ("offload", "blocks", "wanted"),
+    [("lazy", 48, WITH_LITTLE_ROOM), ("lazy", 140, WITH_ROOM), ("eager", 48, WITH_LITTLE_ROOM)],
+    ids=["lazy", "lazy with room", "eager"],
 )
-def test_no_request_ever_reads_wrong_kv_and_nothing_leaks(tmp_path, offload, ranks, asynchronous):
-    engine = Engine(tmp_path, offload=offload, ranks=ranks, asynchronous=asynchronous, failure_rate=0.03, seed=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "asynchronous", "seed"),
+    [(1, False, 1), (3, False, 5), (2, True, 2)],
+    ids=["one-rank", "three-ranks", "async"],
+)
+def test_no_request_ever_reads_wrong_kv_and_nothing_leaks(tmp_path, ranks, asynchronous, seed, offload, blocks, wanted):
+    options = dict(offload=offload, device_blocks=blocks, failure_rate=0.03)
+    engine = Engine(tmp_path, ranks=ranks, asynchronous=asynchronous, seed=seed, **options)
     live_through(engine, requests=3000)
     print(sorted(engine.counts.items()), engine.cache.statistics())
-    wanted = ALWAYS + (ONLY_LAZY if offload == "lazy" else ())
     missing = [what for what in wanted if not engine.counts[what]]
     engine.check_nothing_leaked()
     assert not missing, f"this never happened: {missing}"
