@@ -253,7 +253,7 @@ class CPUPrefixCache:
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
-        if not self.planner.has_checkpoints:  # else more is lost by waiting, in random stories
+        if not self.planner.has_checkpoints:  # else waiting costs hits, in random stories
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):
                 return Pending(min(others))
