@@ -1,5 +1,7 @@
 """How long a transfer took on a rank: told once for each that ended well, and only to who wants to know."""
 
+from itertools import count
+
 import pytest
 
 from cpu_prefix_cache import Direction, StepPlan, TransferPlan
@@ -112,3 +114,11 @@ def test_a_load_that_came_too_late_is_not_told():
     timed.copier.marks[0].ended = True
     assert timed.worker.report().failed == {0}
     assert timed.told == []
+
+
+def test_nobody_reads_the_clock_for_nobody():
+    reads = count()
+    worker = CopyWorker(0, MarkingCopier(), clock=lambda: float(next(reads)))
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 8),)))
+    worker.report()
+    assert next(reads) == 0

@@ -122,11 +122,11 @@ class WorkerHalf:
             for transfer in plan.transfers:
                 if transfer.id in metadata.requests:
                     self._destinations[transfer.id] = metadata.destinations[transfer.id]
-        if self._announced:
-            self._announced = self._worker.still_open(self._announced)
         if self._announced and metadata.computes:
             self._worker.hold_compute(self._announced)
             self._announced.clear()
+        elif self._announced:
+            self._announced = self._worker.still_open(self._announced)
         # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
         self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
 

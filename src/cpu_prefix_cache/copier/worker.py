@@ -16,7 +16,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
@@ -37,17 +37,11 @@ class AnnouncedLoadError(RuntimeError):
     """A load that was said to end soon has not ended well: its device blocks do not hold what they are taken for."""
 
 
-@dataclass(slots=True)
-class _Open:
-    """A transfer that has not ended."""
+class _Open(NamedTuple):
+    """A transfer that has not ended, and when its plan began, if anybody wants to know."""
 
     transfer: TransferPlan
     began: float
-    deadline: float | None = None  # of a load, until it has passed
-
-    @property
-    def is_load(self) -> bool:
-        return self.transfer.direction is Direction.LOAD
 
 
 class CopyWorker:
@@ -115,13 +109,12 @@ class CopyWorker:
             self._forget(plan)
             self._cancelled.update(plan.cancelled)
             after = self._copier.here() if waiting else None
-            now = self._clock()
+            is_timed = self._on_done is not None or self._load_seconds is not None
+            began = self._clock() if waiting and is_timed else 0.0
             for id, transfer in list(waiting.items()):
                 if after is None or transfer.failed or id in plan.cancelled:
                     continue
-                self._open[id] = _Open(transfer, now)
-                if self._load_seconds is not None and self._open[id].is_load:
-                    self._open[id].deadline = now + self._load_seconds
+                self._open[id] = _Open(transfer, began)
                 try:
                     self._submitters[transfer.direction].put(transfer, after)
                 finally:  # from here on the submitter says what became of it
@@ -142,8 +135,7 @@ class CopyWorker:
         them. None without threads. For the ledger they end when `report` says so.
         """
         pace, soon = self._seconds_per_byte, set[int]()
-        loads = [each.transfer for each in self._open.values() if each.is_load]
-        for load in loads:  # one at a time is on the link
+        for load, _ in self._open_loads():  # one at a time is on the link
             begun = self._submitters[Direction.LOAD].taken_up(load.id)
             if pace is None or begun is None or load.id in self._late:
                 break
@@ -218,12 +210,19 @@ class CopyWorker:
         known = taken if self._seconds_per_byte is None else self._seconds_per_byte
         self._seconds_per_byte = min(taken, known * SLOWER)
 
+    def _open_loads(self) -> list[_Open]:
+        return [each for each in self._open.values() if each.transfer.direction is Direction.LOAD]
+
     def _give_up(self) -> bool:
         """End the wait for loads whose time is up. Whether there are any."""
+        if self._load_seconds is None:
+            return False
+        waited_for = [each for each in self._open_loads() if each.transfer.id not in self._late]
+        if not waited_for:
+            return False
         now = self._clock()
-        over = [id for id, each in self._open.items() if each.deadline is not None and now >= each.deadline]
+        over = [each.transfer.id for each in waited_for if now >= each.began + self._load_seconds]
         for id in over:
-            self._open[id].deadline = None
             if not self._submitters[Direction.LOAD].abandon(id):
                 self._late.add(id)
             logger.error("load %d has not ended in %s s and is given up", id, self._load_seconds)
