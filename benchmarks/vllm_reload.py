@@ -12,7 +12,8 @@ Weights are random: this is about time; that the bytes are right is for tests_vl
 
     idle       prompts nobody had before, a device that is never full: what does it cost to be there?
     ttft       a prompt of 8,192 or 32,768 tokens and 32 new ones, when the device was swept: on the host, or nowhere
-    together   eight such prompts with one beginning of 32,768 tokens at once, and how much we loaded for them
+    together   eight such prompts with one beginning of 32,768 tokens at once, how much we loaded for them, and how long
+               they take when the device still has it
     rounds     32 prompts of 8,192 tokens at once, 128 tokens each, three times
     full       prompts nobody had before, a device that is full: stores run all the time
 """
@@ -139,7 +140,8 @@ class Engine:
         return self.hear()
 
     def loaded_bytes(self) -> float:
-        """What our connector has loaded so far; with `--log-stats`."""
+        """What our connector has loaded so far; with `--log-stats`. A step says what the one before has brought."""
+        self.ask([self.new(64) for _ in range(3)])
         print(json.dumps({"metrics": LOADED}), file=self._process.stdin, flush=True)
         return sum(value for labels, value in self.hear()["metrics"] if labels.get("direction") == "load")
 
@@ -215,7 +217,7 @@ def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
 def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     length = 32_768
     for engine in [engine for engine in running if engine.name.startswith("ours")]:
-        alone, eight, copies = [], [], []
+        alone, eight, on_device, copies = [], [], [], []
         for _ in range(args.prompts):
             prompts = [engine.new(length) for _ in range(2)]
             engine.ask(prompts)
@@ -225,7 +227,16 @@ def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[di
             between = engine.loaded_bytes()
             eight += engine.ask([prompts[1] + engine.new(TAIL) for _ in range(8)], together=True)["seconds"]
             copies.append(round((engine.loaded_bytes() - between) / max(1, between - before), 3))
-        yield dict(engine=engine.name, tokens=length, alone_ms=ms(alone), slowest_of_eight_ms=ms(eight), copies=copies)
+            on_device += engine.ask([prompts[1] + engine.new(TAIL) for _ in range(8)], together=True)["seconds"]
+        yield dict(
+            engine=engine.name,
+            tokens=length,
+            alone_ms=ms(alone),
+            slowest_of_eight_ms=ms(eight),
+            slowest_on_device_ms=ms(on_device),
+            copies=copies,
+            all_ms=[[ms([each]) for each in times] for times in (alone, eight, on_device)],
+        )
 
 
 def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
