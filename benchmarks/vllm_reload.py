@@ -77,6 +77,7 @@ GEMMA = {  # Gemma 3 12B, as far as its cache goes: five windows of 1,024 tokens
     "eos_token_id": 1,
 }
 SHAPES = {"llama": LLAMA, "gemma3": GEMMA}
+DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000}  # two prompts of 32,768 tokens; one, as it takes them in six groups
 GIB = 1 << 30
 PIN_SECONDS_PER_GIB = 0.25  # with others that pin at the same time
 PAUSE_SECONDS = 0.2  # more than any engine needs to store what one prompt has pushed out
@@ -282,15 +283,16 @@ def main() -> None:
     parser.add_argument("--parts", default="idle,ttft,rounds,full")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument(
-        "--waves", default="none,ours-lazy,simple-lazy;none,ours-eager,simple-eager;none,null,offloading"
+        "--waves", default="none,ours-lazy,offloading;none,ours-eager,simple-lazy;none,null,simple-eager"
     )
-    parser.add_argument("--device-blocks", type=int, default=5_000)
+    parser.add_argument("--device-blocks", type=int, help="default: 5,000; 10,000 of Gemma 3, which takes more of them")
     parser.add_argument("--host-gib", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--log-stats", action="store_true", help="of vLLM; `together` needs them")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.device_blocks = args.device_blocks or DEVICE_BLOCKS[args.shape]
     print_environment(["vllm", "torch", "triton"])
     asked, results = args.parts.split(","), []
     with tempfile.TemporaryDirectory() as folder:
