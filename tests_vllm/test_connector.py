@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -10,8 +10,21 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from connector.vllm import CPUPrefixCacheConnector
+from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
-from tests_vllm.engine import AT_ONCE, ATTENTION, BLOCK, LOADING, NEVER, Engine, one_group, vllm_config
+from tests_vllm.engine import (
+    AT_ONCE,
+    ATTENTION,
+    BLOCK,
+    LOADING,
+    NEVER,
+    Engine,
+    full,
+    latent,
+    one_group,
+    state,
+    vllm_config,
+)
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
 
@@ -311,6 +324,31 @@ def test_without_prefix_caching_it_says_so_and_does_nothing(tmp_path, caplog):
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector.build_connector_meta(None).plan is None
     assert not connector.has_pending_push_work()
+
+
+def test_without_prefix_caching_it_asks_nothing_of_the_model_and_much_of_the_options(tmp_path):
+    """vLLM then keeps states in another way, which we could not: mamba_cache_mode is "none"."""
+
+    def connector(**said):
+        config = vllm_config(tmp_path, **said)
+        config.cache_config.enable_prefix_caching = False
+        spec = replace(state().kv_cache_spec, mamba_cache_mode="none")
+        caches = KVCacheConfig(80, [], [full(), KVCacheGroupSpec(["state.0"], spec)])
+        return CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, caches)
+
+    assert connector(cpu_bytes_to_use=2**30).scheduler is None
+    with pytest.raises(ConfigurationError, match="unknown option 'polcy'"):
+        connector(cpu_bytes_to_use=2**30, polcy="lru")
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (8, 1), (4, 2)])
+def test_of_mla_a_token_takes_as_many_host_bytes_on_any_number_of_ranks(tmp_path, tensor, pipeline):
+    config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
+    config.parallel_config.tensor_parallel_size = tensor
+    config.parallel_config.world_size = tensor * pipeline
+    settings = Settings.of(config, KVCacheConfig(80, [], [latent()]))
+    block_bytes = settings.planner.host_block_bytes  # of all layers that a stage has
+    assert settings.host_bytes // block_bytes * pipeline == 2**30 // (2 * BLOCK * 16 * 4)
 
 
 def test_a_kind_of_state_that_is_not_known_is_refused_and_not_guessed_at(tmp_path):

@@ -128,6 +128,24 @@ def test_a_prompt_the_device_forgot_comes_back_at_its_last_boundary(start, model
     engine.check_nothing_leaked()
 
 
+@pytest.mark.parametrize("model", ["full", "full, window, state", "latent"])
+def test_eight_requests_at_once_load_what_they_have_in_common_once(start, model):  # rule 13
+    engine = start(model, offload="eager", device_blocks=400)
+    prompt = noise(engine, 160)
+    for tail in ("once", "twice"):  # windows and states are kept where two have parted
+        engine.run([*prompt, *range(len(tail))])
+    engine.pool.reset_prefix_cache()
+    before = engine.cache.statistics().bytes_loaded
+    resumed(engine, [*prompt, 10])
+    alone = engine.cache.statistics().bytes_loaded - before
+    engine.pool.reset_prefix_cache()
+    for number in range(8):
+        engine.submit([*prompt, 20 + number])
+    engine.drain()
+    assert 0 < engine.cache.statistics().bytes_loaded - before - alone <= 1.25 * alone
+    engine.check_nothing_leaked()
+
+
 @every_model
 def test_a_prompt_the_device_still_has_is_not_loaded(start, model):
     engine = start(model, offload="eager")

@@ -3,7 +3,7 @@
 vLLM can be told ...                   a load that failed
 the names of requests                  is computed by vLLM, from what the device has
 blocks, and the model has one group    the same
-blocks, and there are several groups   is repeated by the plain copier; if that fails too, the engine stops
+blocks, and there are several groups   is repeated by the plain copier; if that fails too the engine stops
 """
 
 from contextlib import contextmanager
@@ -161,6 +161,32 @@ def test_if_that_fails_too_the_engine_stops_with_the_reason(told_by_blocks):
         engine.answer([PROMPT])
 
 
+def test_a_reset_does_not_call_back_loads_whose_requests_cannot_be_told(told_by_blocks):
+    """The second waits for the first, and could still be called back. It is finished, with what was there before."""
+    with engine_with(folder_of("gemma3")) as engine:
+        with engine.copies.blocking(LOAD):
+            names = [engine.submit(prompt) for prompt in PROMPTS[:2]]
+            engine.step_until(lambda: engine.statistics.loading == 2)
+            engine.step_until(lambda: engine.copies.begun.count(LOAD) == 1)
+            assert not engine.core.reset_prefix_cache(reset_connector=True)
+            engine.step()
+        engine.rest()
+        answers = [engine.finished.pop(name) for name in names]
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected_of("gemma3")[:2])) <= TOLERANCE
+    assert [answer.loaded_tokens for answer in answers] == [ALL, ALL]
+
+
+def test_one_that_never_ends_stops_the_engine_with_the_reason(told_by_blocks):
+    with (
+        patch.object(worker_module, "STUCK_SECONDS", 0.05),
+        engine_with(folder_of("gemma3")) as engine,
+        engine.copies.holding(LOAD),
+        pytest.raises(RuntimeError, match=r"has not ended in 0 s, .* stopping before wrong bytes are used"),
+    ):
+        engine.answer([PROMPT])
+
+
 # Loads that never end
 
 
@@ -255,6 +281,25 @@ def test_a_load_that_fails_after_vllm_was_told_of_its_end_stops_the_engine(compu
             engine.copies.go_on()
             with pytest.raises(AnnouncedLoadError, match="what it loads would be used"):
                 engine.step_until(lambda: name in engine.finished, seconds=5)
+
+
+def test_vllm_is_told_of_no_end_before_it_where_it_copies_blocks_itself():
+    """It does so before it says that a step begins, so nothing could have it wait."""
+    with engine_with(folder_of("gemma3")) as engine:
+        ((_, worker),) = engine.halves
+        with (
+            patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting)),
+            patch.object(worker._worker, "hold_compute", side_effect=AssertionError("vLLM was told")),
+            engine.copies.holding(LOAD),
+        ):
+            name = engine.submit(PROMPT)
+            engine.step_until(lambda: LOAD in engine.copies.begun)
+            for _ in range(5):
+                engine.step()
+            assert engine.status(name) == "WAITING_FOR_REMOTE_KVS"
+        engine.step_until(lambda: name in engine.finished)
+        engine.check_nothing_leaked()
+    assert max(differences([engine.finished[name]], expected_of("gemma3")[:1])) <= TOLERANCE
 
 
 # Stores that fail

@@ -5,11 +5,14 @@ All answers are those of an engine without a connector. The control at the end d
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
-from cpu_prefix_cache import Direction
+import connector.vllm.worker as worker_module
+from cpu_prefix_cache import Direction, break_even
+from cpu_prefix_cache.copier.choose import choose_copier
 from tests_vllm.models import MODELS, save_long_llama, some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
@@ -304,6 +307,22 @@ def test_loads_that_are_too_short_are_not_made(model):
         engine.check_nothing_leaked()
     assert max(differences(answers, [*cold_answers(folder_of(model), [short]), expected_of(model)[1]])) <= TOLERANCE
     assert [answer.loaded_tokens for answer in answers] == [0, BLOCKS * BLOCK]
+
+
+def test_by_default_loads_that_take_longer_than_computing_are_not_made():
+    """Once both are known: what was measured of this machine's link, and how fast the engine has computed."""
+    slow_link = lambda *args, **kwargs: replace(choose_copier(*args, **kwargs), load_bytes_per_second=1.0)  # noqa: E731
+    with (
+        patch.object(worker_module, "choose_copier", slow_link),
+        patch.object(break_even, "TELLING_TOKENS", 64),
+        CachedEngine(folder_of("llama"), offload="eager") as engine,
+    ):
+        engine.answer([PROMPT])
+        engine.forget()
+        answers = engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected_of("llama")[:1])) <= TOLERANCE
+    assert answers[0].cached_tokens == 0
 
 
 @on_any("llama", "gemma3")

@@ -1,7 +1,8 @@
 """After a reset nothing from before is found, whatever was on its way; who was running is answered all the same.
 
-vLLM resets its own cache first, and refuses while blocks are in use or lent. Ours is reset with every attempt. So the
-caller repeats it until it is told that both are empty.
+vLLM resets its own cache first, and refuses while blocks are in use or lent. If it says so by returning False, ours is
+reset all the same; if it raises (`reset_running_requests`, or to sleep), ours is not asked. In both cases the caller
+repeats it until it is told that both are empty.
 """
 
 import pytest
@@ -174,6 +175,7 @@ def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated():
             engine.answer([PROMPT])
             with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
                 engine.llm.sleep(level=1)
+            assert engine.cache.epoch == 0  # we were not asked
         engine.rest()
         engine.llm.sleep(level=1)
         assert engine.on_host(PROMPT) == 0

@@ -29,7 +29,7 @@ from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CachePromMetrics, CacheStats
 from connector.vllm.plugin import register
 from connector.vllm.scheduler import SchedulerHalf
-from connector.vllm.settings import Settings
+from connector.vllm.settings import Settings, checked_options
 from connector.vllm.tensors import Registered
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = Settings.of(vllm_config, kv_cache_config)  # refused here, in every process
         self.scheduler: SchedulerHalf | None = None
         self.worker: Any = None
         self._settings: Settings | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
+            checked_options(vllm_config)
             logger.warning("prefix caching is off, and so is the host's prefix cache: start vLLM with it to use both")
             return
-        self._settings = settings
+        self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # refused here, in every process
         if role is KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
             if versions.needs_joint_hits(kv_cache_config.has_mamba_layers):

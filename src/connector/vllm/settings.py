@@ -33,6 +33,7 @@ TEXTS = ("offload", "policy", "test_corrupt_group")
 OPTIONS = (*NUMBERS, *TEXTS)
 OURS = ("test_corrupt_group",)  # not the cache's
 LOAD_DEADLINE_SECONDS = 30.0
+STUCK_SECONDS = 300.0  # where a load cannot be given up, the engine can only be stopped: not for a pause of the machine
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Settings:
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
         """Raises ConfigurationError, in a sentence that says what would work."""
-        options = _checked(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        options = checked_options(vllm_config)
         planner = planner_for(vllm_config, kv_cache_config)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         _check_corrupt_group(options.get("test_corrupt_group"), planner)
@@ -89,11 +90,6 @@ class Settings:
             tells_events=_tells_events(vllm_config),
             options=options,
         )
-
-    @property
-    def offload(self) -> str:
-        offload: str = self.options.get("offload", "lazy")
-        return offload
 
     @property
     def corrupt_group(self) -> str | None:
@@ -149,7 +145,9 @@ def _tells_events(vllm_config: VllmConfig) -> bool:
     return events is not None and events.enable_kv_cache_events
 
 
-def _checked(said: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What was said, if all of it is known and possible. Raises ConfigurationError."""
+    said: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     unknown = sorted(set(said) - set(OPTIONS))
     if unknown:
         raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")

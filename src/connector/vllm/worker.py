@@ -27,7 +27,7 @@ from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TransferTimes
 from connector.vllm.regions import Shapes, arena_of, shapes_of
-from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
+from connector.vllm.settings import LOAD_DEADLINE_SECONDS, STUCK_SECONDS, Settings
 from connector.vllm.tensors import Registered, group_rows
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.base import Copier
@@ -106,7 +106,7 @@ class WorkerHalf:
             copier if len(here) == len(all_tensors) else SomeGroupsCopier(copier, here),
             arena,
             threads=True,
-            load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else None,
+            load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else STUCK_SECONDS,
             on_done=self._times.observe,
             load_bytes_per_second=choice.load_bytes_per_second,
         )
@@ -192,14 +192,14 @@ class WorkerHalf:
         return self._worker.ends_soon(TURNS_SECONDS) & self._waiting.keys()
 
     def _is_given_up(self, id: int) -> bool:
-        """A late load, if vLLM frees its blocks when it is told; we hold them until the copy has ended."""
-        return versions.TAKES_FAILED_REQUESTS and id in self._report.late
+        """A late load, unless vLLM, told so, would use its blocks at once; we hold them until the copy has ended."""
+        return not self._takes_blocks and id in self._report.late
 
     def _fail(self, id: int, request: str) -> None:
         if not self.can_fail_loads:
             raise RuntimeError(
-                f"load {id} for request {request} failed twice, and this vLLM cannot be told so for a model with "
-                "several KV cache groups: stopping before wrong bytes are used"
+                f"load {id} for request {request} failed twice, or has not ended in {STUCK_SECONDS:.0f} s, and this "
+                "vLLM cannot be told so for a model with several KV cache groups: stopping before wrong bytes are used"
             )
         logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
 
