@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test lint test-vllm test-gpu sanitize clean
+.PHONY: demo test lint test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -25,6 +25,10 @@ test-vllm: $(VLLM_VENV)/installed
 # On a machine with a CUDA device, in an environment that has torch and Triton for it.
 test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu tests/copier/test_contract.py
+
+# Where vLLM is installed for a GPU, too.
+test-vllm-gpu:
+	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.vllm_equality
 
 sanitize:
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip

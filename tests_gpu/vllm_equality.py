@@ -7,9 +7,11 @@ Each model is run by engines in processes of their own:
     kept           no connector, and a device that keeps everything
     lazy, eager    a device of a few prompts: they have left it when they are asked again
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
+    apart          the control of the joint search (versions.py), where this vLLM needs it: it is left out
 
-They are asked eight prompts, then others, then the eight again with 24 more tokens. The logprobs of all but the damaged
-must be those of the first, and theirs must not. The status is the number of engines for which that is not so.
+They are asked eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to
+its middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
+control is about. The status is the number of engines for which that is not so.
 """
 
 import argparse
@@ -25,13 +27,14 @@ from typing import Any
 
 import torch
 
+from cpu_prefix_cache import GroupKind
 from tests_vllm import models
 from tests_vllm.models import initialise, some_tokens
 
 MARK = "ANSWER "  # vLLM writes to the same pipe
 TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written
 NUM_PROMPTS, TAIL, ANSWER = 8, 24, 6
-NUM_TOKENS = 1200  # more than any request has: the smallest device must hold that many
+ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
 HOST_BYTES = 1 << 30
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
 SIZES |= dict(hidden_size=256, intermediate_size=512)
@@ -114,10 +117,14 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
+    from connector.vllm import versions
+
     *_, device_blocks, length, options = MODELS[name]
     extra: dict[str, Any] = {"cpu_bytes_to_use": HOST_BYTES}
     if variant.startswith("damaged "):
         extra["test_corrupt_group"] = variant.removeprefix("damaged ")
+    elif variant == "apart":
+        versions.needs_joint_hits = lambda has_mamba: False
     else:
         extra["offload"] = variant
     if variant != "kept":
@@ -134,7 +141,7 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         folder,
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=NUM_TOKENS,
+        max_model_len=length + ROOM,
         num_gpu_blocks_override=4000 if variant == "kept" else device_blocks,
         enforce_eager=True,
         gpu_memory_utilization=0.06,
@@ -148,14 +155,20 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
     first = [_answer(llm, prompt) for prompt in prompts]
     for at in range(12):
         _answer(llm, some_tokens(length, ("other", at)))
-    second = [_answer(llm, prompt + some_tokens(TAIL, ("tail", at))) for at, prompt in enumerate(prompts)]
-    told: dict[str, Any] = dict(first=first, second=second)
+    second, parted = [], []
+    for at, prompt in enumerate(prompts):
+        second.append(_answer(llm, prompt + some_tokens(TAIL, ("tail", at))))
+        parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at))))
+    told: dict[str, Any] = dict(first=first, second=second, parted=parted)
     if variant != "kept":
         cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
         told |= dict(
             groups=[group.name for group in cache.planner.groups],
             loaded=cache.statistics().hit_tokens,
             host_bytes_per_token=cache.planner.chunk_bytes / cache.planner.grid_tokens,
+            can_be_apart=versions.needs_joint_hits(
+                any(group.kind is GroupKind.STATE for group in cache.planner.groups)
+            ),
         )
     return told
 
@@ -189,17 +202,22 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[str, Any]) -> bool:
-    before = [difference(a, b) for a, b in zip(kept["first"], told["first"], strict=True)]
-    after = [difference(a, b) for a, b in zip(kept["second"], told["second"], strict=True)]
+    before, after, parted = (
+        [difference(a, b) for a, b in zip(kept[which], told[which], strict=True)]
+        for which in ("first", "second", "parted")
+    )
     hits = [answer["cached"] for answer in told["second"]]
     if variant.startswith("damaged "):
         right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
+    elif variant == "apart":
+        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in parted) >= NUM_PROMPTS - 1
     else:
-        right = max(before + after) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
+        right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
     right = right and told["loaded"] >= sum(hits) > 0
+    said = [", ".join(f"{each:.2g}" for each in differences) for differences in (after, parted)]
     print(
         f"{'ok   ' if right else 'WRONG'} {name}, {variant}: cold {max(before):.2g}; hit {hits}, "
-        f"differences {', '.join(f'{each:.2g}' for each in after)}; {told['host_bytes_per_token']:.0f} bytes a token",
+        f"differences {said[0]}, parted {said[1]}; {told['host_bytes_per_token']:.0f} bytes a token",
         flush=True,
     )
     return right
@@ -211,7 +229,8 @@ def check(name: str, folder: Path, ranks: int, at_once: int) -> int:
     with ThreadPoolExecutor(at_once) as pool:
         kept = pool.submit(run, name, folder, "kept", ranks)
         started = {variant: pool.submit(run, name, folder, variant, ranks) for variant in ("lazy", "eager")}
-        controls = [f"damaged {group}" for group in started["lazy"].result()["groups"]]
+        lazy = started["lazy"].result()
+        controls = [f"damaged {group}" for group in lazy["groups"]] + ["apart"] * lazy["can_be_apart"]
         started |= {variant: pool.submit(run, name, folder, variant, ranks) for variant in controls}
         return sum(
             not is_as_it_must_be(name, variant, kept.result(), told.result()) for variant, told in started.items()

@@ -1,4 +1,5 @@
-"""What we use of vLLM, release by release: the classes, their methods with their parameters, and their fields.
+"""What we use of vLLM, release by release: what its modules have to import, and of classes the methods with their
+parameters, and the fields.
 
     python -m tests_vllm.contract vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl > tests_vllm/contracts/0.33.0.json
 
@@ -10,18 +11,29 @@ import ast
 import json
 import sys
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 USED = {
+    "vllm/config/__init__.py": [],
+    "vllm/config/parallel.py": ["ParallelConfig"],
+    "vllm/config/speculative.py": ["SpeculativeConfig"],
+    "vllm/distributed/kv_events.py": ["BlockStored", "BlockRemoved"],
+    "vllm/distributed/kv_transfer/kv_connector/factory.py": ["KVConnectorFactory"],
     "vllm/distributed/kv_transfer/kv_connector/v1/base.py": ["KVConnectorBase_V1", "SupportsHMA"],
     "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": ["KVConnectorStats", "KVConnectorPromMetrics"],
-    "vllm/v1/core/block_pool.py": ["BlockPool"],
+    "vllm/distributed/parallel_state.py": ["GroupCoordinator"],
+    "vllm/v1/core/block_pool.py": ["BlockPool", "BlockHashToBlockMap"],
     "vllm/v1/core/kv_cache_utils.py": ["KVCacheBlock", "FreeKVCacheBlockQueue"],
     "vllm/v1/core/kv_cache_coordinator.py": ["HybridKVCacheCoordinator"],
+    "vllm/v1/core/kv_cache_manager.py": ["KVCacheBlocks"],
     "vllm/v1/core/sched/output.py": ["SchedulerOutput"],
     "vllm/v1/outputs.py": ["KVConnectorOutput"],
-    "vllm/v1/request.py": ["Request"],
-    "vllm/v1/kv_cache_interface.py": ["KVCacheConfig", "KVCacheGroupSpec", "SlidingWindowSpec", "MambaSpec"],
+    "vllm/v1/request.py": ["Request", "RequestStatus"],
+    "vllm/v1/kv_cache_interface.py": [
+        *("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "UniformTypeKVCacheSpecs"),
+        *("AttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
+    ],
 }
 
 
@@ -34,25 +46,50 @@ def sources(where: Path) -> dict[str, str]:
 
 
 def contract(texts: dict[str, str]) -> dict:
-    """Class by class: `methods` with the names of their parameters, whether they are `abstract`, and `fields`."""
-    found = {}
+    """Class by class: `methods` with the names of their parameters, whether they are `abstract`, and `fields`. And
+    under `names`, module by module, what can be imported from it."""
+    found: dict[str, dict] = {"names": {}}
     for name, text in texts.items():
-        classes = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)}
+        tree = ast.parse(text)
+        classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         found |= {each: described(classes[each]) for each in USED[name]}
+        found["names"][module_of(name)] = sorted(defined(tree, reexports=name.endswith("__init__.py")))
     return found
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def defined(tree: ast.Module, reexports: bool) -> set[str]:
+    """The public names of a module, without what it imports for itself."""
+    names = [each.id for each in assigned(tree.body) if isinstance(each, ast.Name)]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom) and reexports:
+            names += [each.asname or each.name for each in node.names]
+    return {name for name in names if not name.startswith("_")}
 
 
 def described(node: ast.ClassDef) -> dict:
     methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-    assigned = [target for each in ast.walk(node) if isinstance(each, ast.Assign) for target in each.targets]
-    assigned += [each.target for each in ast.walk(node) if isinstance(each, ast.AnnAssign)]
-    fields = {each.id for each in assigned if isinstance(each, ast.Name)}
-    fields |= {each.attr for each in assigned if isinstance(each, ast.Attribute)}
+    fields = {each.id for each in assigned(node.body) if isinstance(each, ast.Name)}
+    inside = assigned(each for method in methods.values() for each in ast.walk(method))
+    fields |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
     return {
         "methods": {name: parameters(method) for name, method in sorted(methods.items())},
         "abstract": sorted(name for name, method in methods.items() if has_decorator(method, "abstractmethod")),
         "fields": sorted(fields),
     }
+
+
+def assigned(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            yield from node.targets
+        elif isinstance(node, ast.AnnAssign):
+            yield node.target
 
 
 def parameters(method: ast.FunctionDef) -> list[str]:

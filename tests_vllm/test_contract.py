@@ -1,7 +1,9 @@
 """Our connector against every release it says it runs with: what we override is there, what we must is overridden."""
 
+import ast
 import inspect
 import json
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import connector.vllm
 from connector.vllm import CPUPrefixCacheConnector
 from connector.vllm.metrics import CacheStats
 from tests_vllm.contract import contract, sources
@@ -22,35 +25,59 @@ OURS = {name for name in vars(CPUPrefixCacheConnector) if not name.startswith("_
 # Overrides that some release does not have: nobody calls them there.
 NOT_EVERYWHERE = {"get_transfer_results": {"0.26.0"}, "requires_kv_delivery": {"0.26.0"}}
 
-# What the scheduler half and the device touch, beside the connector's own class.
+# What both halves touch, beside the connector's own class.
 TOUCHED = {
+    "ParallelConfig": {
+        *("rank", "world_size", "local_world_size", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("data_parallel_rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
+        "distributed_executor_backend",
+    },
+    "SpeculativeConfig": {"num_speculative_tokens", "use_eagle"},
+    "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
+    "KVConnectorFactory": {"register_connector", "_registry"},
     "BlockPool": {
-        "methods": {"get_cached_block", "touch", "free_blocks"},
-        "fields": {"blocks", "free_block_queue", "num_gpu_blocks", "null_block"},
+        *("touch", "free_blocks", "cached_block_hash_to_block"),
+        *("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
     },
-    "KVCacheBlock": {
-        "methods": {"block_hash"},
-        "fields": {"block_id", "ref_cnt", "prev_free_block", "next_free_block", "is_null"},
-    },
+    "BlockHashToBlockMap": {"get_one_block"},
+    "KVCacheBlock": {"block_hash", "block_id", "ref_cnt", "prev_free_block", "next_free_block"},
     "FreeKVCacheBlockQueue": {
-        "methods": {"iter_blocks_after"},
-        "fields": {"num_free_blocks", "fake_free_list_head", "fake_free_list_tail"},
+        *("iter_blocks_after", "num_free_blocks", "fake_free_list_head", "fake_free_list_tail"),
     },
-    "HybridKVCacheCoordinator": {"methods": {"find_longest_cache_hit", "find_longest_cache_hit_per_group"}},
-    "SchedulerOutput": {"fields": {"num_scheduled_tokens", "preempted_req_ids", "total_num_scheduled_tokens"}},
-    "KVConnectorOutput": {"fields": {"invalid_block_ids", "kv_connector_worker_meta", "finished_recving"}},
+    "HybridKVCacheCoordinator": {"find_longest_cache_hit", "find_longest_cache_hit_per_group"},
+    "KVCacheBlocks": {"get_block_ids"},
+    "SchedulerOutput": {"num_scheduled_tokens", "preempted_req_ids", "total_num_scheduled_tokens"},
+    "KVConnectorOutput": {"invalid_block_ids", "kv_connector_worker_meta", "finished_recving"},
     "Request": {
-        "methods": {"num_tokens"},
-        "fields": {
-            *("request_id", "block_hashes", "num_computed_tokens", "num_output_placeholders", "num_prompt_tokens"),
-            *("skip_reading_prefix_cache", "kv_transfer_params"),
-        },
+        *("request_id", "block_hashes", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
+        *("num_output_tokens", "status", "skip_reading_prefix_cache", "kv_transfer_params"),
     },
-    "KVCacheConfig": {"methods": {"has_mamba_layers"}, "fields": {"num_blocks", "kv_cache_groups"}},
-    "KVCacheGroupSpec": {"fields": {"layer_names", "kv_cache_spec"}},
-    "SlidingWindowSpec": {"fields": {"sliding_window"}},
-    "MambaSpec": {"fields": {"shapes", "dtypes", "mamba_cache_mode"}},
+    "RequestStatus": {"WAITING_FOR_REMOTE_KVS"},
+    "KVCacheConfig": {"has_mamba_layers", "num_blocks", "kv_cache_groups", "kv_cache_tensors"},
+    "KVCacheGroupSpec": {"layer_names", "kv_cache_spec"},
+    "KVCacheTensor": {"block_stride"},
+    "UniformTypeKVCacheSpecs": {"kv_cache_specs"},
+    "AttentionSpec": {"real_page_size_bytes"},
+    "SlidingWindowSpec": {"sliding_window"},
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
+    "MambaSpec": {"shapes", "dtypes", "mamba_cache_mode"},
+    "BlockStored": {
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "medium", "locality"),
+    },
+    "BlockRemoved": {"block_hashes", "medium", "locality"},
+    "KVConnectorStats": {"data"},
+    "KVConnectorPromMetrics": {"observe", "_labelnames", "_counter_cls", "_gauge_cls", "_histogram_cls"},
 }
+
+# How a release places layers in memory: one of them.
+PLACES = ({"layers", "layer_stride"}, {"shared_by", "size", "offset"})
+
+OUR_SOURCES = {path.name: path.read_text() for path in Path(connector.vllm.__file__).parent.glob("*.py")}
+
+
+def has(number: str, name: str) -> set[str]:
+    found = RELEASES[number][name]
+    return {*found["methods"], *found["fields"]}
 
 
 def methods(release: dict) -> dict[str, list[str]]:
@@ -79,9 +106,26 @@ def test_what_must_be_overridden_is(number):
 @pytest.mark.parametrize("number", RELEASES)
 def test_what_we_touch_is_there(number):
     for name, touched in TOUCHED.items():
-        release = RELEASES[number][name]
-        assert touched.get("methods", set()) <= set(release["methods"]), name
-        assert touched.get("fields", set()) <= set(release["fields"]) | set(release["methods"]), name
+        assert touched <= has(number, name), name
+    assert any(place <= has(number, "KVCacheTensor") for place in PLACES)
+
+
+@pytest.mark.parametrize("number", RELEASES)
+def test_what_we_import_is_there(number):
+    """But for what is imported only where it is."""
+    names = RELEASES[number]["names"]
+    for file, text in OUR_SOURCES.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm"):
+                for each in node.names:
+                    known = f"{node.module}.{each.name}" in names or each.name in names.get(node.module, ())
+                    assert known, f"{file} imports {each.name} of {node.module}"
+
+
+def test_what_is_said_to_be_touched_is():
+    everything = "\n".join(OUR_SOURCES.values())
+    for name, touched in TOUCHED.items():
+        assert not [each for each in touched if not re.search(rf"\.{each}\b|\b{each}=", everything)], name
 
 
 @pytest.mark.parametrize("number", RELEASES)

@@ -163,13 +163,11 @@ def _state(spec: Any) -> Fields:
 
 
 def _window(spec: Any) -> Fields:
-    # Releases before 0.28 have no extra tokens to keep, and no field that says so; nor windows that are rebuilt.
-    extra = vars(spec).get("extra_retained_tokens", 0)
-    if vars(spec).get("bounded_replay", False):
+    if versions.is_computed_again(spec):
         raise ConfigurationError(
             "sliding windows that vLLM computes again after each hit (bounded_replay) are not built"
         )
-    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": extra}
+    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": versions.extra_tokens(spec)}
 
 
 _KNOWN: dict[str, Callable[[Any], Fields]] = {

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.vllm import versions
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,
@@ -130,8 +131,8 @@ def _check_launcher(parallel: ParallelConfig) -> None:
 
 
 def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> None:
-    """vLLM keys blocks of windows and states only where it keeps them itself; before 0.28 everywhere."""
-    kept = vars(kv_cache_config).get("prefix_cache_retention_interval")
+    """vLLM keys blocks of windows and states only where it keeps them itself."""
+    kept = versions.retention_interval(kv_cache_config)
     if interval is None or kept is None or not planner.has_checkpoints or (kept and interval % kept == 0):
         return
     raise ConfigurationError(

@@ -5,6 +5,7 @@ tests have been: 0.26.0 (on a GPU), 0.32.0 (its CPU build), and 0.33.0 (its base
 
     before 0.28   a failed load is told by block ids, which vLLM refuses in models with several groups
     later         by the names of requests
+    before 0.28   blocks of windows and states are kept everywhere, windows in no other way than this
     before 0.28   a Mamba hybrid with any connector is given the longest hit of a group, not the joint one
 """
 
@@ -35,7 +36,7 @@ def failed_requests(output: KVConnectorOutput) -> set[str]:
 
 
 def warn_if_untested() -> None:
-    """Once for each process: outside of the range everything may work, and nobody has looked."""
+    """Outside of the range everything may work, and nobody has looked."""
     numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     if release is None or not TESTED[0] <= release <= TESTED[1]:
@@ -57,6 +58,24 @@ def layer_pages(kv_cache_config: Any) -> dict[str, int]:
         page = packed if each.block_stride else each.size // kv_cache_config.num_blocks
         pages.update(dict.fromkeys(each.shared_by, page))
     return pages
+
+
+def retention_interval(kv_cache_config: Any) -> int | None:
+    """Tokens between the boundaries at which vLLM keeps windows and states, 0 for the end of prompts alone; None:
+    everywhere, as before 0.28."""
+    interval: int | None = vars(kv_cache_config).get("prefix_cache_retention_interval")
+    return interval
+
+
+def extra_tokens(window: Any) -> int:
+    """What a window keeps beyond what is seen, by its specification. Before 0.28 nothing."""
+    extra: int = vars(window).get("extra_retained_tokens", 0)
+    return extra
+
+
+def is_computed_again(window: Any) -> bool:
+    """Whether vLLM computes a window again after each hit, by its specification. Before 0.28 never."""
+    return bool(vars(window).get("bounded_replay", False))
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:

@@ -1,0 +1,242 @@
+"""What vLLM says reaches whom it concerns: configuration, ranks, blocks that have gone bad."""
+
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm
+from vllm.config import SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+from connector.vllm import CPUPrefixCacheConnector, ranks, regions
+from connector.vllm import worker as worker_module
+from connector.vllm.settings import Settings
+from cpu_prefix_cache import ConfigurationError
+from tests_vllm.engine import AT_ONCE, BLOCK, NEVER, Engine, full, latent, one_group, state, vllm_config
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = 48
+
+
+def configure(folder, **parallel):
+    config = vllm_config(folder, cpu_bytes_to_use=64 << 20)
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    return config
+
+
+# Importing
+
+
+def outside(code: str) -> str:
+    """What a program prints, run where nothing of ours is imported yet, and nothing may touch a GPU."""
+    before = """
+import sys, torch, vllm.v1.core.sched.scheduler
+def refuse():
+    print("CUDA was initialised")
+    raise RuntimeError
+torch.cuda._lazy_init = refuse
+def new():
+    return set(sys.modules) - known
+known = set(sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", before + code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.strip()
+
+
+HEAVY = """
+LIGHT = {"cpu_prefix_cache.memory", "cpu_prefix_cache.memory.parts"}
+HEAVY = ("connector.vllm.worker", "cpu_prefix_cache.copier", "cpu_prefix_cache.memory", "triton")
+print(sorted(name for name in new() - LIGHT if name.startswith(HEAVY)))
+"""
+
+
+def test_importing_the_connector_imports_nothing_that_copies_and_no_package_that_vllm_has_not():
+    code = """
+import connector.vllm
+needed = {"vllm", "connector", "cpu_prefix_cache", "sortedcontainers", "xxhash"} | sys.stdlib_module_names
+print(sorted({name.partition(".")[0] for name in new()} - needed))
+"""
+    assert outside(code + HEAVY) == "[]\n[]"
+
+
+def test_the_scheduler_half_needs_nothing_that_copies(tmp_path):
+    code = f"""
+from pathlib import Path
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from tests_vllm.engine import one_group, vllm_config
+from connector.vllm import CPUPrefixCacheConnector
+from vllm.v1.core.block_pool import BlockPool
+config = vllm_config(Path({str(tmp_path)!r}), cpu_bytes_to_use=2**30)
+known = set(sys.modules)
+connector = CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, one_group(80))
+connector.bind_gpu_block_pool(BlockPool(80, enable_caching=True, hash_block_size=4))
+"""
+    assert outside(code + HEAVY) == "[]"
+
+
+# Releases
+
+
+@pytest.mark.parametrize("number", ["0.9.2", "0.25.1", "0.34.0", "1.0.0", "1.30.0", "dev"])
+def test_a_release_outside_of_the_tested_range_is_warned_of_once(tmp_path, caplog, monkeypatch, number):
+    assert warnings_of(tmp_path, caplog, monkeypatch, number) == [
+        f"CPUPrefixCacheConnector was tested with vLLM 0.26 to 0.33; this is {number}"
+    ]
+
+
+@pytest.mark.parametrize("number", ["0.26.0", "0.27.1rc2", "0.32.0+cpu", "0.33.4"])
+def test_a_release_within_the_tested_range_is_not_warned_of(tmp_path, caplog, monkeypatch, number):
+    assert warnings_of(tmp_path, caplog, monkeypatch, number) == []
+
+
+def warnings_of(folder, caplog, monkeypatch, number):
+    """What both halves of an engine warn of when they begin with such a vLLM."""
+    config = configure(folder)
+    config.cache_config.num_gpu_blocks = BLOCKS
+    monkeypatch.setattr(vllm, "__version__", number)
+    for role in KVConnectorRole:
+        CPUPrefixCacheConnector(config, role, one_group(BLOCKS))
+    ours = [each for each in caplog.records if each.name.startswith("connector.vllm") and each.levelname == "WARNING"]
+    return [each.getMessage() for each in ours]
+
+
+# Several ranks
+
+
+def test_each_tensor_parallel_group_has_a_region_of_its_own_name(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(regions, "HostArena", lambda *sizes, shared_as, **options: names.append(shared_as) or Region())
+    monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(ranks, "agree", lambda problem: None)
+    config = configure(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4)
+    settings = Settings.of(config, KVCacheConfig(BLOCKS, [], [latent()]))
+    for config.instance_id in ("one", "other"):
+        for config.parallel_config.data_parallel_rank in range(2):
+            for config.parallel_config.rank in range(4):
+                regions.arena_of(settings, config, settings.planner, torch.device("cpu"))
+    assert names[::2] == names[1::2]
+    assert None not in names and len(set(names)) == 2 * 2 * 2
+
+
+class Region:
+    def forget_name(self):
+        pass
+
+
+@pytest.mark.parametrize("together", [[True, True], [True, False]])
+def test_ranks_share_memory_only_if_none_of_them_is_elsewhere(monkeypatch, together):
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(cpu_group="these"))
+    monkeypatch.setattr(ranks, "in_the_same_node_as", {"these": together}.get)
+    assert ranks.share_memory() == all(together)
+
+
+def test_two_stages_of_a_machine_go_by_what_the_first_says_and_share_memory(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    processes = [
+        context.Process(target=meets, args=(rank, tmp_path / "meeting", told), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    said = dict(told.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+    assert said == {0: ([10, 7], True), 1: ([10, 7], True)}
+
+
+def meets(rank, file, told):
+    """In a process of its own, with vLLM's own group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    both = GroupCoordinator([[0, 1]], rank, "gloo", use_device_communicator=False)
+    ranks.get_tp_group = ranks.get_pp_group = lambda: both
+    told.put((rank, (ranks.as_on_the_first_stage([10 + rank, 7 + rank]), ranks.share_memory())))
+
+
+# What is refused by name
+
+
+@pytest.mark.parametrize("kind", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_by_name(tmp_path, kind):
+    config = configure(tmp_path, **{kind: 2})
+    with pytest.raises(ConfigurationError, match="by context parallelism is not built; use TP or PP"):
+        Settings.of(config, one_group(BLOCKS))
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode):
+    spec = replace(state().kv_cache_spec, mamba_cache_mode=mode)
+    caches = KVCacheConfig(BLOCKS, [], [full(), KVCacheGroupSpec(["state.0"], spec)])
+    with pytest.raises(ConfigurationError, match=f'mamba_cache_mode "{mode}" is not built; .*-mode align'):
+        Settings.of(configure(tmp_path), caches)
+
+
+# What reaches the cache and the worker
+
+
+def drafting(method: str) -> SpeculativeConfig:
+    """Three drafts a step, of a drafter that nobody loads."""
+    config = object.__new__(SpeculativeConfig)
+    config.method, config.num_speculative_tokens = method, 3
+    return config
+
+
+@pytest.mark.parametrize(
+    ("method", "lookahead", "step"), [("eagle", BLOCK, 4), ("mtp", BLOCK, 4), ("ngram", 0, 4), (None, 0, 1)]
+)
+def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, method, lookahead, step):
+    config = configure(tmp_path)
+    config.speculative_config = None if method is None else drafting(method)
+    settings = Settings.of(config, one_group(BLOCKS))
+    (group,) = settings.planner.groups
+    assert (group.lookahead_tokens, settings.decode_step_tokens) == (lookahead, step)
+
+
+def test_the_cache_hears_of_the_tokens_of_a_decoding_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("connector.vllm.settings.CPUPrefixCache", lambda *args, **options: options)
+    config = configure(tmp_path)
+    config.speculative_config = drafting("eagle")
+    assert Settings.of(config, one_group(BLOCKS)).build(None)["decode_step_tokens"] == 4
+
+
+def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(worker_module, "CopyWorker", lambda *args, **options: given.update(options))
+    config = configure(tmp_path)
+    config.cache_config.num_gpu_blocks = BLOCKS
+    connector = CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(BLOCKS))
+    connector.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
+    assert given["load_seconds"] == 30
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_what_was_stored_from_blocks_that_vllm_calls_invalid_is_not_found(tmp_path, bad):
+    engine = Engine(tmp_path, offload="eager", host_blocks=1000, slowest=1)
+    engine.step()
+    (rank,) = engine.ranks
+    rank.pace = NEVER
+    engine.submit(list(range(30)), max_tokens=1)
+    while not rank.copies:
+        engine.step()
+    sources = {block for copy in rank.copies.values() for kind, block in copy.reads if kind == "device"}
+    poll = rank.poll
+
+    def complain():
+        output = poll()
+        output.invalid_block_ids = set(list(sources)[:1]) if bad else {engine.pool.num_gpu_blocks - 1} - sources
+        return output
+
+    rank.poll = complain
+    engine.step()
+    rank.poll, rank.pace = poll, AT_ONCE
+    engine.drain()
+    found = [key for key in engine.keys(list(range(30))) if engine.cache.pool.find(key) is not None]
+    assert len(found) == (0 if bad else 7)
