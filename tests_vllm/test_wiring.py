@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from connector.vllm import CPUPrefixCacheConnector, ranks, regions
+from connector.vllm import scheduler as scheduler_module
 from connector.vllm import worker as worker_module
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
@@ -215,6 +216,19 @@ def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
     connector = CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(BLOCKS))
     connector.register_kv_caches({f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)})
     assert given["load_seconds"] == 30
+
+
+def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(caplog):
+    def wants(said):
+        return scheduler_module._wants(SimpleNamespace(kv_transfer_params=said), scheduler_module.LOAD)
+
+    assert wants(None) and wants({}) and wants({scheduler_module.LOAD: True})
+    assert not wants({scheduler_module.LOAD: False})
+    assert not caplog.records
+    assert wants({scheduler_module.LOAD: "false"}) and wants({scheduler_module.LOAD: "false"})
+    assert [each.getMessage() for each in caplog.records] == [
+        "cpu_prefix_cache_load in kv_transfer_params is true or false, got 'false': taken for true"
+    ]
 
 
 @pytest.mark.parametrize("bad", [True, False])

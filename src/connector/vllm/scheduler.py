@@ -17,9 +17,11 @@ has named it in `finished_recving`. A step, as the cache must see it:
     its output      report, finished
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -38,6 +40,8 @@ from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
+
+logger = logging.getLogger(__name__)
 
 # What a request may say in `kv_transfer_params`: false keeps the cache from loading for it, or from storing what it
 # computes.
@@ -239,7 +243,16 @@ _EVERYTHING = _Everything()
 
 def _wants(request: EngineRequest, what: str) -> bool:
     params: dict[str, Any] | None = request.kv_transfer_params
-    return params is None or params.get(what, True) is not False
+    said = True if params is None else params.get(what, True)
+    if type(said) is not bool:
+        _warn_of(what, repr(said))
+    return said is not False
+
+
+@lru_cache(16)
+def _warn_of(what: str, said: str) -> None:
+    """A request cannot be refused from here: it is served as if it had said nothing. Once for each value."""
+    logger.warning("%s in kv_transfer_params is true or false, got %s: taken for true", what, said)
 
 
 def _computed_tokens(request: EngineRequest) -> int:
