@@ -183,6 +183,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def all_ms(seconds: Sequence[float]) -> list[float]:
+    return [round(each * 1e3, 1) for each in seconds]
+
+
 def ms(seconds: Sequence[float]) -> float:
     return round(median(seconds) * 1e3, 1)
 
@@ -209,8 +213,8 @@ def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
                 computed_ms=ms(cold[name]),
                 on_device_ms=ms(on_device[name]["seconds"]),
                 from_host_ms=ms(seconds),
-                all_ms=[ms([each]) for each in seconds],
-                all_on_device_ms=[ms([each]) for each in on_device[name]["seconds"]],
+                all_ms=all_ms(seconds),
+                all_on_device_ms=all_ms(on_device[name]["seconds"]),
                 found=[answer["cached"][0] for answer in answers],
             )
 
@@ -236,7 +240,7 @@ def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[di
             slowest_of_eight_ms=ms(eight),
             slowest_on_device_ms=ms(on_device),
             copies=copies,
-            all_ms=[[ms([each]) for each in times] for times in (alone, eight, on_device)],
+            all_ms=[all_ms(times) for times in (alone, eight, on_device)],
         )
 
 
@@ -285,7 +289,7 @@ def main() -> None:
     parser.add_argument(
         "--waves", default="none,ours-lazy,offloading;none,ours-eager,simple-lazy;none,null,simple-eager"
     )
-    parser.add_argument("--device-blocks", type=int, help="default: 5,000; 10,000 of Gemma 3, which takes more of them")
+    parser.add_argument("--device-blocks", type=int, help="default: by the shape")
     parser.add_argument("--host-gib", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=8)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from cpu_prefix_cache import GroupKind
 from tests_vllm import models
 from tests_vllm.models import initialise, some_tokens
 
@@ -161,14 +160,13 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at))))
     told: dict[str, Any] = dict(first=first, second=second, parted=parted)
     if variant != "kept":
-        cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        cache = scheduler.connector.scheduler.cache
         told |= dict(
             groups=[group.name for group in cache.planner.groups],
             loaded=cache.statistics().hit_tokens,
             host_bytes_per_token=cache.planner.chunk_bytes / cache.planner.grid_tokens,
-            can_be_apart=versions.needs_joint_hits(
-                any(group.kind is GroupKind.STATE for group in cache.planner.groups)
-            ),
+            can_be_apart=versions.needs_joint_hits(scheduler.kv_cache_config.has_mamba_layers),
         )
     return told
 
@@ -207,12 +205,11 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
         for which in ("first", "second", "parted")
     )
     hits = [answer["cached"] for answer in told["second"]]
-    if variant.startswith("damaged "):
-        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
-    elif variant == "apart":
-        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in parted) >= NUM_PROMPTS - 1
-    else:
+    wrong = {"damaged": after, "apart": parted}.get(variant.partition(" ")[0])
+    if wrong is None:
         right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
+    else:
+        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in wrong) >= NUM_PROMPTS - 1
     right = right and told["loaded"] >= sum(hits) > 0
     said = [", ".join(f"{each:.2g}" for each in differences) for differences in (after, parted)]
     print(
