@@ -8,8 +8,11 @@ for less than what the tests tolerate.
     embeddings     N(0, 1), as the first layer sees them; not tied to the output
     matrices       N(0, 1 / fan_in); what makes queries and keys SHARPNESS times that
     norms          1; those of queries and keys, which undo what is said above, SHARPNESS
+    A_log          log FORGETTING: of its state, a linear layer forgets half in 100 tokens. As transformers initialises
+                   it, after 5 tokens nothing is left, and damage shows nowhere
 """
 
+import math
 import random
 from pathlib import Path
 
@@ -29,6 +32,7 @@ VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
 WINDOW = 64  # tokens that a window layer of Gemma 3 sees
 SHARPNESS = 1.5
+FORGETTING = 0.005
 
 SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
 
@@ -119,5 +123,7 @@ def initialise(model: PreTrainedModel) -> None:
         elif weight.dim() >= 2 and "conv" not in name:
             gain = SHARPNESS if any(part in name for part in SHARPENED) else 1
             weight.normal_(std=gain * weight.shape[-1] ** -0.5)
+        elif name.endswith("A_log"):
+            weight.fill_(math.log(FORGETTING))
         elif "q_norm" in name or "k_norm" in name:
             weight.fill_(SHARPNESS - adds_one)
