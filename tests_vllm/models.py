@@ -32,6 +32,7 @@ VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
 WINDOW = 64  # tokens that a window layer of Gemma 3 sees
 SHARPNESS = 1.5
+GATED_SHARPNESS = 2  # of Qwen3-Next, where one layer in four has attention, and that behind a gate
 FORGETTING = 0.005
 
 SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
@@ -117,13 +118,14 @@ def initialise(model: PreTrainedModel) -> None:
     does Qwen3-Next."""
     gemma = model.config.model_type in ("gemma3_text", "gemma4_text")
     adds_one = model.config.model_type in ("gemma3_text", "qwen3_next")
+    sharpness = GATED_SHARPNESS if model.config.model_type == "qwen3_next" else SHARPNESS
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
             weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)
         elif weight.dim() >= 2 and "conv" not in name:
-            gain = SHARPNESS if any(part in name for part in SHARPENED) else 1
+            gain = sharpness if any(part in name for part in SHARPENED) else 1
             weight.normal_(std=gain * weight.shape[-1] ** -0.5)
         elif name.endswith("A_log"):
             weight.fill_(math.log(FORGETTING))
         elif "q_norm" in name or "k_norm" in name:
-            weight.fill_(SHARPNESS - adds_one)
+            weight.fill_(sharpness - adds_one)
