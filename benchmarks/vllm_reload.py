@@ -143,7 +143,7 @@ class Engine:
     def loaded_bytes(self) -> float:
         """What our connector has loaded so far; with `--log-stats`. A step says what the one before has brought.
 
-        Before 0.32 vLLM's LLM drops what a step reports that has no tokens for anybody: some loads are never counted.
+        The LLM of 0.26 drops what a step reports that has no tokens for anybody: some loads are never counted.
         """
         self.ask([self.new(64) for _ in range(3)])
         print(json.dumps({"metrics": LOADED}), file=self._process.stdin, flush=True)
@@ -225,7 +225,7 @@ def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
 def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     length = 32_768
     for engine in [engine for engine in running if engine.name.startswith("ours")]:
-        alone, eight, on_device, one_copy, loaded = [], [], [], [1.0], []
+        alone, eight, on_device, loaded_alone, loaded = [], [], [], [], []
         for _ in range(args.prompts):
             prompts = [engine.new(length) for _ in range(2)]
             engine.ask(prompts)
@@ -233,7 +233,7 @@ def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[di
             before = engine.loaded_bytes()
             alone += engine.ask([prompts[0] + engine.new(TAIL)])["seconds"]
             between = engine.loaded_bytes()
-            one_copy.append(between - before)
+            loaded_alone.append(between - before)
             eight += engine.ask([prompts[1] + engine.new(TAIL) for _ in range(8)], together=True)["seconds"]
             loaded.append(engine.loaded_bytes() - between)
             on_device += engine.ask([prompts[1] + engine.new(TAIL) for _ in range(8)], together=True)["seconds"]
@@ -243,7 +243,7 @@ def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[di
             alone_ms=ms(alone),
             slowest_of_eight_ms=ms(eight),
             slowest_on_device_ms=ms(on_device),
-            copies=[round(each / max(one_copy), 3) for each in loaded],
+            copies=[round(each / max(1, *loaded_alone), 3) for each in loaded],
             all_ms=[all_ms(times) for times in (alone, eight, on_device)],
         )
 

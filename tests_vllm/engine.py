@@ -95,10 +95,10 @@ def local(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     return _group("local", layers, ChunkedLocalAttentionSpec(**heads, attention_chunk_size=tokens))
 
 
-def state(layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
+def state(layers: int = 2, block: int = BLOCK, mode: str = "align") -> KVCacheGroupSpec:
     """Mamba. A page weighs five times what a block of attention does, and takes several host blocks."""
     shapes, dtypes = ((3, 64), (16, 68)), (torch.float32, torch.float32)
-    spec = MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    spec = MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode)
     return _group("state", layers, spec)
 
 

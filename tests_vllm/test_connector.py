@@ -1,6 +1,6 @@
 """Short stories, each about one thing between vLLM's scheduler and the cache."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -330,8 +330,7 @@ def test_without_prefix_caching_it_asks_nothing_of_the_model_and_much_of_the_opt
     def connector(**said):
         config = vllm_config(tmp_path, **said)
         config.cache_config.enable_prefix_caching = False
-        spec = replace(state().kv_cache_spec, mamba_cache_mode="none")
-        caches = KVCacheConfig(80, [], [full(), KVCacheGroupSpec(["state.0"], spec)])
+        caches = KVCacheConfig(80, [], [full(), state(mode="none")])
         return CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, caches)
 
     assert connector(cpu_bytes_to_use=2**30).scheduler is None

@@ -3,7 +3,6 @@
 import multiprocessing
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import vllm
 from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm import CPUPrefixCacheConnector, ranks, regions
 from connector.vllm import scheduler as scheduler_module
@@ -174,8 +173,7 @@ def test_context_parallelism_is_refused_by_name(tmp_path, kind):
 
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode):
-    spec = replace(state().kv_cache_spec, mamba_cache_mode=mode)
-    caches = KVCacheConfig(BLOCKS, [], [full(), KVCacheGroupSpec(["state.0"], spec)])
+    caches = KVCacheConfig(BLOCKS, [], [full(), state(mode=mode)])
     with pytest.raises(ConfigurationError, match=f'mamba_cache_mode "{mode}" is not built; .*-mode align'):
         Settings.of(configure(tmp_path), caches)
 
