@@ -1,8 +1,9 @@
 """One vLLM engine in a process of its own, that does what it is told line by line. `vllm_reload.py` starts several.
 
-    {"ask": [[[seed, length], ...], ...], "max_tokens": 1, "together": false}
+    {"ask": [[[seed, length], ...], ...], "max_tokens": 1, "together": false, "params": {}}
 
-asks prompts that are pieces of so many tokens of so many seeds, one after the other or all at once, and answers
+asks prompts that are pieces of so many tokens of so many seeds, one after the other or all at once, with these
+kv_transfer_params, and answers
 
     {"seconds": [...], "cached": [...]}
 
@@ -30,7 +31,13 @@ def piece(seed: int, length: int) -> tuple[int, ...]:
 def answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=told["max_tokens"], ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=told["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": told["params"]} if told["params"] else None,
+    )
     prompts = [
         {"prompt_token_ids": [token for seed, length in prompt for token in piece(seed, length)]}
         for prompt in told["ask"]

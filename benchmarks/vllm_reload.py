@@ -1,8 +1,11 @@
 """What the host cache gives a vLLM server on one GPU, beside vLLM's own offload connectors, in one sitting.
 
-    python benchmarks/vllm_reload.py [--parts idle,ttft,rounds,full] [--shape llama] [--waves ...] [--json FILE]
+    python benchmarks/vllm_reload.py [--parts ttft,rounds] [--shape llama] [--waves ...] [--json FILE]
+    python benchmarks/vllm_reload.py --parts idle,stores,full --waves "none;ours-eager;none;ours-lazy;none;offloading"
 
-Engines are processes that live side by side and are measured in turn; `--waves` says which do, as host memory allows.
+Engines are processes that live side by side and are measured in turn; `--waves` says which do, as host memory allows. A
+GPU that has the contexts of several processes runs each step of any of them 3 % sooner, or not, by what else it was
+given (docs/design.md): where so little counts, have each engine alone.
 Weights are random: this is about time; that the bytes are right is for tests_vllm and tests_gpu/vllm_equality.py.
 
     none                      vLLM without a connector: what has left the device is computed again
@@ -11,6 +14,7 @@ Weights are random: this is about time; that the bytes are right is for tests_vl
     simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
 
     idle       prompts nobody had before, a device that is never full: what does it cost to be there?
+    stores     the same in one engine, with and without stores: what do they cost?
     ttft       a prompt of 8,192 or 32,768 tokens and 32 new ones, when the device was swept: on the host, or nowhere
     together   eight such prompts with one beginning of 32,768 tokens at once, how much we loaded for them, and how long
                they take when the device still has it
@@ -135,8 +139,10 @@ class Engine:
                 return dict(json.loads(line.partition(MARK)[2]))
         raise SystemExit(f"engine {self.name} has ended with status {self._process.wait()}")
 
-    def ask(self, prompts: Sequence[Any], max_tokens: int = 1, together: bool = False) -> dict[str, Any]:
-        told = {"ask": prompts, "max_tokens": max_tokens, "together": together}
+    def ask(
+        self, prompts: Sequence[Any], max_tokens: int = 1, together: bool = False, **params: bool
+    ) -> dict[str, Any]:
+        told = {"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params}
         print(json.dumps(told), file=self._process.stdin, flush=True)
         return self.hear()
 
@@ -260,21 +266,37 @@ def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
         yield dict(engine=name, round_seconds=seconds)
 
 
+def cold(engine: Engine, num_prompts: int, **params: bool) -> dict[str, list[float]]:
+    """One prompt nobody had before, then several: the seconds of each."""
+    one = engine.ask([engine.new(4_096)], **params)
+    many = engine.ask([engine.new(1_024) for _ in range(num_prompts)], max_tokens=64, together=True, **params)
+    return {"ttft": one["seconds"], "run": many["seconds"]}
+
+
+def medians(each: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    runs = {name: [seconds for one in each for seconds in one[name]] for name in ("ttft", "run")}
+    return dict(ttft_ms=ms(runs["ttft"]), run_ms=ms(runs["run"]), runs=runs)
+
+
 def alternating(running: Sequence[Engine], args: argparse.Namespace, num_prompts: int) -> Iterator[dict[str, Any]]:
-    taken: dict[str, dict[str, list[float]]] = {engine.name: {"ttft": [], "run": []} for engine in running}
-    for _ in range(args.repeats):
-        for engine in running:
-            one = engine.ask([engine.new(4_096)])
-            many = engine.ask([engine.new(1_024) for _ in range(num_prompts)], max_tokens=64, together=True)
-            taken[engine.name]["ttft"] += one["seconds"]
-            taken[engine.name]["run"] += many["seconds"]
-    for name, each in taken.items():
-        yield dict(engine=name, ttft_ms=ms(each["ttft"]), run_ms=ms(each["run"]), runs=each)
+    taken = [[cold(engine, num_prompts) for engine in running] for _ in range(args.repeats)]
+    for engine, each in zip(running, zip(*taken, strict=True), strict=True):
+        yield dict(engine=engine.name, **medians(each))
 
 
 def idle(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """4 prompts of 1,024 tokens at a time. The device fills up all the same, so this comes first."""
     yield from alternating(running, args, num_prompts=4)
+
+
+def stores(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """`idle` in one engine: prompts that ask not to be stored, and prompts that are. Lazy stores neither."""
+    for engine in [engine for engine in running if engine.name == "ours-eager"]:
+        taken: dict[bool, list[dict[str, list[float]]]] = {False: [], True: []}
+        for stored in [False, True] * args.repeats:
+            taken[stored].append(cold(engine, 4, cpu_prefix_cache_store=stored))
+        for stored, each in taken.items():
+            yield dict(engine=engine.name, stored=stored, **medians(each))
 
 
 def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -283,12 +305,19 @@ def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
     yield from alternating(running, args, num_prompts=64)
 
 
-PARTS = {"idle": idle, "ttft": ttft, "together": together, "rounds": rounds, "full": full}  # in this order
+PARTS = {
+    "idle": idle,
+    "stores": stores,
+    "ttft": ttft,
+    "together": together,
+    "rounds": rounds,
+    "full": full,
+}  # in this order
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="idle,ttft,rounds,full")
+    parser.add_argument("--parts", default="ttft,rounds")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument(
         "--waves", default="none,ours-lazy,offloading;none,ours-eager,simple-lazy;none,null,simple-eager"
