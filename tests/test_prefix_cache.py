@@ -714,6 +714,49 @@ def test_the_host_is_used_as_far_as_every_rank_has_prepared_it():
     assert engine.cache.statistics().pool.ready == 8
 
 
+@pytest.mark.parametrize("ending", ["ends", "preempts"])
+def test_what_is_left_behind_before_the_host_is_ready_is_stored_as_it_becomes_so(ending: str):
+    """A rank is heard after its step, so after an idle time the first prompt meets a host as it was long ago."""
+    engine = Engine("eager", host=8, ready_blocks=1)
+    engine.starts("r", "abc")
+    engine.computes("r")
+    getattr(engine, ending)("r")
+    assert engine.copies() == ["a"] and engine.copies() == []
+    engine.cache.report(RankReport(0, ready_blocks=2))
+    assert engine.copies() == ["ab"] and engine.copies() == []
+    engine.cache.report(RankReport(0, ready_blocks=8))
+    assert engine.copies() == ["abc"] and engine.copies() == []
+    assert engine.is_at_rest()
+
+
+def test_what_has_left_the_device_or_is_from_before_a_reset_is_not_stored_as_the_host_becomes_ready():
+    for forgets in ("device_forgets", "resets"):
+        engine = Engine("eager", host=8, ready_blocks=0)
+        engine.serves("abc")
+        engine.device_forgets() if forgets == "device_forgets" else engine.cache.reset()
+        engine.cache.report(RankReport(0, ready_blocks=8))
+        assert engine.copies() == [] and engine.host == set()
+
+
+def test_lazy_looks_again_as_the_host_becomes_ready():
+    engine = Engine("lazy", device=6, host=8, ready_blocks=0, lazy_horizon=2)
+    engine.serves("abcd")
+    engine.serves("xy")  # from here on "abcd" leaves next
+    assert engine.copies() == []
+    engine.cache.report(RankReport(0, ready_blocks=8))
+    assert engine.copies() == ["abcd"] and engine.copies() == []
+
+
+def test_lazy_too_stores_what_was_preempted_as_the_host_becomes_ready():
+    engine = Engine("lazy", device=6, host=8, ready_blocks=0, lazy_horizon=2)
+    engine.starts("r", "abcd")
+    engine.computes("r")
+    engine.preempts("r")  # and two empty blocks leave before its own
+    assert engine.copies() == []
+    engine.cache.report(RankReport(0, ready_blocks=8))
+    assert engine.copies() == ["abcd"] and engine.copies() == []
+
+
 def test_settled_transfers_need_not_be_reported_again():
     engine = Engine("eager", ranks=2)
     engine.starts("r", "ab")

@@ -32,6 +32,9 @@ held up. A load that finds the link free never waits.
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
 last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
 
+While the host is still being prepared, and that comes a step late besides, there may be no room for what has room a
+moment later. So what a request leaves behind is then tried again as there is more, and lazy looks again.
+
 In a model that needs checkpoints, a chunk is stored for the sake of a checkpoint below it: eagerly in the hope of one,
 lazily with the one that is about to leave the device (rule 9).
 """
@@ -125,6 +128,8 @@ class Eager:
         self._pool = pool
         self._stores = stores
         self._due: dict[str, Progress] = {}
+        self._refused: dict[str, Progress] = {}  # ended, and a pool that grows had no room for all of it
+        self._ready = 0  # blocks of the pool, when the first of them was tried
         self.work = 0
 
     @property
@@ -147,9 +152,24 @@ class Eager:
 
     def ended(self, progress: Progress) -> None:
         self.forget(progress)
-        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+        self._store_ended(progress)
 
     preempted = ended
+
+    def store_refused(self) -> None:
+        """Store what ended when there was no room for it, if there is more by now."""
+        if self._refused and self._pool.ready > self._ready:
+            refused, self._refused = self._refused, {}
+            for progress in refused.values():
+                self._store_ended(progress)
+
+    def _store_ended(self, progress: Progress) -> None:
+        refusals = self._stores.refusals
+        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+        if self._stores.refusals > refusals and self._pool.ready < self._pool.capacity:
+            if not self._refused:
+                self._ready = self._pool.ready
+            self._refused[progress.id] = progress
 
     def used(self, chunks: int) -> None:
         pass
@@ -158,6 +178,7 @@ class Eager:
         return True
 
     def plan(self, *, with_loads: bool) -> None:
+        self.store_refused()
         due, self._due = self._due, {}
         for progress in due.values():
             self.work += store_confirmed(self._pool, self._stores, progress)
@@ -173,6 +194,7 @@ class Eager:
 
     def reset(self) -> None:
         self._due.clear()
+        self._refused.clear()
 
 
 def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *, ended: bool = False) -> int:
@@ -233,6 +255,7 @@ class Lazy:
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
         self._has_landed = False  # a store of this walk, since the last look
+        self._ready = 0  # blocks of the pool, at the last look
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
@@ -307,8 +330,9 @@ class Lazy:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
         if has_changed:
             self._settled.clear()
-        if has_changed or self._has_landed:
+        if has_changed or self._has_landed or self._pool.ready > self._ready:
             self._look()
+        self._eager.store_refused()
         if self._is_short:
             self._eager.plan(with_loads=False)
 
@@ -350,6 +374,7 @@ class Lazy:
         self._room = (None, 0)
         self._used = 0
         self._has_landed = False
+        self._ready = self._pool.ready
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
