@@ -2,6 +2,7 @@
 
 from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
 from property_tests.engines import QueueSlots
+from tests.story import Engine
 
 GRID = 16
 
@@ -92,6 +93,26 @@ def test_a_step_that_can_store_nothing_costs_nothing():
         assert cache.statistics().work == before[0]
         assert device.calls <= before[1] + 3 * 20
         del leases
+
+
+def test_each_step_looks_at_its_portion_of_what_is_remembered_however_many_ranks_report():
+    def remembered_after_each_step(ranks: int) -> list[int]:
+        engine = Engine("lazy", device=2_000, host=10, ranks=ranks)
+        for number in range(10):
+            engine.starts(str(number), "".join(chr(1_000 * (number + 1) + at) for at in range(200)))
+            engine.computes(str(number))
+            engine.ends(str(number))
+        engine.device_forgets()
+        after = []
+        for _ in range(30):
+            engine.cache.step()
+            for rank in range(ranks):
+                engine.cache.report(RankReport(rank))
+            after.append(engine.cache.statistics().remembered)
+        return after
+
+    alone = remembered_after_each_step(1)
+    assert alone == remembered_after_each_step(4) and alone[0] > alone[-1] == 0
 
 
 def test_bad_blocks_are_looked_for_only_when_there_are_some():

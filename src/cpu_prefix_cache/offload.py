@@ -320,7 +320,8 @@ class Lazy:
             self._plan()
 
     def catch_up(self) -> None:
-        self._lineage.sweep()
+        if not self._is_swept:
+            self._lineage.sweep()
         self._is_swept = True
         if self._is_put_off:
             self._is_put_off = False
