@@ -78,7 +78,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         layout=st.sampled_from(sorted(LAYOUTS)),
         host_room=st.integers(5, 25),
         device_room=st.integers(12, 25),
-        late=st.sampled_from([False, False, True]),
+        portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         interval=st.sampled_from([None, None, 1, 2]),
         policy=st.sampled_from(sorted(POLICIES)),
     )
@@ -89,7 +89,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         layout: str,
         host_room: int,
         device_room: int,
-        late: bool,
+        portion: int,
         interval: int | None,
         policy: str,
     ) -> None:
@@ -105,7 +105,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.planner,
             self.slots.device,
             host_blocks=self.host_blocks,
-            ready_blocks=0 if late else None,
+            ready_blocks=0 if portion else None,
             policy=policy,
             offload=mode,
             ranks=ranks,
@@ -114,7 +114,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             checkpoint_interval=interval and interval * GRID,
             log_boundaries=True,
         )
-        self.begin_with_nothing(ranks)
+        self.begin_with_nothing(ranks, portion)
         self.stages = 0
 
     # what the bytes should be

@@ -91,7 +91,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         pooled=st.booleans(),
         host_chunks=st.integers(4, 12),
         device_chunks=st.integers(8, 12),
-        late=st.sampled_from([False, False, True]),
+        portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         policy=st.sampled_from(sorted(POLICIES)),
     )
     def build(
@@ -102,7 +102,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         pooled: bool,
         host_chunks: int,
         device_chunks: int,
-        late: bool,
+        portion: int,
         policy: str,
     ) -> None:
         groups = [
@@ -119,16 +119,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.slots.device,
             host_blocks=self.host_blocks,
             policy=policy,
-            ready_blocks=0 if late else None,
+            ready_blocks=0 if portion else None,
             offload=mode,
             ranks=ranks,
             max_step_tokens=3 * GRID,
             link_bytes_per_second=1e12,
             log_boundaries=True,
         )
-        self.begin_with_nothing(ranks)
+        self.begin_with_nothing(ranks, portion)
 
-    def begin_with_nothing(self, ranks: int) -> None:
+    def begin_with_nothing(self, ranks: int, portion: int) -> None:
+        """Each report of a rank brings so many blocks more; 0: all are there."""
+        self.portion = portion or self.host_blocks
+        self.prepared = [0] * ranks
         self.listener = Listener()
         self.ranks = range(ranks)
         self.device: list[dict[int, Any]] = [{} for _ in self.ranks]
@@ -434,7 +437,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if half:
             mine = {id: ok for id, ok in mine.items() if id % 2}
         done = frozenset(id for id, ok in mine.items() if ok)
-        report = RankReport(rank, done, frozenset(mine) - done, self.host_blocks)
+        self.prepared[rank] = min(self.host_blocks, self.prepared[rank] + self.portion)
+        report = RankReport(rank, done, frozenset(mine) - done, self.prepared[rank])
         if not lost:
             self.told.append(report)
             self.hear(report)

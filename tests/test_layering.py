@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "device": {"block_pool", "errors", "hashing", "request"},
     "transfers": {"block_pool", "plan"},
     "stores": {"block_pool", "coordinator", "device", "errors", "hashing", "plan", "request", "transfers"},
-    "offload": {"block_pool", "device", "hashing", "lineage", "request", "stores", "transfers"},
+    "postponed": {"block_pool"},
+    "offload": {"block_pool", "device", "hashing", "lineage", "postponed", "request", "stores", "transfers"},
     "prefix_cache": {
         "break_even",
         *("block_pool", "boundary_log", "coordinator", "device", "errors", "offload"),

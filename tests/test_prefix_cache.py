@@ -171,6 +171,23 @@ def test_a_load_whose_source_is_gone_fails_like_any_other():
     assert engine.host == {"a", "ab"}  # what is still there is as good as before
 
 
+def test_sources_that_are_gone_are_no_copies_that_fail():
+    """However many in a row: the cache goes on."""
+    engine = on_host_only("abc")
+    for number in range(FAILURES_IN_A_ROW):
+        prompt = f"{number}bc"
+        engine.serves(prompt)
+        engine.cache.pool.withdraw(engine.cache.pool.find(prompt.encode()))
+        engine.cache.admit(Request("r", chain(prompt), 13), 0, 3 * GRID)
+        blocks = engine.gpu.allocate(3)
+        id = engine.cache.load("r", 3 * GRID, [blocks], 0.0)
+        assert [transfer.failed for transfer in engine.steps().transfers] == [True]
+        engine.reports(failed=[id])
+        engine.gpu.abort(blocks)
+        engine.cache.finished("r", 0)
+    assert not engine.cache.is_off and engine.asks("abc") == Hit(3 * GRID)
+
+
 def test_the_source_of_a_load_stays_until_the_copy_has_ended():
     """S7.2"""
     engine = on_host_only("abc", host=3)
@@ -295,6 +312,15 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
     assert engine.asks("abc") == Miss()
     engine.cache.prefilled(1_000_000_000, 1.0)  # computes faster than the link brings it
     assert engine.cache.min_load_tokens > 1 << 60
+
+
+def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
+    engine = on_host_only("abc", min_load_tokens=None, ranks=2)
+    engine.cache.prefilled(10_000, 1.0)
+    engine.cache.report(RankReport(0, load_bytes_per_second=2e9))
+    assert engine.cache.min_load_tokens == 0  # nobody knows of the other
+    engine.cache.report(RankReport(1, load_bytes_per_second=5e5))
+    assert engine.cache.min_load_tokens == least_tokens(25, 5e5, 10_000) > least_tokens(25, 2e9, 10_000)
 
 
 def test_stores_wait_for_a_load_to_go_out_and_not_longer():
@@ -723,10 +749,39 @@ def test_what_is_left_behind_before_the_host_is_ready_is_stored_as_it_becomes_so
     getattr(engine, ending)("r")
     assert engine.copies() == ["a"] and engine.copies() == []
     engine.cache.report(RankReport(0, ready_blocks=2))
-    assert engine.copies() == ["ab"] and engine.copies() == []
-    engine.cache.report(RankReport(0, ready_blocks=8))
+    assert engine.copies() == [], "two are missing"
+    engine.cache.report(RankReport(0, ready_blocks=3))
     assert engine.copies() == ["abc"] and engine.copies() == []
     assert engine.is_at_rest()
+
+
+def test_nothing_is_evicted_for_what_is_tried_again_before_the_host_is_whole():
+    engine = Engine("eager", host=9, ready_blocks=2)
+    engine.serves("abc")
+    engine.serves("xyz")
+    assert engine.host == {"x", "xy"}, "of each there was room for two"
+    for ready, host in ((4, {"x", "xy"}), (5, {"x", "xy", "a", "ab", "abc"})):
+        engine.cache.report(RankReport(0, ready_blocks=ready))
+        engine.copies()
+        assert engine.host == host
+    engine.cache.report(RankReport(0, ready_blocks=9))
+    engine.copies()
+    assert engine.host == {"x", "xy", "xyz", "a", "ab", "abc"}
+
+
+def test_no_more_waits_for_room_than_the_device_can_have():
+    """A rank that cannot prepare all of its region never makes the host whole."""
+    for mode in ("eager", "lazy"):
+        engine = Engine(mode, device=8, host=8, ready_blocks=0)
+        for number in range(50):
+            id = f"{number:02}"
+            engine.starts(id, "".join(chr(0x4E00 + 3 * number + at) for at in range(3)))
+            engine.computes(id)
+            engine.preempts(id)
+            engine.copies()
+        offload = engine.cache._offload
+        waiting = (offload if mode == "eager" else offload._eager)._postponed
+        assert 0 < len(waiting) <= 8 // 3
 
 
 def test_what_has_left_the_device_or_is_from_before_a_reset_is_not_stored_as_the_host_becomes_ready():

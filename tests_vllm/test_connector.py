@@ -207,6 +207,16 @@ def test_a_load_that_fails_is_computed_and_not_tried_again(start):  # S7.24
     engine.check_nothing_leaked()
 
 
+def test_whose_load_has_failed_is_forgotten_when_the_request_ends(start):
+    """The next request of that name loads."""
+    engine = start(offload="eager")
+    engine.run(PROMPT)
+    flood(engine)
+    engine.ranks[0].failure_rate = 1.0
+    engine.run(PROMPT)
+    assert engine.half._has_failed == set()
+
+
 def test_one_rank_that_fails_fails_the_load(start):
     engine = start(offload="eager", ranks=3, slowest=4)
     said = engine.run(PROMPT)

@@ -14,7 +14,6 @@ default, the device keeps windows and states at the last boundary of each prompt
 
 import pytest
 
-from connector.vllm import device
 from cpu_prefix_cache.hashing import checkpoint_key
 from tests_vllm.engine import (
     BLOCK,
@@ -60,15 +59,6 @@ PROMPT = list(range(30))
 
 every_model = pytest.mark.parametrize("model", MODELS)
 both_modes = pytest.mark.parametrize("offload", ["lazy", "eager"])
-
-
-SEEN_PER_BLOCK = getattr(device, "SEEN_PER_BLOCK", None)
-
-
-@pytest.fixture(autouse=True)
-def room_for_chunks(monkeypatch):
-    """As long as test_states_of_prompts_of_many_chunks_are_stored_before_they_leave fails."""
-    monkeypatch.setattr(device, "SEEN_PER_BLOCK", 64, raising=False)
 
 
 @pytest.fixture
@@ -388,8 +378,7 @@ def test_the_deepest_chunk_that_is_about_to_leave_brings_its_checkpoint(start):
     assert resumed(engine, prompt) == (0, 100)
 
 
-def test_states_of_prompts_of_many_chunks_are_stored_before_they_leave(start, monkeypatch):
-    monkeypatch.setattr(device, "SEEN_PER_BLOCK", SEEN_PER_BLOCK, raising=False)
+def test_states_of_prompts_of_many_chunks_are_stored_before_they_leave(start):
     engine = start("state", offload="lazy")
     prompts = [[1000 * length + at for at in range(30)] for length in range(1, 6)]
     for prompt in prompts:

@@ -113,8 +113,14 @@ def warnings_of(folder, caplog, monkeypatch, number):
 
 
 def test_each_tensor_parallel_group_has_a_region_of_its_own_name(tmp_path, monkeypatch):
-    names = []
-    monkeypatch.setattr(regions, "HostArena", lambda *sizes, shared_as, **options: names.append(shared_as) or Region())
+    names, made = [], []
+
+    def region(*sizes, shared_as, **options):
+        names.append(shared_as)
+        made.append(Region())
+        return made[-1]
+
+    monkeypatch.setattr(regions, "HostArena", region)
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
     monkeypatch.setattr(ranks, "agree", lambda problem: None)
     config = configure(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4)
@@ -125,11 +131,36 @@ def test_each_tensor_parallel_group_has_a_region_of_its_own_name(tmp_path, monke
                 regions.arena_of(settings, config, settings.planner, torch.device("cpu"))
     assert names[::2] == names[1::2]
     assert None not in names and len(set(names)) == 2 * 2 * 2
+    assert all(each.is_forgotten for each in made), "a name would stay in /dev/shm if the process is killed"
 
 
 class Region:
+    is_forgotten = False
+
     def forget_name(self):
-        pass
+        self.is_forgotten = True
+
+
+# What the scheduler's half is built with
+
+
+def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tmp_path):
+    cache = settings_of(vllm_config(tmp_path, cpu_bytes_to_use=64 << 20)).build(DEVICE)
+    assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
+
+
+def test_a_report_is_expected_a_step_later_where_steps_overlap(tmp_path):
+    config = vllm_config(tmp_path, cpu_bytes_to_use=64 << 20)
+    for overlap, steps in ((False, 2), (True, 3)):
+        config.scheduler_config.async_scheduling = overlap  # on CPUs vLLM turns it off itself
+        assert settings_of(config).report_steps == steps
+
+
+DEVICE = SimpleNamespace(num_chunks=BLOCKS, null_block=0)
+
+
+def settings_of(config):
+    return Settings.of(config, KVCacheConfig(BLOCKS, [], [full()]))
 
 
 @pytest.mark.parametrize("together", [[True, True], [True, False]])

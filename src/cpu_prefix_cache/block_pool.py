@@ -114,7 +114,7 @@ class BlockPool:
         self._free = FreeRuns()
         self._state = bytearray(num_blocks + 1)
         self._count = [0, 0, 0, 0]  # blocks by State; those not ready yet are in none
-        self.ready = 0
+        self._ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED chunks whose writer is not done
         self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
@@ -243,6 +243,16 @@ class BlockPool:
         first = set(useless)
         yield from (block for block in self._policy.soonest_evicted() if block not in first)
 
+    @property
+    def ready(self) -> int:
+        """Blocks that may be used for now, of `capacity`."""
+        return self._ready
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are handed out before anything is evicted."""
+        return len(self._free)
+
     def is_free(self, block: int) -> bool:
         """Whether this block waits for an owner. `state` speaks of nodes, and a block of a piece is none."""
         return block in self._free
@@ -251,7 +261,7 @@ class BlockPool:
         _, writing, cached, retired = self._count
         return PoolStatistics(
             capacity=self.capacity,
-            ready=self.ready,
+            ready=self._ready,
             free=len(self._free),
             writing=writing,
             cached=cached,
@@ -453,9 +463,9 @@ class BlockPool:
     def grow(self, ready: int) -> None:
         """Make blocks usable up to `ready`. It never shrinks."""
         ready = min(ready, self.capacity)
-        if ready > self.ready:
-            self._free.put(range(self.ready, ready))
-            self.ready = ready
+        if ready > self._ready:
+            self._free.put(range(self._ready, ready))
+            self._ready = ready
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
@@ -464,7 +474,7 @@ class BlockPool:
         self._pieces.check_valid(self._state)
         free = list(self._free)
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
-        assert len(free) + sum(self._count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
+        assert len(free) + sum(self._count[WRITING:]) == self._ready, "blocks were lost (rule 1)"
         for node, state in enumerate(self._state):
             assert (state == CACHED) == (self._forest.key[node] is not None), f"block {node} is {State(state).name}"
         used = list(self._pieces.blocks())
@@ -472,7 +482,7 @@ class BlockPool:
             if state != FREE and node not in self._pieces and self.blocks_per_chunk:
                 used += ((block, state) for block in (node, *self._rest.get(node, ())))
         everywhere = free + [block for block, _ in used]
-        assert sorted(everywhere) == list(range(self.ready)), "a block is in two places, or in none"
+        assert sorted(everywhere) == list(range(self._ready)), "a block is in two places, or in none"
         for state in (WRITING, CACHED, RETIRED):
             found = sum(each == state for _, each in used)
             assert self._count[state] == found, f"{State(state).name} blocks are miscounted"

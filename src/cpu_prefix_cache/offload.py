@@ -32,8 +32,8 @@ held up. A load that finds the link free never waits.
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
 last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
 
-While the host is still being prepared, and that comes a step late besides, there may be no room for what has room a
-moment later. So what a request leaves behind is then tried again as there is more, and lazy looks again.
+While the host is still being prepared there may be no room for what has room a moment later. So what a request leaves
+behind is tried again then (`postponed.py`), and a look that ended for want of room is repeated.
 
 In a model that needs checkpoints, a chunk is stored for the sake of a checkpoint below it: eagerly in the hope of one,
 lazily with the one that is about to leave the device (rule 9).
@@ -47,6 +47,7 @@ from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.lineage import Lineage
+from cpu_prefix_cache.postponed import Postponed
 from cpu_prefix_cache.request import CheckpointAt
 from cpu_prefix_cache.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.transfers import Place, Transfer
@@ -124,12 +125,11 @@ class Offload(Protocol):
 class Eager:
     """Stores what is confirmed, request by request, oldest first."""
 
-    def __init__(self, pool: BlockPool, stores: StorePlanner) -> None:
+    def __init__(self, pool: BlockPool, stores: StorePlanner, device_chunks: int) -> None:
         self._pool = pool
         self._stores = stores
         self._due: dict[str, Progress] = {}
-        self._refused: dict[str, Progress] = {}  # ended, and a pool that grows had no room for all of it
-        self._ready = 0  # blocks of the pool, when the first of them was tried
+        self._postponed: Postponed[Progress] = Postponed(pool, device_chunks, self._missing)
         self.work = 0
 
     @property
@@ -156,20 +156,21 @@ class Eager:
 
     preempted = ended
 
-    def store_refused(self) -> None:
-        """Store what ended when there was no room for it, if there is more by now."""
-        if self._refused and self._pool.ready > self._ready:
-            refused, self._refused = self._refused, {}
-            for progress in refused.values():
-                self._store_ended(progress)
+    def store_postponed(self) -> None:
+        """Store what ended when there was no room for it, as far as there is by now."""
+        for progress in self._postponed.that_fit():
+            self._store_ended(progress)
 
     def _store_ended(self, progress: Progress) -> None:
         refusals = self._stores.refusals
         self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
-        if self._stores.refusals > refusals and self._pool.ready < self._pool.capacity:
-            if not self._refused:
-                self._ready = self._pool.ready
-            self._refused[progress.id] = progress
+        if self._stores.refusals > refusals:
+            self._postponed.add(progress)
+
+    def _missing(self, progress: Progress) -> int:
+        """How many of its chunks the host has not, and nobody is writing."""
+        keys, stop = progress.keys, progress.confirmed
+        return stop - self._stores.covered_run(keys, self._pool.resident_run(keys, 0, stop), stop)
 
     def used(self, chunks: int) -> None:
         pass
@@ -178,7 +179,7 @@ class Eager:
         return True
 
     def plan(self, *, with_loads: bool) -> None:
-        self.store_refused()
+        self.store_postponed()
         due, self._due = self._due, {}
         for progress in due.values():
             self.work += store_confirmed(self._pool, self._stores, progress)
@@ -194,7 +195,7 @@ class Eager:
 
     def reset(self) -> None:
         self._due.clear()
-        self._refused.clear()
+        self._postponed.clear()
 
 
 def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *, ended: bool = False) -> int:
@@ -248,14 +249,14 @@ class Lazy:
         self._mark: Place | None = None
         self._end: Place | None = None  # the last one covered that was left to wait
         self._is_whole = False  # behind it there was nothing: the order was shorter than the stretch
-        self._eager = Eager(pool, stores)  # does its work for as long as
+        self._eager = Eager(pool, stores, device.num_chunks)  # does its work for as long as
         self._is_short = False  # the order is shorter than the stretch, by the last look
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: set[int] = set()  # stores of this walk that have not landed
         self._held = 0  # chunks they keep from being reused
         self._has_landed = False  # a store of this walk, since the last look
-        self._ready = 0  # blocks of the pool, at the last look
+        self._refused_at: int | None = None  # blocks that were ready when the last look ended for want of room
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
@@ -331,9 +332,9 @@ class Lazy:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
         if has_changed:
             self._settled.clear()
-        if has_changed or self._has_landed or self._pool.ready > self._ready:
+        if has_changed or self._has_landed or self._refused_at not in (None, self._pool.ready):
             self._look()
-        self._eager.store_refused()
+        self._eager.store_postponed()
         if self._is_short:
             self._eager.plan(with_loads=False)
 
@@ -375,7 +376,7 @@ class Lazy:
         self._room = (None, 0)
         self._used = 0
         self._has_landed = False
-        self._ready = self._pool.ready
+        self._refused_at = None
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
         length = horizon - self._held
@@ -389,8 +390,10 @@ class Lazy:
             if key is None or key not in missing:
                 continue  # it went with one that waits before it
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
+            refusals = self._stores.refusals
             is_settled, transfer = self._cover(place, key, before)
             if not is_settled:
+                self._refused_at = self._pool.ready if self._stores.refusals > refusals else None
                 self._mark = _first_left(stretch[:at], taken) or place
                 self._end = _first_left(reversed(stretch[:at]), taken)
                 return

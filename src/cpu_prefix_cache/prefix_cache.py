@@ -215,7 +215,7 @@ class CPUPrefixCache:
             in_flight = max(1, lazy_bytes_in_flight // max(1, planner.chunk_bytes))
         self._offload: Offload
         if offload == "eager":
-            self._offload = Eager(self.pool, self._stores)
+            self._offload = Eager(self.pool, self._stores, device.num_chunks)
         else:
             self._offload = Lazy(
                 self.pool,
