@@ -110,7 +110,9 @@ class Offload(Protocol):
         """Plan the stores of this step, in which loads go out too or not."""
 
     def catch_up(self) -> None:
-        """The step's plan has gone out: time for what was put off for its sake, to go out with the next."""
+        """The step's plan has gone out: time for what was put off for its sake, or found no room while the host was
+        being prepared, to go out with the next.
+        """
 
     def landed(self, transfer: Transfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
@@ -156,11 +158,6 @@ class Eager:
 
     preempted = ended
 
-    def store_postponed(self) -> None:
-        """Store what ended when there was no room for it, as far as there is by now."""
-        for progress in self._postponed.that_fit():
-            self._store_ended(progress)
-
     def _store_ended(self, progress: Progress) -> None:
         refusals = self._stores.refusals
         self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
@@ -179,13 +176,13 @@ class Eager:
         return True
 
     def plan(self, *, with_loads: bool) -> None:
-        self.store_postponed()
         due, self._due = self._due, {}
         for progress in due.values():
             self.work += store_confirmed(self._pool, self._stores, progress)
 
     def catch_up(self) -> None:
-        pass
+        for progress in self._postponed.that_fit():
+            self._store_ended(progress)
 
     def landed(self, transfer: Transfer) -> None:
         pass
@@ -324,6 +321,7 @@ class Lazy:
         if not self._is_swept:
             self._lineage.sweep()
         self._is_swept = True
+        self._eager.catch_up()
         if self._is_put_off:
             self._is_put_off = False
             self._plan()
@@ -334,7 +332,6 @@ class Lazy:
             self._settled.clear()
         if has_changed or self._has_landed or self._refused_at not in (None, self._pool.ready):
             self._look()
-        self._eager.store_postponed()
         if self._is_short:
             self._eager.plan(with_loads=False)
 

@@ -397,7 +397,7 @@ class CPUPrefixCache:
 
     def catch_up(self) -> None:
         """The step's plan has gone out to the ranks: time for what would have held it up. That is to forget what has
-        left the device, and after a step with loads to plan stores.
+        left the device, after a step with loads to plan stores, and those that a growing host had no room for.
 
         `report` does so too. If neither comes before the next step, that does.
         """
