@@ -82,6 +82,18 @@ def test_what_a_request_decoded_comes_back_too(start):  # S7.11
     assert engine.cache.statistics().chunks_loaded == (len(said) - 1) // BLOCK
 
 
+def test_the_first_prompt_after_a_pause_in_which_the_host_became_ready_is_stored(tmp_path):
+    """The scheduler hears of it only in the step in which the prompt is computed, and ends."""
+    engine = Engine(tmp_path, host_blocks=1000, slowest=1, offload="eager")
+    engine.ranks[0].ready = 1000
+    assert engine.cache.pool.ready == 0
+    engine.run(PROMPT, max_tokens=1)
+    flood(engine)
+    engine.run(PROMPT)
+    assert engine.cache.statistics().chunks_loaded == 7
+    engine.check_nothing_leaked()
+
+
 def test_two_with_one_prefix_load_it_once(start):  # S7.26
     engine = start(offload="eager", slowest=3)
     engine.run(PROMPT)
