@@ -87,6 +87,7 @@ PIN_SECONDS_PER_GIB = 0.25  # with others that pin at the same time
 PAUSE_SECONDS = 0.2  # more than any engine needs to store what one prompt has pushed out
 SWEEP = 32_768  # tokens of a prompt that pushes others out
 TAIL = 32
+FEW = 4  # prompts at a time, in `idle` and `stores`
 LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
 
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
@@ -285,8 +286,8 @@ def alternating(running: Sequence[Engine], args: argparse.Namespace, num_prompts
 
 
 def idle(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """4 prompts of 1,024 tokens at a time. The device fills up all the same, so this comes first."""
-    yield from alternating(running, args, num_prompts=4)
+    """FEW prompts of 1,024 tokens at a time. The device fills up all the same, so this comes first."""
+    yield from alternating(running, args, FEW)
 
 
 def stores(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -294,7 +295,7 @@ def stores(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
     for engine in [engine for engine in running if engine.name == "ours-eager"]:
         taken: dict[bool, list[dict[str, list[float]]]] = {False: [], True: []}
         for stored in [False, True] * args.repeats:
-            taken[stored].append(cold(engine, 4, cpu_prefix_cache_store=stored))
+            taken[stored].append(cold(engine, FEW, cpu_prefix_cache_store=stored))
         for stored, each in taken.items():
             yield dict(engine=engine.name, stored=stored, **medians(each))
 
@@ -302,17 +303,10 @@ def stores(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
 def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for engine in running:
         engine.sweep(args.device_blocks * 16)
-    yield from alternating(running, args, num_prompts=64)
+    yield from alternating(running, args, 64)
 
 
-PARTS = {
-    "idle": idle,
-    "stores": stores,
-    "ttft": ttft,
-    "together": together,
-    "rounds": rounds,
-    "full": full,
-}  # in this order
+PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, full)}  # in this order
 
 
 def main() -> None:

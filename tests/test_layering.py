@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "device": {"block_pool", "errors", "hashing", "request"},
     "transfers": {"block_pool", "plan"},
     "stores": {"block_pool", "coordinator", "device", "errors", "hashing", "plan", "request", "transfers"},
-    "postponed": {"block_pool"},
+    "postponed": {"block_pool", "request"},
     "offload": {"block_pool", "device", "hashing", "lineage", "postponed", "request", "stores", "transfers"},
     "prefix_cache": {
         "break_even",

@@ -18,7 +18,7 @@ class Story:
     def __init__(self, most_chunks: int = 100) -> None:
         self.pool = BlockPool(10, ready=0)
         self.asked = 0
-        self.postponed: Postponed[Left] = Postponed(self.pool, most_chunks, self.missing)
+        self.postponed = Postponed(self.pool, most_chunks, self.missing)
 
     def missing(self, request: Left) -> int:
         self.asked += 1

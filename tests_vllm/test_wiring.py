@@ -141,28 +141,6 @@ class Region:
         self.is_forgotten = True
 
 
-# What the scheduler's half is built with
-
-
-def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tmp_path):
-    cache = settings_of(vllm_config(tmp_path, cpu_bytes_to_use=64 << 20)).build(DEVICE)
-    assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
-
-
-def test_a_report_is_expected_a_step_later_where_steps_overlap(tmp_path):
-    config = vllm_config(tmp_path, cpu_bytes_to_use=64 << 20)
-    for overlap, steps in ((False, 2), (True, 3)):
-        config.scheduler_config.async_scheduling = overlap  # on CPUs vLLM turns it off itself
-        assert settings_of(config).report_steps == steps
-
-
-DEVICE = SimpleNamespace(num_chunks=BLOCKS, null_block=0)
-
-
-def settings_of(config):
-    return Settings.of(config, KVCacheConfig(BLOCKS, [], [full()]))
-
-
 @pytest.mark.parametrize("together", [[True, True], [True, False]])
 def test_ranks_share_memory_only_if_none_of_them_is_elsewhere(monkeypatch, together):
     monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(cpu_group="these"))
@@ -210,6 +188,19 @@ def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode)
 
 
 # What reaches the cache and the worker
+
+
+def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tmp_path):
+    settings = Settings.of(configure(tmp_path), one_group(BLOCKS))
+    cache = settings.build(SimpleNamespace(num_chunks=BLOCKS, null_block=0))
+    assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
+
+
+def test_a_report_is_expected_a_step_later_where_steps_overlap(tmp_path):
+    config = configure(tmp_path)
+    for overlap, steps in ((False, 2), (True, 3)):
+        config.scheduler_config.async_scheduling = overlap  # on CPUs vLLM turns it off itself
+        assert Settings.of(config, one_group(BLOCKS)).report_steps == steps
 
 
 def drafting(method: str) -> SpeculativeConfig:

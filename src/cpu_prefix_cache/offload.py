@@ -41,36 +41,16 @@ lazily with the one that is about to leave the device (rule 9).
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice, takewhile
-from typing import Any, Protocol
+from typing import Protocol
 
 from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.lineage import Lineage
 from cpu_prefix_cache.postponed import Postponed
-from cpu_prefix_cache.request import CheckpointAt
+from cpu_prefix_cache.request import CheckpointAt, Progress
 from cpu_prefix_cache.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.transfers import Place, Transfer
-
-
-class Progress(Protocol):
-    """What a running request has computed for certain. `confirmed` counts chunks."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def keys(self) -> Sequence[bytes]: ...
-
-    @property
-    def confirmed(self) -> int: ...
-
-    @property
-    def touch(self) -> Any: ...
-
-    @property
-    def checkpoints(self) -> Sequence[CheckpointAt]:
-        """Those of this request that the device had when they were confirmed."""
 
 
 class Offload(Protocol):
@@ -131,7 +111,7 @@ class Eager:
         self._pool = pool
         self._stores = stores
         self._due: dict[str, Progress] = {}
-        self._postponed: Postponed[Progress] = Postponed(pool, device_chunks, self._missing)
+        self._postponed = Postponed(pool, device_chunks, self._missing)
         self.work = 0
 
     @property
@@ -166,8 +146,7 @@ class Eager:
 
     def _missing(self, progress: Progress) -> int:
         """How many of its chunks the host has not, and nobody is writing."""
-        keys, stop = progress.keys, progress.confirmed
-        return stop - self._stores.covered_run(keys, self._pool.resident_run(keys, 0, stop), stop)
+        return progress.confirmed - self._stores.covered_run(progress.keys, 0, progress.confirmed)
 
     def used(self, chunks: int) -> None:
         pass
@@ -310,21 +289,24 @@ class Lazy:
         return 1 + sum(1 for _ in takewhile(self._end.__ne__, order))
 
     def plan(self, *, with_loads: bool) -> None:
-        if not self._is_swept:
-            self._lineage.sweep()
+        self._sweep()
         self._is_swept = False
         self._is_put_off = with_loads and not self._is_put_off
         if not self._is_put_off:
             self._plan()
 
     def catch_up(self) -> None:
-        if not self._is_swept:
-            self._lineage.sweep()
-        self._is_swept = True
+        self._sweep()
         self._eager.catch_up()
         if self._is_put_off:
             self._is_put_off = False
             self._plan()
+
+    def _sweep(self) -> None:
+        """Once a step, whoever asks first."""
+        if not self._is_swept:
+            self._lineage.sweep()
+            self._is_swept = True
 
     def _plan(self) -> None:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
@@ -387,10 +369,8 @@ class Lazy:
             if key is None or key not in missing:
                 continue  # it went with one that waits before it
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
-            refusals = self._stores.refusals
             is_settled, transfer = self._cover(place, key, before)
             if not is_settled:
-                self._refused_at = self._pool.ready if self._stores.refusals > refusals else None
                 self._mark = _first_left(stretch[:at], taken) or place
                 self._end = _first_left(reversed(stretch[:at]), taken)
                 return
@@ -430,6 +410,8 @@ class Lazy:
         if stop is Stop.DECLINED:
             self._settled.add(key)
             self._lineage.unwanted(key)
+        if stop is Stop.POOL_FULL:
+            self._refused_at = self._pool.ready
         return stop in (Stop.NOT_ON_DEVICE, Stop.TOO_LARGE, Stop.DECLINED)
 
     def _missing_chain(self, key: bytes) -> Chain | None:

@@ -12,41 +12,28 @@ older has left it.
 """
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
 from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.request import Progress
 
 
-class Ended(Protocol):
-    """A request that ended or was preempted. `confirmed` counts its chunks that hold computed tokens."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def confirmed(self) -> int: ...
-
-
-E = TypeVar("E", bound=Ended)
-
-
-class Postponed(Generic[E]):
-    """Requests of `most_chunks` chunks together at most, for a pool that grows. `missing` counts the chunks of one that
-    the pool lacks.
+class Postponed:
+    """Requests that ended or were preempted, for a pool that grows: of `most_chunks` chunks together at most. `missing`
+    counts the chunks of one that the pool lacks.
     """
 
-    def __init__(self, pool: BlockPool, most_chunks: int, missing: Callable[[E], int]) -> None:
+    def __init__(self, pool: BlockPool, most_chunks: int, missing: Callable[[Progress], int]) -> None:
         self._pool = pool
         self._most_chunks = most_chunks
         self._missing = missing
-        self._waiting: dict[str, E] = {}
+        self._waiting: dict[str, Progress] = {}
         self._chunks = 0
         self._tried_at = 0  # blocks that were ready then
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: E) -> None:
+    def add(self, request: Progress) -> None:
         if self._pool.ready == self._pool.capacity:
             return
         self._remove(request.id)
@@ -55,7 +42,7 @@ class Postponed(Generic[E]):
         while self._chunks > self._most_chunks:
             self._remove(next(iter(self._waiting)))
 
-    def that_fit(self) -> list[E]:
+    def that_fit(self) -> list[Progress]:
         """Those to be tried now, which wait no more."""
         if not self._waiting or self._pool.ready == self._tried_at:
             return []

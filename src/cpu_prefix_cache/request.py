@@ -1,8 +1,8 @@
-"""A request as the cache sees it, a checkpoint of it, and the answers it can get."""
+"""A request as the cache sees it, a checkpoint of it, how far it is, and the answers it can get."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,26 @@ class CheckpointAt(NamedTuple):
 
     depth: int
     tail: tuple[bytes, ...]
+
+
+class Progress(Protocol):
+    """What a running request has computed for certain. `confirmed` counts chunks."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def keys(self) -> Sequence[bytes]: ...
+
+    @property
+    def confirmed(self) -> int: ...
+
+    @property
+    def touch(self) -> Any: ...
+
+    @property
+    def checkpoints(self) -> Sequence[CheckpointAt]:
+        """Those of this request that the device had when they were confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
