@@ -69,6 +69,9 @@ class CountingDevice:
     def are_waiting(self, blocks):
         return [False for _ in blocks]
 
+    def has_waiting(self, blocks):
+        return False
+
     def hold(self, blocks):
         return blocks
 

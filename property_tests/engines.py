@@ -190,6 +190,10 @@ class QueueSlots:
         self.calls += 1
         return [(block - 1) // self.width in self.queue for block in blocks]
 
+    def has_waiting(self, blocks: int) -> bool:
+        self.calls += 1
+        return len(self.queue) * self.width >= blocks
+
     def hold(self, blocks: Sequence[int]) -> list[int]:
         self.calls += 1
         assert self.null_block not in blocks

@@ -1,5 +1,6 @@
 """Lazy offload keeps its promise: what the device evicts next has been saved (S7.47, O8.29)."""
 
+from itertools import chain as concatenated
 from itertools import islice
 from typing import Any
 
@@ -98,6 +99,44 @@ def test_nothing_is_lost_if_no_step_takes_more_than_is_covered(width: int, slots
             assert engine.cache.pool.find(key) is not None, f"{key!r} is lost"
         known |= {key for _, request, _ in engine.running for key in request.keys}
     assert engine.cache.statistics().lost_before_store == 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=12),
+    step_chunks=st.integers(1, 4),
+    report_steps=st.integers(1, 4),
+)
+def test_nothing_is_lost_of_prompts_longer_than_a_step(lengths: list[int], step_chunks: int, report_steps: int) -> None:
+    """Computed a step at a time, one after the other without a break, and heard of as late as the cache was told.
+
+    Of a device with room for three of them, and twice for what those steps allocate.
+    """
+    slots = QueueSlots(3 * max(lengths) + 2 * (1 + report_steps) * step_chunks)
+    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=8)
+    planner = HybridChunkPlanner([attention], max_model_len=400)
+    sizes = {"max_step_tokens": 4 * step_chunks, "report_steps": report_steps}
+    cache = CPUPrefixCache(planner, slots, host_blocks=1_000, **sizes)
+    planned: list[list[int]] = []
+    known: set[bytes] = set()
+    for prompt, length in enumerate(lengths):
+        keys = [b"%d/%d" % (prompt, at) for at in range(length)]
+        cache.admit(Request(str(prompt), keys, 4 * length + 1), 0)
+        holdings = []
+        for start in range(0, length, step_chunks):
+            portion = keys[start : start + step_chunks]
+            holding = slots.take([], 0, len(portion))
+            assert holding is not None, "what is held leaves too little"
+            for key in known - slots.places.keys():
+                assert cache.pool.find(key) is not None, f"{key!r} is lost"
+            cache.report(RankReport(0, frozenset(concatenated.from_iterable(planned[: 1 - report_steps or None]))))
+            cache.computed(str(prompt), 4 * start)
+            planned.append([transfer.id for transfer in cache.step().transfers])
+            slots.publish(holding, portion, len(portion))
+            holdings.append(holding)
+        cache.finished(str(prompt), 4 * length)
+        for holding in reversed(holdings):
+            slots.let_go(holding)
+        known.update(keys)
 
 
 @given(slots=st.integers(8, 40), step_chunks=st.integers(1, 4), story=STORY)

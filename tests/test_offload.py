@@ -6,6 +6,7 @@ import pytest
 
 from cpu_prefix_cache import (
     POLICIES,
+    BlockPool,
     CPUPrefixCache,
     Group,
     GroupKind,
@@ -120,10 +121,10 @@ def test_lazy_leaves_alone_what_the_device_keeps():
     """Blocks that hold nothing are handed out first: as long as there are enough of them, nothing is stored."""
     engine = Engine("lazy", device=16, max_step_tokens=2 * GRID)
     engine.serves("abc")
-    for prompt in "klmnopqrs":
+    for prompt in "klmnopq":
         engine.serves(prompt)
     assert engine.host == set()
-    engine.serves("t")  # three empty blocks are left, and the stretch is four long
+    engine.serves("t")  # five empty blocks are left, and the stretch is six long
     assert engine.host >= {"a", "ab", "abc"}
     assert "t" not in engine.host
 
@@ -397,7 +398,8 @@ def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
     """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
     device = QueueSlots(10)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=2 * GRID)
+    sizes = {"max_step_tokens": 2 * GRID, "lazy_bytes_in_flight": 2 * ATTENTION.block_bytes}
+    cache = CPUPrefixCache(planner, device, host_blocks=20, **sizes)
     for prompt in ("ab", "xyz", "klmno"):
         runs_and_ends(device, cache, prompt)
     before = list(device.soonest_evicted(None))
@@ -475,6 +477,45 @@ def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_
         cache.report(RankReport(0, frozenset(done)))
     waiting = [key for _, key in device.soonest_evicted(None)]
     assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
+
+
+@pytest.mark.parametrize(("slots", "stored"), [(13, 8), (12, 6)])
+def test_a_prompt_is_stored_whole_where_the_device_has_another_stretch_to_hand_out(slots, stored):
+    """Its end leaves first and is stored last: in portions it would be gone before its turn came."""
+    device = QueueSlots(slots)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
+    runs_and_ends(device, cache, "abcdefgh")
+    device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
+    (transfer,) = cache.step().transfers
+    assert len(transfer.copies[0].device_blocks) == stored
+
+
+def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
+    pool = BlockPool(4)
+    device = PooledDevice(pool)
+    assert device.has_waiting(4) and not device.has_waiting(5)
+    nodes = pool.allocate(2)
+    assert device.has_waiting(2) and not device.has_waiting(3)
+    pool.commit(nodes, [b"a", b"ab"], pool.root, pool.touch(None))
+    assert device.has_waiting(4)
+    device.hold(device.find(b"a"))
+    assert device.has_waiting(3) and not device.has_waiting(4)
+
+
+def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
+    """Most of it stood behind the stretch, which goes on being looked at."""
+    device = QueueSlots(20)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
+    for prompt in ("abcdefgh", "klm"):
+        runs_and_ends(device, cache, prompt)
+    device.let_go(device.take([], 0, 5))  # four others wait before the first, five behind the second
+    stored = []
+    for _ in range(2):
+        stored += [len(transfer.copies[0].device_blocks) for transfer in cache.step().transfers]
+        device.take([], 0, 4)
+    assert stored == [8, 3]
 
 
 def test_while_stores_are_on_their_way_and_nothing_is_handed_out_the_order_is_looked_at_once():

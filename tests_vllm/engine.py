@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ HEADS = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32
 ATTENTION = FullAttentionSpec(**HEADS)
 NULL = 0  # vLLM's block that stands for no block
 POISON, ZERO, TORN = "poison", "zero", "torn"
-AT_ONCE, NEVER = "at once", "never"
+AT_ONCE, NEVER = 0, inf
 
 LOADING, RUNNING = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING
 
@@ -115,7 +116,6 @@ def vllm_config(
     *,
     step_tokens: int = 48,
     max_requests: int = 8,
-    asynchronous: bool = False,
     connector: str = "CPUPrefixCacheConnector",
     module: str = "connector.vllm",
     **extra: object,
@@ -135,7 +135,6 @@ def vllm_config(
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=asynchronous,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
@@ -403,6 +402,7 @@ class Copy:
         self.is_early = is_early
         self.fails = fails
         self.steps_left = steps_left
+        self.steps = 0
         self.cancelled = False
         self.is_store = plan.direction is Direction.STORE
         on_host = {("host", block) for copy in plan.copies for block in copy.host_blocks}
@@ -422,7 +422,8 @@ class FakeRank:
     pieces: Sequence[object]  # the planner's
     host: dict[int, object]
     sharers: int = 1
-    pace: str | None = None  # AT_ONCE or NEVER: when copies end; else when their time has come
+    pace: float | None = None  # so many steps after their own copies end, or NEVER; None: when their time has come
+    lost_reports: float = 0.1
     ready: int = 0
     computes: bool = False  # the step under way
     device: Device = field(default_factory=dict)
@@ -463,7 +464,8 @@ class FakeRank:
         received, failed = set(), set()
         for id, copy in list(self.copies.items()):
             copy.steps_left -= 1
-            if self.pace is NEVER or (copy.steps_left >= 0 and self.pace is not AT_ONCE):
+            copy.steps += 1
+            if copy.steps_left >= 0 if self.pace is None else copy.steps <= self.pace:
                 continue
             del self.copies[id]
             assert self._read(copy.plan) == copy.sources, "a source has changed while it was copied"  # S7.1, S7.2
@@ -479,7 +481,7 @@ class FakeRank:
         self.ready = min(self.host_blocks, self.ready + 16)
         report = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), self.ready)
         # vLLM delivers both or neither: without its request ids a report may still come late.
-        lost = not received and self.computes and self.random.random() < 0.1
+        lost = not received and self.computes and self.random.random() < self.lost_reports
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
@@ -567,7 +569,8 @@ class Engine:
         caches = one_group(device_blocks)
         if groups is not None:
             caches = KVCacheConfig(device_blocks, [], list(groups), retention)
-        config = vllm_config(folder, asynchronous=asynchronous, offload=offload, **options)
+        config = vllm_config(folder, offload=offload, **options)
+        config.scheduler_config.async_scheduling = asynchronous  # on CPUs vLLM turns it off itself
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
         config.cache_config.num_gpu_blocks = device_blocks

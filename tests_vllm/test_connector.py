@@ -148,6 +148,25 @@ def test_steps_that_compute_are_told_from_those_that_only_copy(start, asynchrono
 # Storing
 
 
+@pytest.mark.parametrize(("asynchronous", "seen_after"), [(False, 1), (True, 2)], ids=["in turn", "overlapping"])
+def test_lazy_loses_nothing_of_long_prompts_that_come_without_a_break(start, asynchronous, seen_after):
+    """Copies take as long as the step they go out with. A worker looks at them as soon as a step is launched: where
+    steps overlap, the next is launched before the copies have begun."""
+    engine = start(device_blocks=240, host_blocks=2000, step_tokens=24, asynchronous=asynchronous)
+    (rank,) = engine.ranks
+    rank.pace, rank.lost_reports = seen_after, 0.0
+    prompts = [[first, *range(200 + 4 * (first % 9))] for first in range(900, 930)]  # of nine or ten steps
+    for prompt in prompts:
+        engine.submit(prompt, max_tokens=1)
+        while engine.scheduler.requests:
+            engine.step()
+    stored = [[engine.cache.pool.find(key) is not None for key in engine.keys(prompt)] for prompt in prompts]
+    on_device = [[engine.device.find(key) is not None for key in engine.keys(prompt)] for prompt in prompts]
+    assert engine.cache.statistics().lost_before_store == 0
+    assert all(any(both) for each in zip(stored, on_device, strict=True) for both in zip(*each, strict=True))
+    assert all(map(all, stored[:20])) and not any(map(any, on_device[:20]))
+
+
 def test_what_one_step_computes_goes_out_with_the_next(start):  # S7.9
     engine = start(offload="eager")
     engine.submit(list(range(100)), max_tokens=1)

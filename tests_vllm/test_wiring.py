@@ -196,9 +196,9 @@ def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tm
     assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
 
 
-def test_a_report_is_expected_a_step_later_where_steps_overlap(tmp_path):
+def test_a_report_is_expected_two_steps_later_where_steps_overlap(tmp_path):
     config = configure(tmp_path)
-    for overlap, steps in ((False, 2), (True, 3)):
+    for overlap, steps in ((False, 2), (True, 4)):
         config.scheduler_config.async_scheduling = overlap  # on CPUs vLLM turns it off itself
         assert Settings.of(config, one_group(BLOCKS)).report_steps == steps
 

@@ -55,6 +55,9 @@ class Device(Protocol):
     def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
         """Of each of these blocks, which were found this moment, whether it waits to be handed out."""
 
+    def has_waiting(self, blocks: int) -> bool:
+        """Whether at least so many blocks wait to be handed out."""
+
     def hold(self, blocks: Sequence[int]) -> Any:
         """Keep `blocks` from being reused, with a reference of the engine's own. Given back to one of the releases."""
 
@@ -110,6 +113,9 @@ class PooledDevice:
 
     def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
         return [not self._pool.is_pinned(block) for block in blocks]
+
+    def has_waiting(self, blocks: int) -> bool:
+        return self._pool.available(blocks) == blocks
 
     def hold(self, blocks: Sequence[int]) -> Pin:
         return self._pool.pin(*blocks)

@@ -18,6 +18,10 @@ least half of the stretch is covered, which is what one step can allocate. Where
 what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
 step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
 
+Of a prompt the deepest chunk is evicted first and stored last. In portions, one heard of before the next goes out, its
+end would be gone before its turn came. So what a chunk needs is stored whole, however much that is, where the device
+can spare it: where a whole stretch waits besides.
+
 A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
 
@@ -198,8 +202,11 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *
 
 
 class Lazy:
-    """Keeps the soonest evicted `horizon()` blocks of the device covered, at most `chunks_in_flight()` on their way.
-    Both are asked at each look."""
+    """Keeps the soonest evicted `horizon()` blocks of the device covered.
+
+    Begins no store while `chunks_in_flight()` are on their way, and never has more than `most_in_flight`. The first two
+    are asked at each look.
+    """
 
     def __init__(
         self,
@@ -209,6 +216,7 @@ class Lazy:
         *,
         horizon: Callable[[], int],
         chunks_in_flight: Callable[[], int],
+        most_in_flight: int,
     ) -> None:
         self._pool = pool
         self._stores = stores
@@ -216,6 +224,7 @@ class Lazy:
         self._horizon = horizon
         self._quarter = 1  # of the stretch, as it was at the last look
         self._chunks_in_flight = chunks_in_flight
+        self._most_in_flight = most_in_flight
         self._lineage = Lineage(
             lambda keys: [found is not None for found in device.find_all(keys)],
             lambda key: pool.find(key) is not None,
@@ -229,8 +238,10 @@ class Lazy:
         self._is_short = False  # the order is shorter than the stretch, by the last look
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
-        self._walking: set[int] = set()  # stores of this walk that have not landed
-        self._held = 0  # chunks they keep from being reused
+        self._walking: dict[int, int] = {}  # stores of this walk that have not landed: chunks of the stretch in each
+        self._held = (
+            0  # chunks they keep from being reused, with ancestors that stood behind the stretch or were in use
+        )
         self._has_landed = False  # a store of this walk, since the last look
         self._refused_at: int | None = None  # blocks that were ready when the last look ended for want of room
         self._is_put_off = False  # the last step did not look, for the sake of a load
@@ -319,7 +330,7 @@ class Lazy:
 
     def landed(self, transfer: Transfer) -> None:
         if transfer.id in self._walking:
-            self._walking.remove(transfer.id)
+            del self._walking[transfer.id]
             self._held -= len(transfer.keys)
             self._has_landed = True  # what it held waits in front of the mark now, or made the last look stop
 
@@ -358,7 +369,7 @@ class Lazy:
         self._refused_at = None
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
-        length = horizon - self._held
+        length = horizon - sum(self._walking.values())
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
         self._is_short = len(stretch) < length
         self._work += len(stretch)
@@ -370,13 +381,14 @@ class Lazy:
                 continue  # it went with one that waits before it
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
             is_settled, transfer = self._cover(place, key, before)
+            if transfer is not None:
+                taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
+                self._walking[transfer.id] = len(missing.intersection(transfer.keys))
+                missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
             if not is_settled:
                 self._mark = _first_left(stretch[:at], taken) or place
                 self._end = _first_left(reversed(stretch[:at]), taken)
                 return
-            if transfer is not None:
-                taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
-                missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
         quarter = stretch[: self._quarter]
         self._mark = _first_left(reversed(quarter), taken) or _first_left(stretch[len(quarter) :], taken)
         self._end = _first_left(reversed(stretch), taken)
@@ -388,19 +400,22 @@ class Lazy:
 
         `before` is the block that it waits behind.
         """
-        budget = self._chunks_in_flight() - self._held
-        if budget <= 0:
+        budget, horizon = self._chunks_in_flight() - self._held, self._horizon()
+        if budget <= 0 and not self._device.has_waiting(horizon + 1):
             return False, None  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
         if chain is None:
             return True, None
+        if self._stores.leaves_waiting(chain, horizon):
+            budget = max(budget, self._most_in_flight - self._held)
+        if budget <= 0:
+            return False, None
         if len(chain) > budget and (stop := self._stores.obstacle(chain)) is not None:
             return self._is_settled(key, stop), None  # a part of it would be of no use
         touch = self._pool.touch(None)
         behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
         decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)
         if decision.transfer is not None:
-            self._walking.add(decision.transfer.id)
             self._held += decision.planned
         is_settled = decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
         return is_settled, decision.transfer

@@ -105,16 +105,16 @@ class CPUPrefixCache:
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
     `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
     engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
-    ends at once is reported `report_steps` steps after its own. With `asks_in_decode` false, and where no checkpoints
+    ends with its step is reported `report_steps` steps after it. With `asks_in_decode` false, and where no checkpoints
     are needed, a decoding request is not asked for its progress before its end. (What it computes cannot be evicted
     before, so that nothing is lost by it.)
 
-    Lazy stores of what waits hold at most `lazy_bytes_in_flight` on the device (default and upper bound: what so many
-    steps can allocate), and look ahead over the `lazy_horizon` chunks the device evicts next (default: what so many
-    steps and one more can allocate, at most half of the device; never more than all of it). An engine that allocates
-    chunks as a whole leaves `device_groups` at 0; one that allocates a block in each of so many groups as tokens come
-    says so: each request may then begin some. `device_blocks` is how many blocks of theirs a chunk takes (default: one
-    of each).
+    Lazy stores of what waits hold at most `lazy_bytes_in_flight` on the device (default: what so many steps can
+    allocate, and whole prompts where the device can spare them), and look ahead over the `lazy_horizon` chunks the
+    device evicts next (default: four thirds of what so many steps and one more can allocate, at most half of the
+    device; never more than all of it). An engine that allocates chunks as a whole leaves `device_groups` at 0; one that
+    allocates a block in each of so many groups as tokens come says so: each request may then begin some.
+    `device_blocks` is how many blocks of theirs a chunk takes (default: one of each).
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
@@ -221,10 +221,9 @@ class CPUPrefixCache:
                 self.pool,
                 self._stores,
                 device,
-                horizon=lambda: (
-                    lazy_horizon or max(1, min((1 + report_steps) * self._step_blocks(), device.num_chunks // 2))
-                ),
+                horizon=lambda: lazy_horizon or self._horizon(report_steps),
                 chunks_in_flight=lambda: min(report_steps * self._step_chunks(), in_flight),
+                most_in_flight=in_flight,
             )
         self._running: dict[str, Running] = {}
         self._steps = 0
@@ -680,6 +679,13 @@ class CPUPrefixCache:
         if not self._device_groups:
             return self._step_chunks()
         return self._max_step_chunks * self._device_blocks + len(self._running) * self._device_groups
+
+    def _horizon(self, report_steps: int) -> int:
+        """How far lazy looks ahead, in device blocks: so far that what the next step and all that are taken until a
+        store is heard of can allocate is left when a quarter of it is gone, before which it does not look again.
+        """
+        steps = -(-4 * (1 + report_steps) * self._step_blocks() // 3)
+        return max(1, min(steps, self._device.num_chunks // 2))
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this

@@ -109,6 +109,10 @@ class StorePlanner:
         """
         return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
 
+    def leaves_waiting(self, chain: Chain, blocks: int) -> bool:
+        """Whether the device still has so many blocks to hand out while the chunks of the chain are held."""
+        return self._device.has_waiting(blocks + len(chain.keys) * self._width)
+
     def obstacle(self, chain: Chain) -> Stop | None:
         """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
         checkpoint = chain.checkpoint

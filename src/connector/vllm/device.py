@@ -216,6 +216,9 @@ class VllmDevice:
         everywhere = self._pool.blocks
         return [everywhere[block].ref_cnt == 0 for block in blocks]
 
+    def has_waiting(self, blocks: int) -> bool:
+        return bool(self._pool.get_num_free_blocks() >= blocks)
+
     def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
         held = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(held)

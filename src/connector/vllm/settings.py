@@ -84,9 +84,10 @@ class Settings:
             max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             device_groups=len(kv_cache_config.kv_cache_groups),
             device_blocks=device_blocks_per_chunk(planner, kv_cache_config),
-            # Workers look at copies as soon as a step is launched, and are heard when it has ended; with asynchronous
-            # scheduling the next step has been decided by then.
-            report_steps=3 if vllm_config.scheduler_config.async_scheduling else 2,
+            # Workers look at copies as soon as a step is launched, and are heard when it has ended. So a copy that took
+            # a part of its step is seen with the next. With asynchronous scheduling that one is launched when the step
+            # itself has just begun: the copy is seen one later, and by the time of that report another is decided.
+            report_steps=4 if vllm_config.scheduler_config.async_scheduling else 2,
             decode_step_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
             tells_events=_tells_events(vllm_config),
             options=options,
