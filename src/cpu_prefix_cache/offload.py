@@ -13,10 +13,11 @@ host, on its way there, or beyond saving. What is on its way is held, and comes 
     `- a quarter ---'                        |
     `- the stretch: `horizon` blocks --------'
 
-The look is not repeated every step. As long as the mark m waits, at most the quarter before it has left since, and at
-least half of the stretch is covered, which is what one step can allocate. Where the order is shorter than the stretch,
-what joins it stands behind its end e. When a store has landed, what it held may wait in front of m: look again. So a
-step in which nothing is allocated and nothing lands costs nothing, and the others a few looks for each block.
+The look is not repeated every step. As long as the mark m waits, at most the quarter before it has left since, and the
+rest of the stretch is as much as can be allocated until a store planned now is heard of, and in the step after. Where
+the order is shorter than the stretch, what joins it stands behind its end e. When a store has landed, what it held may
+wait in front of m: look again. So a step in which nothing is allocated and nothing lands costs nothing, and the others
+a few looks for each block.
 
 Of a prompt the deepest chunk is evicted first and stored last. In portions, one heard of before the next goes out, its
 end would be gone before its turn came. So what a chunk needs is stored whole, however much that is, where the device
