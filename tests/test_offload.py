@@ -479,9 +479,10 @@ def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_
     assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
 
 
-@pytest.mark.parametrize(("slots", "stored"), [(13, 8), (12, 6)])
-def test_a_prompt_is_stored_whole_where_the_device_has_another_stretch_to_hand_out(slots, stored):
-    """Its end leaves first and is stored last: in portions it would be gone before its turn came."""
+@pytest.mark.parametrize(("slots", "stored"), [(28, 8), (27, 6)])
+def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(slots, stored):
+    """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
+    12 blocks that steps until the report can allocate, with a third more, and as many again as are held."""
     device = QueueSlots(slots)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
@@ -489,6 +490,34 @@ def test_a_prompt_is_stored_whole_where_the_device_has_another_stretch_to_hand_o
     device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
     (transfer,) = cache.step().transfers
     assert len(transfer.copies[0].device_blocks) == stored
+
+
+def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
+    """They are missing from the order as if the device were all in use, and come back."""
+    device = QueueSlots(52)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=60, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=48)
+    for prompt in ("z", "abcdefghijklmnop"):
+        runs_and_ends(device, cache, prompt)
+    first, second = cache.step().transfers
+    assert [len(each.copies[0].device_blocks) for each in (first, second)] == [1, 16]
+    cache.admit(Request("uvw", chain("uvw"), 100), 0)
+    device.publish(device.take(chain("uvw"), 0, 3), chain("uvw"), 3)
+    cache.computed("uvw", 3 * GRID)
+    cache.report(RankReport(0, frozenset([first.id])))
+    assert cache.step().transfers == ()
+
+
+def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for():
+    device = QueueSlots(40)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, host_blocks=3, max_step_tokens=6 * GRID, lazy_horizon=20)
+    runs_and_ends(device, cache, "abcde")
+    device.let_go(device.take([], 0, 35))
+    (transfer,) = cache.step().transfers
+    cache.report(RankReport(0, frozenset([transfer.id])))
+    order = [key for _, key in device.soonest_evicted(None) if key is not None]
+    assert order.index(b"abcde") < order.index(b"abc") < order.index(b"ab") < order.index(b"a")
 
 
 def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
@@ -505,12 +534,12 @@ def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
     """Most of it stood behind the stretch, which goes on being looked at."""
-    device = QueueSlots(20)
+    device = QueueSlots(60)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
     for prompt in ("abcdefgh", "klm"):
         runs_and_ends(device, cache, prompt)
-    device.let_go(device.take([], 0, 5))  # four others wait before the first, five behind the second
+    device.let_go(device.take([], 0, 45))  # four others wait before the first, these behind the second
     stored = []
     for _ in range(2):
         stored += [len(transfer.copies[0].device_blocks) for transfer in cache.step().transfers]

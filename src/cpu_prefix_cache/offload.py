@@ -21,7 +21,7 @@ a few looks for each block.
 
 Of a prompt the deepest chunk is evicted first and stored last. In portions, one heard of before the next goes out, its
 end would be gone before its turn came. So what a chunk needs is stored whole, however much that is, where the device
-can spare it: where a whole stretch waits besides.
+can spare it: where what waits besides is a whole stretch, and as much again as is held.
 
 A step that begins a load does not look: somebody waits for the load, and a long one makes a long look. That comes when
 the step's reports do, and with the next step at the latest: while the load is on the link, before more is handed out.
@@ -203,10 +203,10 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *
 
 
 class Lazy:
-    """Keeps the soonest evicted `horizon()` blocks of the device covered.
+    """Keeps the soonest evicted `horizon()` blocks of the device covered, at most `chunks_in_flight()` on their way.
 
-    Begins no store while `chunks_in_flight()` are on their way, and never has more than `most_in_flight`. The first two
-    are asked at each look.
+    More of them, up to `most_in_flight`, where the device can spare them with `reserve()` blocks left. All but that
+    bound are asked at each look.
     """
 
     def __init__(
@@ -217,6 +217,7 @@ class Lazy:
         *,
         horizon: Callable[[], int],
         chunks_in_flight: Callable[[], int],
+        reserve: Callable[[], int],
         most_in_flight: int,
     ) -> None:
         self._pool = pool
@@ -225,6 +226,7 @@ class Lazy:
         self._horizon = horizon
         self._quarter = 1  # of the stretch, as it was at the last look
         self._chunks_in_flight = chunks_in_flight
+        self._reserve = reserve
         self._most_in_flight = most_in_flight
         self._lineage = Lineage(
             lambda keys: [found is not None for found in device.find_all(keys)],
@@ -372,7 +374,8 @@ class Lazy:
         self._quarter = max(1, horizon // 4)
         length = horizon - sum(self._walking.values())
         stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
-        self._is_short = len(stretch) < length
+        ancestors = self._held - sum(self._walking.values())  # held too, and not because the device is in use
+        self._is_short = len(stretch) + ancestors < length
         self._work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -401,23 +404,24 @@ class Lazy:
 
         `before` is the block that it waits behind.
         """
-        budget, horizon = self._chunks_in_flight() - self._held, self._horizon()
-        if budget <= 0 and not self._device.has_waiting(horizon + 1):
+        budget, reserve = self._chunks_in_flight() - self._held, self._reserve()
+        if budget <= 0 and not self._stores.can_spare(1, reserve, self._held):
             return False, None  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
         if chain is None:
             return True, None
-        if self._stores.leaves_waiting(chain, horizon):
+        if self._stores.can_spare(len(chain), reserve, self._held):
             budget = max(budget, self._most_in_flight - self._held)
         if budget <= 0:
             return False, None
         if len(chain) > budget and (stop := self._stores.obstacle(chain)) is not None:
             return self._is_settled(key, stop), None  # a part of it would be of no use
         touch = self._pool.touch(None)
-        behind = before if len(chain) <= budget else place  # ancestors stored without it stay behind it
-        decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=behind)
+        decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=before)
         if decision.transfer is not None:
             self._held += decision.planned
+            if decision.planned < len(chain):
+                decision.transfer.behind = place  # ancestors stored without it stay behind it
         is_settled = decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
         return is_settled, decision.transfer
 

@@ -223,6 +223,7 @@ class CPUPrefixCache:
                 device,
                 horizon=lambda: lazy_horizon or self._horizon(report_steps),
                 chunks_in_flight=lambda: min(report_steps * self._step_chunks(), in_flight),
+                reserve=lambda: self._horizon(report_steps),
                 most_in_flight=in_flight,
             )
         self._running: dict[str, Running] = {}

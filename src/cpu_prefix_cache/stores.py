@@ -109,9 +109,11 @@ class StorePlanner:
         """
         return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
 
-    def leaves_waiting(self, chain: Chain, blocks: int) -> bool:
-        """Whether the device still has so many blocks to hand out while the chunks of the chain are held."""
-        return self._device.has_waiting(blocks + len(chain.keys) * self._width)
+    def can_spare(self, chunks: int, reserve: int, held: int) -> bool:
+        """Whether the device, while so many chunks are held besides those that are `held`, has `reserve` blocks to hand
+        out and as many again as are held: the longer a store, the longer it takes.
+        """
+        return self._device.has_waiting(reserve + (held + 2 * chunks) * self._width)
 
     def obstacle(self, chain: Chain) -> Stop | None:
         """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
