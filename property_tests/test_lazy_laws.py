@@ -112,10 +112,7 @@ def test_nothing_is_lost_of_prompts_longer_than_a_step(lengths: list[int], step_
     Of a device with room for three of them, and twice for what those steps allocate.
     """
     slots = QueueSlots(3 * max(lengths) + 2 * (1 + report_steps) * step_chunks)
-    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=8)
-    planner = HybridChunkPlanner([attention], max_model_len=400)
-    sizes = {"max_step_tokens": 4 * step_chunks, "report_steps": report_steps}
-    cache = CPUPrefixCache(planner, slots, host_blocks=1_000, **sizes)
+    cache = LazyEngine(slots, 1, max_step_tokens=4 * step_chunks, report_steps=report_steps).cache
     planned: list[list[int]] = []
     known: set[bytes] = set()
     for prompt, length in enumerate(lengths):

@@ -376,6 +376,16 @@ def runs_and_ends(device, cache, prompt):
     device.let_go(holding)
 
 
+def lazy_on_a_queue(slots, *prompts, **options):
+    """Lazy, on a device that is a queue, where these prompts wait one behind the other, behind what nobody has used."""
+    device = QueueSlots(slots)
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    cache = CPUPrefixCache(planner, device, **{"host_blocks": 20, **options})
+    for prompt in prompts:
+        runs_and_ends(device, cache, prompt)
+    return device, cache
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_what_was_about_to_leave_goes_back_to_its_place(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
@@ -396,12 +406,8 @@ def test_what_was_about_to_leave_goes_back_to_its_place(width):
 
 def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
     """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
-    device = QueueSlots(10)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     sizes = {"max_step_tokens": 2 * GRID, "lazy_bytes_in_flight": 2 * ATTENTION.block_bytes}
-    cache = CPUPrefixCache(planner, device, host_blocks=20, **sizes)
-    for prompt in ("ab", "xyz", "klmno"):
-        runs_and_ends(device, cache, prompt)
+    device, cache = lazy_on_a_queue(10, "ab", "xyz", "klmno", **sizes)
     before = list(device.soonest_evicted(None))
     stored = 0
     for _ in range(8):
@@ -461,11 +467,7 @@ def test_however_the_stores_of_a_request_land_its_end_leaves_before_its_beginnin
 
 def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:
     """Three prompts that wait one behind the other; what is stored of them in one step."""
-    device = QueueSlots(9)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=9, **options)
-    for prompt in ("abc", "def", "ghi"):
-        runs_and_ends(device, cache, prompt)
+    device, cache = lazy_on_a_queue(9, "abc", "def", "ghi", max_step_tokens=9 * GRID, lazy_horizon=9, **options)
     return device, cache, [transfer.id for transfer in cache.step().transfers]
 
 
@@ -483,10 +485,7 @@ def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_
 def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(slots, stored):
     """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
     12 blocks that steps until the report can allocate, with a third more, and as many again as are held."""
-    device = QueueSlots(slots)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
-    runs_and_ends(device, cache, "abcdefgh")
+    device, cache = lazy_on_a_queue(slots, "abcdefgh", max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
     device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
     (transfer,) = cache.step().transfers
     assert len(transfer.copies[0].device_blocks) == stored
@@ -494,11 +493,8 @@ def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(slots, stored):
 
 def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
     """They are missing from the order as if the device were all in use, and come back."""
-    device = QueueSlots(52)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=60, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=48)
-    for prompt in ("z", "abcdefghijklmnop"):
-        runs_and_ends(device, cache, prompt)
+    sizes = {"host_blocks": 60, "max_step_tokens": 3 * GRID, "report_steps": 2, "lazy_horizon": 48}
+    device, cache = lazy_on_a_queue(52, "z", "abcdefghijklmnop", **sizes)
     first, second = cache.step().transfers
     assert [len(each.copies[0].device_blocks) for each in (first, second)] == [1, 16]
     cache.admit(Request("uvw", chain("uvw"), 100), 0)
@@ -509,10 +505,7 @@ def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
 
 
 def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for():
-    device = QueueSlots(40)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=3, max_step_tokens=6 * GRID, lazy_horizon=20)
-    runs_and_ends(device, cache, "abcde")
+    device, cache = lazy_on_a_queue(40, "abcde", host_blocks=3, max_step_tokens=6 * GRID, lazy_horizon=20)
     device.let_go(device.take([], 0, 35))
     (transfer,) = cache.step().transfers
     cache.report(RankReport(0, frozenset([transfer.id])))
@@ -534,11 +527,7 @@ def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
     """Most of it stood behind the stretch, which goes on being looked at."""
-    device = QueueSlots(60)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
-    for prompt in ("abcdefgh", "klm"):
-        runs_and_ends(device, cache, prompt)
+    device, cache = lazy_on_a_queue(60, "abcdefgh", "klm", max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
     device.let_go(device.take([], 0, 45))  # four others wait before the first, these behind the second
     stored = []
     for _ in range(2):

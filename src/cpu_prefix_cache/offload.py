@@ -242,9 +242,7 @@ class Lazy:
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this one is the next
         self._used = 0  # chunks used again since the last look
         self._walking: dict[int, int] = {}  # stores of this walk that have not landed: chunks of the stretch in each
-        self._held = (
-            0  # chunks they keep from being reused, with ancestors that stood behind the stretch or were in use
-        )
+        self._held = 0  # all chunks they keep from being reused, wherever these stood
         self._has_landed = False  # a store of this walk, since the last look
         self._refused_at: int | None = None  # blocks that were ready when the last look ended for want of room
         self._is_put_off = False  # the last step did not look, for the sake of a load
@@ -372,10 +370,9 @@ class Lazy:
         self._refused_at = None
         horizon = self._horizon()
         self._quarter = max(1, horizon // 4)
-        length = horizon - sum(self._walking.values())
-        stretch = list(islice(self._device.soonest_evicted(None), max(0, length)))
-        ancestors = self._held - sum(self._walking.values())  # held too, and not because the device is in use
-        self._is_short = len(stretch) + ancestors < length
+        length = max(0, horizon - sum(self._walking.values()))
+        stretch = list(islice(self._device.soonest_evicted(None), length))
+        self._is_short = len(stretch) + self._held < horizon  # what is held is not missing because it is in use
         self._work += len(stretch)
         missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
@@ -387,6 +384,7 @@ class Lazy:
             is_settled, transfer = self._cover(place, key, before)
             if transfer is not None:
                 taken.update(transfer.keys, *(copy.device_blocks for copy in transfer.plan.copies))
+                self._held += len(transfer.keys)
                 self._walking[transfer.id] = len(missing.intersection(transfer.keys))
                 missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
             if not is_settled:
@@ -418,10 +416,8 @@ class Lazy:
             return self._is_settled(key, stop), None  # a part of it would be of no use
         touch = self._pool.touch(None)
         decision = self._stores.plan(chain.first(budget), touch, in_place=True, behind=before)
-        if decision.transfer is not None:
-            self._held += decision.planned
-            if decision.planned < len(chain):
-                decision.transfer.behind = place  # ancestors stored without it stay behind it
+        if decision.transfer is not None and decision.planned < len(chain):
+            decision.transfer.behind = place  # ancestors stored without it stay behind it
         is_settled = decision.planned == len(chain) or self._is_settled(key, decision.stopped_by)
         return is_settled, decision.transfer
 
