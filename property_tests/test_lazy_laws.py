@@ -4,11 +4,11 @@ from itertools import chain as concatenated
 from itertools import islice
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
-from property_tests.engines import QueueSlots
+from property_tests.engines import PoolSlots, QueueSlots
 from property_tests.strategies import chain
 
 STORY = st.lists(st.tuples(st.text("abcdefgh", min_size=1, max_size=4), st.integers(1, 3), st.booleans()), max_size=40)
@@ -20,11 +20,11 @@ class LazyEngine:
     The last chunk of each is decoded: the cache hears of it at the end.
     """
 
-    def __init__(self, slots: Any, width: int, **options: int) -> None:
+    def __init__(self, slots: Any, width: int, *, host_blocks: int = 10_000, **options: int) -> None:
         attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
         self.slots = slots
-        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=10_000, **options)
+        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=host_blocks, **options)
         self.running: list[tuple[int, Request, Any]] = []
         self.moving: set[int] = set()
         self.count = 0
@@ -153,3 +153,32 @@ def test_a_device_at_rest_is_soon_covered(slots: int, step_chunks: int, story: l
         engine.steps(lands=True)
     for key in engine.next_to_leave(min(2 * step_chunks, slots // 2) // 2):
         assert engine.cache.pool.find(key) is not None, f"{key!r} is passed over"
+
+
+@given(
+    new_slots=st.sampled_from([PoolSlots, QueueSlots]),
+    slots=st.integers(8, 40),
+    host=st.integers(2, 12),
+    step_chunks=st.integers(1, 8),
+    report_steps=st.integers(1, 4),
+    story=st.lists(st.tuples(st.text("ab", min_size=1, max_size=8), st.integers(0, 9), st.booleans()), max_size=20),
+)
+@example(QueueSlots, 11, 6, 1, 1, [("ab", 0, False), ("aaaaaaaa", 0, False), ("baaa", 2, False), ("aaaaa", 1, True)])
+@example(QueueSlots, 9, 4, 1, 3, [("abaaaa", 0, False), ("aabaaa", 0, True), ("a", 0, True), ("aaa", 0, True)])
+def test_a_host_smaller_than_the_stretch_comes_to_rest(
+    new_slots: Any, slots: int, host: int, step_chunks: int, report_steps: int, story: list[Any]
+) -> None:
+    """What its own stores move is no reason to look for what the host evicted, nor is a chain it can never complete."""
+    engine = LazyEngine(
+        new_slots(slots), 1, host_blocks=host, max_step_tokens=4 * step_chunks, report_steps=report_steps
+    )
+    for prompt, for_steps, lands in story:
+        engine.comes(prompt, for_steps)
+        engine.end_some()
+        engine.steps(lands)
+    at_most = 10 * slots
+    while transfers := engine.cache.step().transfers:
+        engine.moving |= {transfer.id for transfer in transfers}
+        engine.lands()
+        at_most -= 1
+        assert at_most, "it stores for ever"

@@ -376,10 +376,11 @@ def runs_and_ends(device, cache, prompt):
     device.let_go(holding)
 
 
-def lazy_on_a_queue(slots, *prompts, **options):
+def lazy_on_a_queue(slots, *prompts, width=1, **options):
     """Lazy, on a device that is a queue, where these prompts wait one behind the other, behind what nobody has used."""
-    device = QueueSlots(slots)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
+    device = QueueSlots(slots, width)
+    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
+    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
     cache = CPUPrefixCache(planner, device, **{"host_blocks": 20, **options})
     for prompt in prompts:
         runs_and_ends(device, cache, prompt)
@@ -389,12 +390,7 @@ def lazy_on_a_queue(slots, *prompts, **options):
 @pytest.mark.parametrize("width", [1, 2])
 def test_what_was_about_to_leave_goes_back_to_its_place(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
-    device = QueueSlots(5, width)
-    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
-    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
-    cache = CPUPrefixCache(planner, device, host_blocks=8, max_step_tokens=2 * GRID)
-    for prompt in ("ab", "xyz"):
-        runs_and_ends(device, cache, prompt)
+    device, cache = lazy_on_a_queue(5, "ab", "xyz", width=width, host_blocks=8, max_step_tokens=2 * GRID)
     before = list(device.soonest_evicted(None))
     assert [key for _, key in before] == [b"ab", b"a", b"xyz", b"xy", b"x"]
     (transfer,) = cache.step().transfers
@@ -481,14 +477,15 @@ def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_
     assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
 
 
-@pytest.mark.parametrize(("slots", "stored"), [(28, 8), (27, 6)])
-def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(slots, stored):
+@pytest.mark.parametrize(("width", "slots", "stored"), [(1, 24, 8), (1, 23, 4), (2, 20, 8), (2, 19, 4)])
+def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, stored):
     """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
-    12 blocks that steps until the report can allocate, with a third more, and as many again as are held."""
-    device, cache = lazy_on_a_queue(slots, "abcdefgh", max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
+    8 blocks that steps until the report can allocate, with a third more, and as many again as are held."""
+    options = {"max_step_tokens": 2 * GRID, "report_steps": 2, "lazy_horizon": 5}
+    device, cache = lazy_on_a_queue(slots, "abcdefgh", width=width, **options)
     device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
     (transfer,) = cache.step().transfers
-    assert len(transfer.copies[0].device_blocks) == stored
+    assert len(transfer.copies[0].device_blocks) == stored * width
 
 
 def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():

@@ -35,7 +35,8 @@ the link, another is asked to wait if what it is given would reach behind e. The
 held up. A load that finds the link free never waits.
 
 A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
-last changed is not stored a second time, or this would never come to rest; nor is it asked again what it declined.
+last changed is not stored a second time, nor what would need that, or this would never come to rest: our own stores
+move what waits, and are no change. Nor is it asked again what it declined.
 
 While the host is still being prepared there may be no room for what has room a moment later. So what a request leaves
 behind is tried again then (`postponed.py`), and a look that ended for want of room is repeated.
@@ -248,6 +249,7 @@ class Lazy:
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
         self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
+        self._has_moved = False  # the engine, since then: what our own stores move is no change
         self._work = 0
 
     @property
@@ -263,6 +265,7 @@ class Lazy:
         return self._lineage.lost
 
     def confirmed(self, progress: Progress, before: int) -> None:
+        self._has_moved = True
         saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
         self._lineage.add(progress.keys, before, progress.confirmed, saved)
         self._eager.confirmed(progress, before)
@@ -274,15 +277,18 @@ class Lazy:
         self._work += 1
 
     def ended(self, progress: Progress) -> None:
+        self._has_moved = True
         if self._is_short:
             self._eager.ended(progress)
         else:
             self._eager.forget(progress)
 
     def preempted(self, progress: Progress) -> None:
+        self._has_moved = True
         self._eager.preempted(progress)
 
     def used(self, chunks: int) -> None:
+        self._has_moved = True
         self._used += chunks
         self._room = (None, 0)  # they may have been before the end
 
@@ -322,8 +328,9 @@ class Lazy:
 
     def _plan(self) -> None:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
-        if has_changed:
+        if has_changed and self._has_moved:
             self._settled.clear()
+            self._has_moved = False
         if has_changed or self._has_landed or self._refused_at not in (None, self._pool.ready):
             self._look()
         if self._is_short:
@@ -406,7 +413,7 @@ class Lazy:
         if budget <= 0 and not self._stores.can_spare(1, reserve, self._held):
             return False, None  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
-        if chain is None:
+        if chain is None or not self._settled.isdisjoint(chain.keys):
             return True, None
         if self._stores.can_spare(len(chain), reserve, self._held):
             budget = max(budget, self._most_in_flight - self._held)
