@@ -585,6 +585,30 @@ def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
     assert engine.cache.statistics().chunks_stored < 24
 
 
+def rests(cache):
+    """Steps until nothing is stored any more, each store landing with its step. What they looked at in all."""
+    before = cache.statistics().work
+    while transfers := cache.step().transfers:
+        cache.report(RankReport(0, frozenset(transfer.id for transfer in transfers)))
+    return cache.statistics().work - before
+
+
+def test_what_a_small_host_evicted_is_stored_again_when_the_device_has_gone_on():
+    device, cache = lazy_on_a_queue(24, *"abcdef", host_blocks=2, max_step_tokens=4 * GRID, report_steps=1)
+    device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
+    for taken, kept in [(0, "ef"), (1, "ef"), (1, "cd")]:
+        device.take([], 0, taken)
+        rests(cache)
+        assert {key for key in "abcdef" if cache.pool.find(key.encode()) is not None} == set(kept)
+
+
+def test_what_hangs_below_what_the_host_evicted_is_walked_once():
+    prompts = ("a" + "x" * 9, "c" * 10, "a" + "y" * 40)
+    device, cache = lazy_on_a_queue(110, *prompts, host_blocks=10, max_step_tokens=160 * GRID, lazy_horizon=61)
+    device.let_go(device.take([], 0, 50))
+    assert rests(cache) < 8 * 60
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_a_system_prompt_that_all_share_outlives_the_device(mode, policy):

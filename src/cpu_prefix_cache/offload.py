@@ -34,9 +34,9 @@ Loads use up the stretch as well, many blocks in one step, and several of them m
 the link, another is asked to wait if what it is given would reach behind e. The link is busy meanwhile, and nothing is
 held up. A load that finds the link free never waits.
 
-A host that cannot hold all of the stretch evicts the beginning of it for the end. What has reached it since the device
-last changed is not stored a second time, nor what would need that, or this would never come to rest: our own stores
-move what waits, and are no change. Nor is it asked again what it declined.
+A host that cannot hold all of the stretch evicts the beginning of it for the end. So what has reached it, or what it
+declined, is not stored again, nor what would need that, until the mark has been handed out or a quarter used again; or
+this would never come to rest. (Our own stores move what waits, so that it moved is no reason.)
 
 While the host is still being prepared there may be no room for what has room a moment later. So what a request leaves
 behind is tried again then (`postponed.py`), and a look that ended for want of room is repeated.
@@ -248,8 +248,7 @@ class Lazy:
         self._refused_at: int | None = None  # blocks that were ready when the last look ended for want of room
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # since the last step: there the device looks behind what is still to be computed
-        self._settled: set[bytes] = set()  # what reached the host, or was declined, since the device last changed
-        self._has_moved = False  # the engine, since then: what our own stores move is no change
+        self._settled: set[bytes] = set()  # what reached the host, was declined, or would need that: not to be stored
         self._work = 0
 
     @property
@@ -265,7 +264,6 @@ class Lazy:
         return self._lineage.lost
 
     def confirmed(self, progress: Progress, before: int) -> None:
-        self._has_moved = True
         saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
         self._lineage.add(progress.keys, before, progress.confirmed, saved)
         self._eager.confirmed(progress, before)
@@ -277,18 +275,15 @@ class Lazy:
         self._work += 1
 
     def ended(self, progress: Progress) -> None:
-        self._has_moved = True
         if self._is_short:
             self._eager.ended(progress)
         else:
             self._eager.forget(progress)
 
     def preempted(self, progress: Progress) -> None:
-        self._has_moved = True
         self._eager.preempted(progress)
 
     def used(self, chunks: int) -> None:
-        self._has_moved = True
         self._used += chunks
         self._room = (None, 0)  # they may have been before the end
 
@@ -328,9 +323,8 @@ class Lazy:
 
     def _plan(self) -> None:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
-        if has_changed and self._has_moved:
+        if self._used >= self._quarter or self._has_left(self._mark):
             self._settled.clear()
-            self._has_moved = False
         if has_changed or self._has_landed or self._refused_at not in (None, self._pool.ready):
             self._look()
         if self._is_short:
@@ -355,6 +349,16 @@ class Lazy:
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
+
+    def _has_left(self, place: Place | None) -> bool:
+        """Whether a block was handed out: of one that a store of ours holds the device still has the key."""
+        if place is None or self._waits(place):
+            return False
+        key = place[1]
+        if key is None:
+            return True
+        checkpoint = self._lineage.checkpoint(key)
+        return (self._device.find(key) if checkpoint is None else self._device.find_checkpoint(checkpoint)) is None
 
     def _has_another_end(self) -> bool:
         """Whether the last block covered waits no more, or others have joined behind it where there was nothing."""
@@ -385,8 +389,8 @@ class Lazy:
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
         for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
             place, key = stretch[at], stretch[at][1]
-            if key is None or key not in missing:
-                continue  # it went with one that waits before it
+            if key is None or key not in missing or key in self._settled:
+                continue  # it went with one that waits before it, or would need what is not stored again
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
             is_settled, transfer = self._cover(place, key, before)
             if transfer is not None:
@@ -413,7 +417,10 @@ class Lazy:
         if budget <= 0 and not self._stores.can_spare(1, reserve, self._held):
             return False, None  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
-        if chain is None or not self._settled.isdisjoint(chain.keys):
+        if chain is None:
+            return True, None
+        if not self._settled.isdisjoint(chain.keys):
+            self._settled.update(chain.keys)
             return True, None
         if self._stores.can_spare(len(chain), reserve, self._held):
             budget = max(budget, self._most_in_flight - self._held)
