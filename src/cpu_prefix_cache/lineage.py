@@ -82,7 +82,7 @@ class Lineage:
 
     def sweep(self) -> None:
         """Look at some of the oldest entries, if there is reason to: is it still on the device?"""
-        self._forget(self._sweep.gone(self._are_here))
+        self._forget(self._sweep.gone(self.are_here))
 
     def is_dependent(self, key: bytes) -> bool:
         """Whether this is a chunk that is of no use without a checkpoint."""
@@ -120,19 +120,20 @@ class Lineage:
         """The chunk is not to be stored: it is not lost when the device evicts it."""
         self._unsaved.discard(key)
 
+    def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Of each of these chunks and checkpoints, whether the device has it."""
+        known = self._checkpoints
+        if not known:
+            return self._on_device(keys)
+        chunks = iter(self._on_device([key for key in keys if key not in known]))
+        return [self._has_checkpoint(known[key]) if key in known else next(chunks) for key in keys]
+
     def clear(self) -> None:
         self._parent.clear()
         self._checkpoints.clear()
         self._dependent.clear()
         self._sweep.clear()
         self._unsaved.clear()
-
-    def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        known = self._checkpoints
-        if not known:
-            return self._on_device(keys)
-        chunks = iter(self._on_device([key for key in keys if key not in known]))
-        return [self._has_checkpoint(known[key]) if key in known else next(chunks) for key in keys]
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -323,7 +323,7 @@ class Lazy:
 
     def _plan(self) -> None:
         has_changed = self._used >= self._quarter or not self._waits(self._mark) or self._has_another_end()
-        if self._used >= self._quarter or self._has_left(self._mark):
+        if has_changed and (self._used >= self._quarter or self._has_left(self._mark)):
             self._settled.clear()
         if has_changed or self._has_landed or self._refused_at not in (None, self._pool.ready):
             self._look()
@@ -355,10 +355,7 @@ class Lazy:
         if place is None or self._waits(place):
             return False
         key = place[1]
-        if key is None:
-            return True
-        checkpoint = self._lineage.checkpoint(key)
-        return (self._device.find(key) if checkpoint is None else self._device.find_checkpoint(checkpoint)) is None
+        return key is None or not self._lineage.are_here((key,))[0]
 
     def _has_another_end(self) -> bool:
         """Whether the last block covered waits no more, or others have joined behind it where there was nothing."""
@@ -385,12 +382,12 @@ class Lazy:
         stretch = list(islice(self._device.soonest_evicted(None), length))
         self._is_short = len(stretch) + self._held < horizon  # what is held is not missing because it is in use
         self._work += len(stretch)
-        missing = self._stores.uncovered(key for _, key in stretch if key is not None) - self._settled
+        missing = self._stores.uncovered(key for _, key in stretch if key is not None)
         taken: set[int | bytes] = set()  # blocks, and keys, of what is held in this look
         for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
             place, key = stretch[at], stretch[at][1]
             if key is None or key not in missing or key in self._settled:
-                continue  # it went with one that waits before it, or would need what is not stored again
+                continue  # it went with one that waits before it, or is not stored again
             before = stretch[at - 1] if at else None  # if it is taken, it is back by then
             is_settled, transfer = self._cover(place, key, before)
             if transfer is not None:
