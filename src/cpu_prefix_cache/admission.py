@@ -12,6 +12,7 @@ above it, and the answer is found by bisection. What was forgotten counts from 0
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError
 
@@ -56,8 +57,9 @@ class Admission:
         seen = self._seen
         for key in reversed(keys[: self._remembered]):
             seen[key] = min(seen.pop(key, 0) + 1, self._store_after)
-        while len(seen) > self._remembered:
-            del seen[next(iter(seen))]
+        # Together: a dictionary is searched past all that was deleted at its front, each time it is begun anew.
+        for key in list(islice(seen, max(0, len(seen) - self._remembered))):
+            del seen[key]
 
     def admitted(self, keys: Sequence[bytes]) -> int:
         """How many chunks of a chain with these keys, from the first on, may be stored. Changes nothing. O(log n)."""
