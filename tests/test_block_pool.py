@@ -1,5 +1,7 @@
 """BlockPool in stories. What any order of events may do is held by property_tests/test_pool_machine.py."""
 
+from string import ascii_letters
+
 import pytest
 
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted, State
@@ -249,6 +251,27 @@ def test_blocks_of_chunks_that_left_are_dealt_anew():
     blocks = pool.blocks_of(pool.allocate(4))
     assert sorted(blocks) == list(range(8))
     pool.check_valid()
+
+
+def test_what_pins_share_is_counted_once():
+    """Many requests below one long prefix: a sum of depths says that more is held than there is (rule 18)."""
+    shelf = Shelf(40)
+    prefix = ascii_letters[:20]
+    prompts = [prefix + letter for letter in "ABCDEFGH"]
+    pins = []
+    for prompt in prompts:
+        shelf.put(prompt)
+        pins.append(shelf.pin(prompt))
+    assert shelf.pool.statistics().held == len(prefix) + len(prompts)
+    assert shelf.pool.available(40) == 40 - 28
+    for pin in pins[1:]:
+        shelf.pool.unpin(pin)
+    assert shelf.pool.available(40) == 40 - 21 and shelf.pool.statistics().held == 21
+    shelf.put("xyz")
+    late = shelf.pin("xyz")  # its walk upwards meets nothing that was held before
+    shelf.pool.unpin(pins[0])
+    assert shelf.pool.available(40) == 40 - 3
+    shelf.pool.unpin(late)
 
 
 def test_a_pool_is_checked_at_the_door():

@@ -505,16 +505,21 @@ class BlockPool:
 
     def _available_blocks(self, wanted: int) -> int:
         """How many blocks could be had now, as far as `wanted`: free ones, and what eviction frees."""
-        free, cached = len(self._free), self._count[CACHED]
-        if wanted <= free or wanted <= free + cached - self._held_at_most():
+        free = len(self._free)
+        evictable = free + self._count[CACHED] - self._pinned_pieces
+        per_chunk = self.blocks_per_chunk
+        # The quickest bound first. It counts what pins share for each of them, the second once, the third is exact.
+        if wanted <= free or wanted <= evictable - self._forest.pinned_depth * per_chunk:
             return wanted
-        return min(wanted, free + cached - self._held_blocks())
+        if wanted <= evictable - self._forest.held_at_most() * per_chunk:
+            return wanted
+        return min(wanted, free + self._count[CACHED] - self._held_blocks())
 
     def _held_at_most(self) -> int:
-        return self._forest.pinned_depth * self.blocks_per_chunk + self._pinned_pieces
+        return self._forest.held_at_most() * self.blocks_per_chunk + self._pinned_pieces
 
     def _held_blocks(self) -> int:
-        """How many CACHED blocks pins hold. O(held nodes)."""
+        """How many CACHED blocks pins hold. O(held nodes) if a pin has ended since."""
         held = self._forest.held()
         checkpoints = [node for node in held if node in self._pieces]
         pieces = {piece for node in checkpoints for piece in self._pieces.of(node) if piece.state == CACHED}
