@@ -110,7 +110,6 @@ class HybridCacheMachine(PrefixCacheMachine):
             offload=mode,
             ranks=ranks,
             max_step_tokens=3 * GRID,
-            link_bytes_per_second=1e12,
             checkpoint_interval=interval and interval * GRID,
             log_boundaries=True,
         )

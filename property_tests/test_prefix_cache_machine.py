@@ -123,7 +123,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             offload=mode,
             ranks=ranks,
             max_step_tokens=3 * GRID,
-            link_bytes_per_second=1e12,
             log_boundaries=True,
         )
         self.begin_with_nothing(ranks, portion)

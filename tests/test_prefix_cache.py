@@ -17,7 +17,7 @@ from cpu_prefix_cache import (
     Request,
     Resolved,
 )
-from cpu_prefix_cache.break_even import least_tokens
+from cpu_prefix_cache.break_even import NEVER, least_tokens
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from property_tests.engines import QueueSlots
 from tests.story import ATTENTION, GRID, Engine, chain
@@ -307,16 +307,44 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
     assert engine.cache.min_load_tokens == 0  # nobody knows how fast it computes
     engine.cache.prefilled(100, 1.0)  # a step of few tokens says nothing
     assert engine.cache.min_load_tokens == 0
-    engine.cache.prefilled(10_000, 1.0)
+    for _ in range(2):
+        engine.cache.prefilled(10_000, 1.0)
     assert engine.cache.min_load_tokens == least_tokens(25, 1e9, 10_000)
     assert engine.asks("abc") == Miss()
-    engine.cache.prefilled(1_000_000_000, 1.0)  # computes faster than the link brings it
-    assert engine.cache.min_load_tokens > 1 << 60
+
+
+def test_a_step_that_was_timed_wrongly_turns_no_hit_into_a_miss(caplog):
+    """One of them seemed to compute everything sooner than any link, for ever, and nothing said so."""
+    engine = on_host_only("abc", min_load_tokens=None, ranks=1)
+    engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
+    for tokens in (1_000_000_000, 10_000, 10_000):
+        engine.cache.prefilled(tokens, 1.0)
+    assert engine.cache.min_load_tokens == least_tokens(25, 1e9, 10_000) and not caplog.records
+    for _ in range(2):
+        engine.cache.prefilled(1_000_000_000, 1.0)  # this device really computes faster than the link brings it
+    assert engine.cache.min_load_tokens == NEVER
+    for _ in range(40):
+        engine.cache.prefilled(10_000, 1.0)  # and no more
+    assert engine.cache.min_load_tokens == least_tokens(25, 1e9, 10_000)
+    (warning,) = caplog.messages
+    assert "nothing is loaded from the host" in warning and "min_load_tokens=0" in warning
+
+
+def test_others_wait_for_a_load_as_long_as_the_slowest_rank_takes():
+    """S7.25: by what ranks report, where any of them does."""
+    engine = on_host_only("abc", ranks=1)
+    engine.starts("first", "abc", load=True)
+    usual = engine.asks("abc").deadline
+    slow = on_host_only("abc", ranks=1)
+    slow.cache.report(RankReport(0, load_bytes_per_second=100.0))
+    slow.starts("first", "abc", load=True)
+    assert slow.asks("abc").deadline == pytest.approx(usual + 2 * 3 * 100 / 100.0)
 
 
 def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
     engine = on_host_only("abc", min_load_tokens=None, ranks=2)
-    engine.cache.prefilled(10_000, 1.0)
+    for _ in range(2):
+        engine.cache.prefilled(10_000, 1.0)
     engine.cache.report(RankReport(0, load_bytes_per_second=2e9))
     assert engine.cache.min_load_tokens == 0  # nobody knows of the other
     engine.cache.report(RankReport(1, load_bytes_per_second=5e5))
@@ -851,5 +879,3 @@ def test_configuration_is_checked_at_the_door(wrong):
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     with pytest.raises(ConfigurationError):
         CPUPrefixCache(planner, PooledDevice(BlockPool(4)), **{"host_blocks": 4, **wrong})
-    with pytest.raises(ConfigurationError):
-        CPUPrefixCache(planner, PooledDevice(BlockPool(4)), host_blocks=4, link_bytes_per_second=0)

@@ -426,6 +426,7 @@ class FakeRank:
     lost_reports: float = 0.1
     ready: int = 0
     computes: bool = False  # the step under way
+    timed: int | None = None
     device: Device = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
@@ -442,7 +443,7 @@ class FakeRank:
     def begin(self, metadata: object) -> None:
         """Take a step's plan, before the step computes."""
         plan = metadata.plan
-        self.computes = metadata.computes
+        self.computes, self.timed = metadata.computes, metadata.timed
         self.waits_for |= metadata.requests
         for transfer in plan.transfers:
             copy = self._new_copy(transfer, plan.epoch)
@@ -485,7 +486,7 @@ class FakeRank:
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
-            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.computes),
+            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.timed),
         )
 
     def _new_copy(self, transfer: object, epoch: int) -> Copy:

@@ -1,15 +1,19 @@
 """Short stories, each about one thing between vLLM's scheduler and the cache."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from connector.vllm import CPUPrefixCacheConnector
+from connector.vllm.messages import WorkerReports
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, break_even
 from tests_vllm.engine import (
     AT_ONCE,
     ATTENTION,
@@ -130,19 +134,37 @@ def test_a_load_that_has_ended_is_computed_once_vllm_has_looked_after_it(start):
     assert len(waited) > 10 and all(all(of) for of in waited)
 
 
+def test_the_time_of_a_step_is_its_own_however_many_are_under_way(start):
+    """Eight stages of a pipeline have eight steps under way: counted to four, one seemed to take no time."""
+    engine = start(offload="eager")
+    half, now, taken = engine.half, iter(range(1_000)), []
+    half.clock = lambda: float(next(now))
+    half.cache.prefilled = lambda tokens, seconds: taken.append((tokens, seconds))
+    begun = []
+    for tokens in (*range(2_000, 2_008), 5, 0):
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = tokens
+        begun.append(half.build_connector_meta(output).timed)
+    assert begun[-2:] == [None, None]  # too few tokens to tell anything
+    for timed in (*begun[:3], None, *begun[4:8], begun[2]):  # the output of one of them had nothing in it
+        reports = None if timed is None else WorkerReports((), timed)
+        half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+    assert taken == [(2_000 + at, float(8 + done - at)) for done, at in enumerate((0, 1, 2, 4, 5, 6, 7))]
+    assert not half._begun
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_steps_that_compute_are_told_from_those_that_only_copy(start, asynchronous):
-    """Or the time from one step would be that of another, and so the rate of prefill."""
+def test_steps_are_timed_beside_copies_that_are_late(start, asynchronous):
     engine = start(offload="eager", device_blocks=80, slowest=6, asynchronous=asynchronous)
-    only_copied = 0
-    for prompt in range(40):
-        engine.submit([900 + prompt] * 20, max_tokens=1)
-        for _ in range(prompt % 7):
-            engine.step()
-            under_way = [bool(output.total_num_scheduled_tokens) for output, _ in engine._in_flight]
-            only_copied += under_way.count(False)
-            assert len(engine.half._begun) == sum(under_way)
-    assert only_copied or not asynchronous
+    taken = []
+    engine.half.cache.prefilled = lambda tokens, seconds: taken.append(tokens)
+    with patch.object(break_even, "TELLING_TOKENS", 20):
+        for prompt in range(40):
+            engine.submit([900 + prompt] * 20, max_tokens=1)
+            for _ in range(prompt % 7):
+                engine.step()
+        engine.drain()
+    assert len(taken) > 20 and len(engine.half._begun) <= 1
 
 
 # Storing

@@ -125,18 +125,18 @@ def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
     assert makers and threading.get_ident() not in makers
 
 
-def test_a_step_that_computes_nothing_always_has_something_to_say(tmp_path):
-    """vLLM keeps an empty output of such a step to itself, and the other half could not count steps."""
+def test_a_step_that_computes_nothing_or_is_timed_always_has_something_to_say(tmp_path):
+    """vLLM keeps an empty output to itself. Nothing is said beside computing that was said before."""
     worker = half(tmp_path, None, 1)
     worker.register_kv_caches(plain_caches())
     said = []
-    for computes in (False, False, True, True):
-        worker.begin(StepMetadata(StepPlan(0, ()), {}, computes))
+    for computes, timed in ((False, None), (False, None), (True, None), (True, 7), (True, None)):
+        worker.begin(StepMetadata(StepPlan(0, ()), {}, computes, timed=timed))
         worker.results()
         reports = worker.reports()
-        said.append(reports and reports.computes)
+        said.append(reports and (len(reports.reports), reports.timed))
     worker.close()
-    assert said == [False, False, None, None]
+    assert said == [(1, None), (1, None), None, (1, 7), None]
 
 
 def test_a_rank_carries_its_share_of_a_store_and_all_of_a_load(tmp_path):

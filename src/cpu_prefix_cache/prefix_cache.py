@@ -29,7 +29,7 @@ from typing import Any
 
 from cpu_prefix_cache.block_pool import Pin
 from cpu_prefix_cache.boundary_log import BoundaryEvent
-from cpu_prefix_cache.break_even import PrefillRate, least_tokens
+from cpu_prefix_cache.break_even import BreakEven
 from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.errors import ConfigurationError, MisuseError
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
-NEVER = 1 << 62  # more tokens than anybody has
 FAILURES_IN_A_ROW = 5  # copies that fail one after another turn the cache off
 OFFLOAD_MODES = ("lazy", "eager")
 
@@ -152,7 +151,6 @@ class CPUPrefixCache:
         device_blocks: int | None = None,
         report_steps: int = 1,
         asks_in_decode: bool = True,
-        link_bytes_per_second: float = 25e9,
         checkpoint_interval: int | None = None,
         store_after: int = 1,
         min_store_tokens: int = 0,
@@ -168,7 +166,6 @@ class CPUPrefixCache:
             ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
             ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
             ("device_blocks", 1 if device_blocks is None else device_blocks),
-            ("link_bytes_per_second", link_bytes_per_second),
             ("report_steps", report_steps),
             ("min_load_tokens", min_load_tokens or 1),
         ):
@@ -202,7 +199,6 @@ class CPUPrefixCache:
         self.epoch = 0
         self._device = device
         self._ranks = ranks
-        self._link_bytes_per_second = link_bytes_per_second
         self._decode_step_tokens = decode_step_tokens
         self._asks_in_decode = asks_in_decode or planner.has_checkpoints
         self._ledger = TransferLedger(ranks)
@@ -236,9 +232,7 @@ class CPUPrefixCache:
         self._work = 0
         self._failures_in_a_row = Counter[Direction]()
         self.is_off = False
-        self._min_load_tokens = min_load_tokens
-        self._prefill = PrefillRate()
-        self._load_rates: dict[int, float] = {}  # of the ranks that know theirs
+        self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
 
     # Questions. They change nothing, but for what load and reserve are asked for
 
@@ -301,7 +295,7 @@ class CPUPrefixCache:
             hold=self._device.hold([block for blocks in destinations for block in blocks]),
             pin=None if node is None else self.pool.pin(node),
             request_id=request_id,
-            deadline=now + 2 * carried / self._link_bytes_per_second + PENDING_GRACE_SECONDS,
+            deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
         )
         self._ledger.add(transfer)
         running.load = transfer
@@ -441,7 +435,7 @@ class CPUPrefixCache:
             if len(self._ready) == self._ranks:
                 self.pool.grow(min(self._ready.values()))
         if report.load_bytes_per_second is not None:
-            self._load_rates[report.rank] = report.load_bytes_per_second
+            self._break_even.loads_at(report.rank, report.load_bytes_per_second)
         for id in report.late:
             self._give_up(id)
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
@@ -485,19 +479,12 @@ class CPUPrefixCache:
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens in one step, in so much time: what `min_load_tokens` may go by."""
-        self._prefill.observe(num_tokens, seconds)
+        self._break_even.prefilled(num_tokens, seconds)
 
     @property
     def min_load_tokens(self) -> int:
-        """The shortest load: as it was said, or from where on it is sooner there than computed."""
-        if self._min_load_tokens is not None:
-            return self._min_load_tokens
-        prefill = self._prefill.tokens_per_second
-        if prefill is None or len(self._load_rates) < self._ranks:
-            return 0
-        per_token = self.planner.chunk_bytes / self.planner.grid_tokens
-        least = least_tokens(per_token, min(self._load_rates.values()), prefill)
-        return NEVER if least is None else least
+        """The shortest load, in tokens: as it was said, or from where on it is sooner there than computed."""
+        return self._break_even.least_tokens
 
     @property
     def has_transfers(self) -> bool:

@@ -19,7 +19,6 @@ has named it in `finished_recving`. A step, as the cache must see it:
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -39,7 +38,7 @@ from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import Hit, Pending, Request, StepPlan
+from cpu_prefix_cache import Hit, Pending, Request, StepPlan, break_even
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +75,8 @@ class SchedulerHalf:
         self._has_failed: set[str] = set()  # whose load has: a second would be for blocks that vLLM may never find
         self._deciding: SchedulerOutput | None = None  # the step, while its plan is made
         self._to_come: Container[bytes] | None = ()
-        # The tokens of steps that compute and have not ended, and when they began; vLLM has two or three under way.
-        self._begun: deque[tuple[int, float]] = deque(maxlen=4)
+        self._steps = 0
+        self._begun: dict[int, tuple[int, float]] = {}  # timed steps under way: their tokens, and when they began
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._on_device[request.request_id] = num_computed_tokens
@@ -131,13 +130,27 @@ class SchedulerHalf:
             plan = self._plan(output)
         finally:
             self._deciding, self._to_come = None, ()
-        if output.total_num_scheduled_tokens:
-            self._begun.append((output.total_num_scheduled_tokens, self.clock()))
         requests, self._loads = self._loads, {}
         destinations, self._destinations = self._destinations, {}
         # Who was asked for and not admitted waits for another's load, or for room.
         is_awaited = bool(self._on_device)
-        return StepMetadata(plan, requests, output.total_num_scheduled_tokens > 0, destinations, is_awaited)
+        tokens = output.total_num_scheduled_tokens
+        return StepMetadata(plan, requests, tokens > 0, destinations, is_awaited, self._begin_timing(tokens))
+
+    def _begin_timing(self, tokens: int) -> int | None:
+        """The number of a step that begins now, if its time is to be taken."""
+        if tokens < break_even.TELLING_TOKENS:
+            return None
+        self._steps += 1
+        self._begun[self._steps] = tokens, self.clock()
+        return self._steps
+
+    def _end_timing(self, step: int) -> None:
+        """This step has ended, and those before it, whatever became of their outputs."""
+        while self._begun and (first := next(iter(self._begun))) <= step:
+            tokens, began = self._begun.pop(first)
+            if first == step:
+                self.cache.prefilled(tokens, self.clock() - began)
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         for id in output.preempted_req_ids or ():
@@ -164,9 +177,8 @@ class SchedulerHalf:
         for id in (output.finished_recving or set()) - versions.failed_requests(output):
             self.cache.goes_on(id)
         self.cache.catch_up()
-        if self._begun and (reports is None or reports.computes):
-            tokens, began = self._begun.popleft()
-            self.cache.prefilled(tokens, self.clock() - began)
+        if reports is not None and reports.timed is not None:
+            self._end_timing(reports.timed)
 
     def request_finished(self, request: EngineRequest) -> None:
         self._on_device.pop(request.request_id, None)

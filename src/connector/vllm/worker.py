@@ -76,6 +76,7 @@ class WorkerHalf:
         self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
         self._announced: set[int] = set()  # loads that vLLM takes to be over
         self._computes = self._is_awaited = False
+        self._timed: int | None = None  # the number of the step under way, if its output is to be known by it
         self._times = TransferTimes(self._carried)
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
@@ -117,6 +118,7 @@ class WorkerHalf:
             return
         self._waiting |= metadata.requests
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
+        self._timed = metadata.timed
         plan = metadata.plan
         if self._takes_blocks:
             for transfer in plan.transfers:
@@ -159,12 +161,14 @@ class WorkerHalf:
         return bad
 
     def reports(self) -> WorkerReports | None:
-        """What this rank has finished; None in a step that computes when it was said already and has been heard."""
+        """What this rank has finished; None when it was said already and has been heard, in a step that computes and is
+        not timed.
+        """
         is_news = self._report != self._sent or self._report.done or self._report.failed or self._report.late
-        if self._computes and not is_news:
+        if self._computes and self._timed is None and not is_news:
             return None
         self._sent = self._report
-        return WorkerReports((self._report,), self._computes)
+        return WorkerReports((self._report,), self._timed)
 
     def take_stats(self) -> CacheStats | None:
         """How long what has ended here took, since this was asked last."""
