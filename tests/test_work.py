@@ -2,7 +2,10 @@
 
 from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
 from property_tests.engines import QueueSlots
-from tests.story import Engine
+from tests.story import Engine, chain
+from tests.test_checkpoints import FULL, STATE
+from tests.test_checkpoints import GRID as GRID_OF_CHECKPOINTS
+from tests.test_checkpoints import Engine as Checkpointing
 
 GRID = 16
 
@@ -93,6 +96,26 @@ def test_a_step_that_can_store_nothing_costs_nothing():
         assert cache.statistics().work == before[0]
         assert device.calls <= before[1] + 3 * 20
         del leases
+
+
+def test_a_boundary_in_decode_costs_no_more_after_many_checkpoints():
+    """Those that the host has are looked at again at the end of the request, and not at each boundary."""
+
+    def work(chunks):
+        engine = Checkpointing(FULL, STATE, host=3_000, device=3_000, checkpoint_interval=GRID_OF_CHECKPOINTS)
+        prompt = "".join(chr(1_000 + at) for at in range(chunks + 4))
+        engine.requests[prompt] = Request(prompt, chain(prompt), chunks * GRID_OF_CHECKPOINTS)
+        engine.cache.admit(engine.requests[prompt], 0, now=0.0)
+        engine.computes(prompt, chunks)
+        engine.copies()
+        before = engine.cache.statistics().work
+        for end in range(chunks + 1, chunks + 5):
+            engine.computes(prompt, end, keep=())
+            engine.copies()
+        assert engine.cache.statistics().checkpoints_stored >= chunks - 1
+        return engine.cache.statistics().work - before
+
+    assert work(400) == work(20) <= 5 * 4
 
 
 def test_each_step_looks_at_its_portion_of_what_is_remembered_however_many_ranks_report():

@@ -105,8 +105,8 @@ class KVCacheCoordinator:
         num_tokens: int,
         interval: int | None = None,
         is_elsewhere: Callable[[bytes], bool] = lambda key: False,
-    ) -> frozenset[int]:
-        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9).
+    ) -> list[int]:
+        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9), ascending.
 
         That is its last boundary; where it goes on differently from what somebody had before, here or, by the key of a
         chunk, elsewhere; and every `interval` tokens.
@@ -118,7 +118,7 @@ class KVCacheCoordinator:
         wanted = {last, branch}
         if interval is not None:
             wanted.update(range(0, last + 1, interval // grid))
-        return frozenset(depth for depth in wanted if depth * grid > end and self.planner.needs_checkpoint(depth))
+        return [depth for depth in sorted(wanted) if depth * grid > end and self.planner.needs_checkpoint(depth)]
 
     def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
         chunk = self.pool.find(keys[depth - 1])

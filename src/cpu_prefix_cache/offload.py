@@ -183,8 +183,9 @@ class Eager:
 def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *, ended: bool = False) -> int:
     """Store the confirmed chunks and checkpoints of a request that the host lacks. How many nodes were looked at.
 
-    Begins at the first one missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
-    Of a request that has `ended`, chunks beyond the last place to resume from are not stored (rule 9).
+    Begins at the first chunk missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
+    Checkpoints that were stored once are looked at again when the request has `ended`; chunks beyond its last place to
+    resume from are not stored then (rule 9).
     """
     keys, stop = progress.keys, progress.confirmed
     start = present = pool.resident_run(keys, 0, stop)
@@ -196,11 +197,16 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *
     if start < stop:
         chain = Chain(keys[start - 1] if start else None, keys[start:stop])
         stores.plan(chain, progress.touch, owner=progress.id)
-    for checkpoint in progress.checkpoints:
+    checkpoints = progress.checkpoints if ended else tuple(progress.unsaved)
+    for checkpoint in checkpoints:
         chunk = checkpoint.tail[-1]
         if stores.is_covered(chunk) and not stores.is_covered(checkpoint_key(chunk)):
             stores.plan(Chain(chunk, (), checkpoint), progress.touch, owner=progress.id)
-    return progress.confirmed - present + len(progress.checkpoints)
+    if checkpoints:
+        progress.unsaved[:] = [
+            each for each in progress.unsaved if not stores.is_covered(checkpoint_key(each.tail[-1]))
+        ]
+    return progress.confirmed - present + len(checkpoints)
 
 
 class Lazy:

@@ -22,6 +22,7 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -55,16 +56,17 @@ OFFLOAD_MODES = ("lazy", "eager")
 class Running:
     """An admitted request. `confirmed` counts its chunks that hold computed tokens.
 
-    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted;
-    `checkpoints` are those the device had there.
+    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted,
+    ascending; `checkpoints` are those the device had there, and `unsaved` those of them that the host may lack.
     """
 
     request: Request
     n0: int
     touch: Any
     resumed: int = 0
-    kept: frozenset[int] = frozenset()
+    kept: Sequence[int] = ()
     checkpoints: list[CheckpointAt] = field(default_factory=list)
+    unsaved: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
     due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
     decodes: bool = False  # by what was reported last
@@ -310,7 +312,7 @@ class CPUPrefixCache:
 
         Raises MisuseError for a request that is not admitted.
         """
-        return sorted(depth * self.planner.grid_tokens for depth in self._admitted(request_id).kept)
+        return [depth * self.planner.grid_tokens for depth in self._admitted(request_id).kept]
 
     # Events
 
@@ -327,7 +329,7 @@ class CPUPrefixCache:
             return
         end = n0 if boundary is None else max(n0, boundary)
         deepest = self._resume_node(request, end) if end > n0 else None
-        kept = frozenset[int]()
+        kept: Sequence[int] = ()
         if self.planner.has_checkpoints:
             kept = self.coordinator.wanted_checkpoints(
                 *(request.keys, end, request.num_tokens, self._checkpoint_interval),
@@ -703,12 +705,13 @@ class CPUPrefixCache:
 
     def _keep(self, running: Running, depth: int) -> None:
         """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""
-        known = any(checkpoint.depth == depth for checkpoint in running.checkpoints)
-        if known or not depth or not self.planner.has_checkpoints or not self.planner.needs_checkpoint(depth):
+        is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # they come in this order
+        if is_known or not depth or not self.planner.has_checkpoints or not self.planner.needs_checkpoint(depth):
             return
         checkpoint = self.coordinator.checkpoint_at(running.keys, depth)
         if self._device.find_checkpoint(checkpoint) is not None:
             running.checkpoints.append(checkpoint)
+            running.unsaved.append(checkpoint)
             self._offload.checkpointed(running, checkpoint)
 
     def _forsake(self, running: Running) -> None:
@@ -735,7 +738,9 @@ class CPUPrefixCache:
         if chunks > before:
             running.confirmed = chunks
             self._offload.confirmed(running, before)
-            for depth in sorted(depth for depth in running.kept | {running.resumed} if before < depth <= chunks):
+            if before < running.resumed <= chunks:
+                self._keep(running, running.resumed)
+            for depth in running.kept[bisect_right(running.kept, before) : bisect_right(running.kept, chunks)]:
                 self._keep(running, depth)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:

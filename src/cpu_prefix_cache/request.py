@@ -45,6 +45,10 @@ class Progress(Protocol):
     def checkpoints(self) -> Sequence[CheckpointAt]:
         """Those of this request that the device had when they were confirmed."""
 
+    @property
+    def unsaved(self) -> list[CheckpointAt]:
+        """Those of them that the host may lack. Whoever finds one there takes it out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:

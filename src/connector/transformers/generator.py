@@ -350,8 +350,10 @@ class PrefixCachedGenerator:
         if not self.planner.has_checkpoints:
             return frozenset()
         request = sequence.request
-        return self._coordinator.wanted_checkpoints(
-            request.keys, sequence.table.length, request.num_tokens, self._checkpoint_interval
+        return frozenset(
+            self._coordinator.wanted_checkpoints(
+                request.keys, sequence.table.length, request.num_tokens, self._checkpoint_interval
+            )
         )
 
     def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
