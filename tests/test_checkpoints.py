@@ -778,3 +778,28 @@ def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
     statistics = engine.cache.statistics()
     assert statistics.checkpoints_stored == 0 and statistics.store_declined > 0
     assert mode == "eager" or statistics.chunks_stored == 0
+
+
+def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
+    """Victims are asked for by what is here now, not by the largest checkpoint that ever was."""
+    pool = BlockPool(40, needs_checkpoint=lambda depth: depth == 1)
+
+    def put(name, needs=()):
+        touch, (chunk,) = pool.touch(None), pool.allocate(1)
+        pool.commit([chunk], [name], pool.root, touch)
+        return pool.allocate_checkpoint(needs), chunk, touch
+
+    new, chunk, touch = put(b"a", [PieceNeed("state of a", 20)])
+    pool.commit([new.node], [checkpoint_key(b"a")], chunk, touch)
+    pool.withdraw(chunk)
+    for name in (b"%02d" % at for at in range(20)):
+        new, chunk, touch = put(name, [PieceNeed(name, 1)])
+        pool.commit([new.node], [checkpoint_key(name)], chunk, touch)
+    asked, evict, accepts = [], pool._policy.evict, pool._policy.accepts
+    pool._policy.evict = lambda count, keys=(): asked.append(count) or evict(count, keys)
+    pool._policy.accepts = lambda parent, keys, count: asked.append(count) or accepts(parent, keys, count)
+    assert pool.accepted(pool.root, [b"x", b"y"]) == 2
+    pool.allocate(20)
+    assert asked[0] == 2, "two chunks take the room of two nodes, not of a twentieth of the largest one"
+    assert len(asked) - 1 <= 2, asked
+    pool.check_valid()

@@ -123,10 +123,8 @@ class BlockPool:
         self._pieces = SharedPieces()
         self._log = BoundaryLog(self._forest) if log_boundaries else None
         self._resume = ResumeIndex(self._forest, self._log)
-        self._chunk_of: dict[int, int] = {}  # checkpoint -> the chunk it stands below, while it can be found
         self._idle: dict[int, None] = {}  # chunks that may have become useless, the last one last
         self._numbers: list[int] = []  # of nodes that are gone
-        self._widest = blocks_per_chunk  # blocks of the largest node so far
         self._pinned_pieces = 0  # blocks of pinned checkpoints together: an upper bound on what they hold
         if needs_checkpoint is not None:
             self._forest.on_bared = self._may_be_useless
@@ -224,7 +222,8 @@ class BlockPool:
         short = wanted - len(self._free)
         if short <= 0:
             return len(keys)
-        return self._policy.accepts(NONE if parent is None else parent, keys, -(-short // self._widest))
+        victims = -(-short * len(self._forest) // max(1, self._count[CACHED]))  # by what a node takes on average
+        return self._policy.accepts(NONE if parent is None else parent, keys, victims)
 
     def free_blocks(self) -> Iterator[int]:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
@@ -383,7 +382,6 @@ class BlockPool:
         blocks = self._take(count, keys[chunks:])
         self._pieces.fill(node, needs, blocks)
         self._count[WRITING] += count
-        self._widest = max(self._widest, self._pieces.num_blocks(node))
         if keys:
             self._policy.announced([node])
         fresh = {need.key for need in missing}
@@ -493,13 +491,14 @@ class BlockPool:
 
     def _check_resumable(self) -> None:
         self._resume.check_valid()
+        checkpoints = [node for node, state in enumerate(self._state) if state == CACHED and node in self._pieces]
+        with_checkpoint = {self._forest.parent[node] for node in checkpoints}
         for chunk in self._forest.subtree(self.root)[1:]:
             if self._state[chunk] == CACHED and chunk not in self._pieces:
-                below = [node for node, above in self._chunk_of.items() if above == chunk]
-                resumable = bool(below) or not self.needs_checkpoint(self.depth(chunk))
+                resumable = chunk in with_checkpoint or not self.needs_checkpoint(self.depth(chunk))
                 assert (self._resume.nearest(chunk) == chunk) == resumable, f"chunk {chunk} can be resumed from, or not"
-        for node, chunk in self._chunk_of.items():
-            assert self._state[node] == self._state[chunk] == CACHED, f"checkpoint {node} stands below nothing"
+        for chunk in with_checkpoint:
+            assert self._state[chunk] == CACHED, f"a checkpoint stands below chunk {chunk}, which is not cached"
 
     # Room
 
@@ -549,7 +548,8 @@ class BlockPool:
             if self._idle:
                 freed += self._evict_useless(short - len(freed))
             left = short - len(freed)
-            victims = self._policy.evict(-(-left // self._widest) if left > 0 else 0, keys)
+            widest = max(self.blocks_per_chunk, self._pieces.widest)  # never more victims than are needed
+            victims = self._policy.evict(-(-left // widest) if left > 0 else 0, keys)
             self._evictions += len(victims)
             freed += self._dissolve(victims, CACHED)
             keys = ()
@@ -594,7 +594,6 @@ class BlockPool:
     def _can_resume(self, node: int, parent: int) -> None:
         """A node is cached now: from which chunk can be resumed because of it?"""
         if node in self._pieces:
-            self._chunk_of[node] = parent
             self._resume.set(parent, True)
         else:
             self._resume.enter(node)
@@ -603,7 +602,7 @@ class BlockPool:
     def _cannot_resume(self, node: int) -> None:
         """A node is not cached any more."""
         if node in self._pieces:
-            self._resume.set(self._chunk_of.pop(node), False)
+            self._resume.set(self._forest.parent[node], False)
         else:
             self._resume.set(node, False)
 

@@ -106,10 +106,10 @@ class KVCacheCoordinator:
         interval: int | None = None,
         is_elsewhere: Callable[[bytes], bool] = lambda key: False,
     ) -> list[int]:
-        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9), ascending.
+        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9).
 
         That is its last boundary; where it goes on differently from what somebody had before, here or, by the key of a
-        chunk, elsewhere; and every `interval` tokens.
+        chunk, elsewhere; and every `interval` tokens. Ascending.
         """
         grid, last = self.planner.grid_tokens, min(self.planner.hittable_chunks(num_tokens), len(keys))
         here = self.pool.resident_run(keys, end // grid, last)

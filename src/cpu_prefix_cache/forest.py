@@ -64,6 +64,11 @@ class Forest:
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._count = 0
+
+    def __len__(self) -> int:
+        """How many nodes have a key."""
+        return self._count
 
     def add_number(self) -> int:
         """A number for a node without blocks of its own."""
@@ -141,6 +146,7 @@ class Forest:
             first_child[above] = block
             children[block] = 1
             above = block
+        self._count += len(run)
         children[above] = 0
         children[parent] += 1
         if sibling != NONE:
@@ -167,6 +173,7 @@ class Forest:
             del shards[key[0]][key]
             keys[block] = None
             children[block] = 0
+        self._count -= len(run)
         if self._held:
             self._held.difference_update(run)
 
@@ -177,6 +184,7 @@ class Forest:
             raise MisuseError(f"block {block} holds no chunk")
         del self._shards[key[0]][key]
         self.key[block] = None
+        self._count -= 1
         self._withdrawn.add(block)
         self._held.discard(block)
         self.changes += 1
@@ -249,6 +257,7 @@ class Forest:
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         indexed = {block: key for shard in self._shards for key, block in shard.items()}
+        assert self._count == len(indexed), "nodes are miscounted"
         for block, key in enumerate(self.key):
             assert indexed.get(block) == key, f"block {block} and the index disagree about its key"
         for block in self.subtree(self.root)[1:]:

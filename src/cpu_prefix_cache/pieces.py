@@ -13,6 +13,7 @@ use one piece, it is in the state that keeps it longest: WRITING, then RETIRED, 
 CACHED are those that eviction can free.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ class SharedPieces:
         self._by_key: dict[Hashable, SharedPiece] = {}
         self._of: dict[int, tuple[SharedPiece, ...]] = {}
         self._at: dict[int, SharedPiece] = {}
+        self._widths = Counter[int]()  # of all checkpoints, in blocks
 
     def __contains__(self, node: int) -> bool:
         return node in self._of
@@ -84,13 +86,18 @@ class SharedPieces:
     def num_blocks(self, checkpoint: int) -> int:
         return sum(len(piece.blocks) for piece in self._of[checkpoint])
 
+    @property
+    def widest(self) -> int:
+        """Blocks of the largest checkpoint there is, shared ones included; 0 without any. O(different sizes)."""
+        return max(self._widths, default=0)
+
     def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
         """Those of `needs` that no checkpoint has."""
         return [need for need in needs if need.key not in self._by_key]
 
     def join(self, checkpoint: int, needs: Sequence[PieceNeed]) -> list[Moved]:
         """A checkpoint that is to be written holds what is there already of the pieces it needs."""
-        self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs if need.key in self._by_key)
+        self._set(checkpoint, tuple(self._by_key[need.key] for need in needs if need.key in self._by_key))
         return self.move(checkpoint, FREE, WRITING)
 
     def fill(self, checkpoint: int, needs: Sequence[PieceNeed], blocks: Sequence[int]) -> None:
@@ -107,7 +114,7 @@ class SharedPieces:
             pieces.append(piece)
         if at != len(blocks):
             raise InternalError(f"{len(blocks)} blocks were given for missing pieces of {at}")
-        self._of[checkpoint] = tuple(pieces)
+        self._set(checkpoint, tuple(pieces))
 
     def move(self, checkpoint: int, before: int, after: int) -> list[Moved]:
         """The checkpoint went from one state to another: the pieces whose own state follows. FREE ones are gone."""
@@ -124,7 +131,7 @@ class SharedPieces:
                 self._hide(piece)
             moved += self._moved(piece, was)
         if after == FREE:
-            del self._of[checkpoint]
+            self._set(checkpoint, None)
         return moved
 
     def pin(self, piece: SharedPiece, change: int) -> list[Moved]:
@@ -146,12 +153,24 @@ class SharedPieces:
             assert found or not piece.users[CACHED], f"{piece.key!r} is in use and cannot be found"
         for piece in self._by_key.values():
             assert piece in users, f"{piece.key!r} is used by no checkpoint"
+        assert self._widths == Counter(map(self.num_blocks, self._of)), "sizes of checkpoints are miscounted"
         assert set(users) <= set(self._at.values()), "a piece in use has no blocks"
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Every block of every piece once, with the state of the piece. For tests."""
         for piece in set(self._at.values()):
             yield from ((block, piece.state) for block in piece.blocks)
+
+    def _set(self, checkpoint: int, pieces: tuple[SharedPiece, ...] | None) -> None:
+        if checkpoint in self._of:
+            width = self.num_blocks(checkpoint)
+            self._widths[width] -= 1
+            if not self._widths[width]:
+                del self._widths[width]
+            del self._of[checkpoint]
+        if pieces is not None:
+            self._of[checkpoint] = pieces
+            self._widths[self.num_blocks(checkpoint)] += 1
 
     def _moved(self, piece: SharedPiece, was: int) -> list[Moved]:
         if piece.state == was:
