@@ -534,6 +534,34 @@ def test_a_request_that_comes_back_at_once_is_due_once(engine):
     assert engine.cache.due() == ["r"]
 
 
+def test_a_load_without_a_source_that_is_late_too_withdraws_nothing_else():
+    """It has read nothing, so nothing that is here is at fault."""
+    engine = on_host_only("abc")
+    request = Request("r", chain("abc"), 3 * GRID + 1)
+    engine.cache.admit(request, 0, 3 * GRID)
+    engine.cache.pool.withdraw(engine.cache.pool.find(b"abc"))
+    load = engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3)], 0.0)
+    assert engine.steps().transfers[0].failed
+    engine.cache.report(RankReport(0, late=frozenset({load})))
+    engine.reports(failed=[load])
+    assert engine.host == {"a", "ab"}
+
+
+def test_a_second_load_that_fails_withdraws_only_what_it_has_read():
+    """The first one's failure withdrew the prefix, and another request stored it anew meanwhile."""
+    engine = on_host_only("ab")
+    first, second = engine.starts("first", "ab"), None
+    engine.now += 10.0  # longer than others wait for a load
+    second = engine.starts("second", "ab")
+    engine.steps()
+    engine.reports(failed=[first])
+    assert not engine.host
+    engine.serves("ab")
+    assert engine.host == {"a", "ab"}
+    engine.reports(failed=[second])
+    assert engine.host == {"a", "ab"}
+
+
 def test_who_goes_on_before_its_load_was_reported_stores_what_it_computes():
     engine = on_host_only("ab")
     load = engine.starts("r", "abc")

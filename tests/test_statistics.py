@@ -1,5 +1,6 @@
 """What the counts mean, one by one: each from 0, and where it is a level, back to 0."""
 
+from cpu_prefix_cache import RankReport
 from tests.story import GRID, Engine
 
 
@@ -46,6 +47,35 @@ def test_chunks_of_a_store_that_failed_and_of_one_that_a_reset_overtook_were_giv
     assert engine.cache.statistics().store_given_up == 6
 
 
+def test_what_a_reset_overtook_has_not_failed():
+    """All copies went well: who looks for failures must find none."""
+    engine = Engine(host=8)
+    engine.serves("ab")
+    engine.device_forgets()
+    load = engine.starts("r", "ab")
+    engine.starts("s", "xy")
+    engine.computes("s")
+    moving = [transfer.id for transfer in engine.steps().transfers]
+    assert load in moving and len(moving) == 2
+    engine.cache.reset()
+    engine.steps()
+    engine.reports(done=moving)
+    now = engine.cache.statistics()
+    assert (now.stores_failed, now.loads_failed, now.store_given_up) == (0, 0, 2)
+
+
+def test_a_load_that_is_too_late_has_failed_once():
+    engine = Engine(host=8)
+    engine.serves("ab")
+    engine.device_forgets()
+    load = engine.starts("r", "ab")
+    engine.steps()
+    for _ in range(2):
+        engine.cache.report(RankReport(0, late=frozenset({load})))
+    engine.reports(done=[load])
+    assert engine.cache.statistics().loads_failed == 1
+
+
 def test_held_are_the_blocks_that_pins_keep():
     engine = Engine(host=8)
     engine.serves("abc")
@@ -54,7 +84,7 @@ def test_held_are_the_blocks_that_pins_keep():
     lease = engine.reserves("ab")
     assert engine.cache.statistics().pool.held == 2
     another = engine.reserves("abc")
-    assert engine.cache.statistics().pool.held == 4, "the cached blocks are the most that can be held"
+    assert engine.cache.statistics().pool.held == 3, "what both hold counts once"
     engine.cache.release(lease)
     engine.cache.release(another)
     assert engine.cache.statistics().pool.held == 0

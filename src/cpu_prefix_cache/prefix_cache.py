@@ -236,12 +236,13 @@ class CPUPrefixCache:
         self.is_off = False
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
 
-    # Questions. They change nothing, but for what load and reserve are asked for
+    # Questions
 
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
-        """How far `request` could be resumed, when the device has everything before token `n0`. Changes nothing.
+        """How far `request` could be resumed, when the device has everything before token `n0`.
 
-        `now` is in seconds, on any clock that does not run backwards.
+        Changes nothing, but for one thing: where the answer is Pending for want of device blocks, so is that to all who
+        ask for a load later in this step (rule 13). `now` is in seconds, on any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         if boundary == n0 or self.is_off or boundary - n0 < self.min_load_tokens:
@@ -575,12 +576,11 @@ class CPUPrefixCache:
         if ok:
             self._counts["chunks_loaded"] += len(transfer.keys)
             self._counts["bytes_loaded"] += transfer.plan.num_bytes
-        else:
+        elif not transfer.doomed:
             self._counts["loads_failed"] += 1
+            self._withdraw_sources(transfer)
         if transfer.pin is not None:
             self.pool.unpin(transfer.pin)
-        if not ok and not transfer.doomed and not transfer.plan.failed:
-            self._withdraw_sources(transfer)
         running = self._running.get(transfer.request_id or "")
         if running is not None and running.load is transfer:
             running.load = None
@@ -600,14 +600,18 @@ class CPUPrefixCache:
         """A load has come too late for its request. It is over but for its blocks, which it may still fill."""
         transfer = self._ledger.get(id)
         if transfer is not None and not transfer.is_store and not transfer.doomed:
+            self._counts["loads_failed"] += 1
             self._withdraw_sources(transfer)
             self._doom(transfer)
 
     def _withdraw_sources(self, load: Transfer) -> None:
-        """Or the next lookup would find the same bytes, and fail again (rule 11)."""
-        block = self.pool.find(load.keys[0])
-        if block is not None:
-            self.pool.withdraw(block)
+        """Or the next lookup would find the same bytes, and fail again (rule 11). Only what this load has read."""
+        if load.pin is None:
+            return  # there was nothing to read
+        (node,) = load.pin.blocks
+        chunk = self.pool.path(node, len(load.keys) + self.pool.is_checkpoint(node))[0]
+        if self.pool.key(chunk) is not None:
+            self.pool.withdraw(chunk)
             self._doom_orphans()
 
     def _settle_stores(self, transfer: Transfer) -> None:
@@ -619,7 +623,7 @@ class CPUPrefixCache:
                 continue
             committed = store.succeeded and self._commit(store)
             if not committed:
-                self._counts["stores_failed"] += 1
+                self._counts["stores_failed"] += not all(store.reports.values())
                 self._counts["store_given_up"] += len(store.keys)
                 self._doom(store)
                 self.pool.abort(store.nodes)

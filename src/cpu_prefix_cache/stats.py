@@ -32,8 +32,10 @@ class CacheStatistics:
     chunks_loaded: int
     bytes_stored: int  # on each rank, like all bytes here
     bytes_loaded: int
-    stores_failed: int  # transfers
-    loads_failed: int
+    stores_failed: int  # transfers of which a rank said so
+    loads_failed: (
+        int  # those that were too late, and those whose source was gone, included; not those that a reset ended
+    )
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
     store_given_up: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first

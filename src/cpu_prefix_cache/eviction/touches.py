@@ -65,7 +65,10 @@ class Ring:
         self.size += count
 
     def enter_young(self, touch: Touch) -> None:
-        """Put `touch` in its place, looking from the young end: a few concurrent requests away at most."""
+        """Put `touch` in its place, looking from the young end: past the requests admitted since it was made.
+
+        Those are the ones that came while a request ran that stores first at its end.
+        """
         place = linked(self.end.older)
         while place is not self.end and place.stamp > touch.stamp:
             place = linked(place.older)
