@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test lint test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test lint mutants test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -17,6 +17,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
+
+# How strong the tests of the deciding half are: faults put into a copy, drawn by seed; prints those that nobody saw.
+SEED ?= 1
+COUNT ?= 100
+mutants: $(VENV)/installed
+	nice $(BIN)/python -m mutants --seed $(SEED) --count $(COUNT)
 
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed

@@ -1,0 +1,221 @@
+"""Runs the tests against one fault, in a scratch copy of the tree and in a fork of a process that has imported pytest.
+
+First everything runs once under `coverage`, a context for each test. Against a fault run the tests that cover it,
+quickest first, then the property tests that came through its function, with a fixed search, fewer examples and no
+shrinking. The first failure ends it. Each test has a limit of processor time, far above what it took, so that an
+endless loop ends and counts as seen.
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import coverage
+import hypothesis.stateful  # imported here once, and not again in each fork
+import pytest
+from _pytest.config import default_plugins
+from _pytest.unittest import TestCaseFunction
+
+from mutants.faults import Fault
+from mutants.sample import DECIDING, population
+
+NOT_ABOUT_IT = ("bench", "connector", "copier", "examples", "memory", "mutants", "replay")  # folders of tests/
+PROPERTIES = "property_tests/"
+MEASURED_SHARE = 0.1  # of a property test's examples, to see which functions it comes through
+MEMORY_BYTES = 6 * 10**9  # a fault may ask for any amount
+
+for plugin in default_plugins:
+    import_module(f"_pytest.{plugin}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    result: str  # "killed", "survived", "not run": no test comes there
+    by: str = ""  # the test that failed first
+    seconds: float = 0.0  # of the processor
+
+
+class Trial:
+    """`seconds` of processor time that each test of the tree took, and who runs which line."""
+
+    def __init__(self, root: Path, scratch: Path, share: float) -> None:
+        self._root = scratch / "tree"
+        self._output = scratch / "output"
+        self._share = share
+        shutil.copytree(root, self._root, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
+        if _forked(lambda: _measure(self._root, scratch), self._output) != 0:
+            raise SystemExit("the tests fail without a fault:\n" + self._output.read_text()[-4000:])
+        self.seconds: dict[str, float] = json.loads((scratch / "seconds.json").read_text())
+        self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
+        data = coverage.CoverageData(str(scratch / "coverage"))
+        data.read()
+        for file in data.measured_files():
+            lines = data.contexts_by_lineno(file)
+            self._runs[str(Path(file).relative_to(self._root))] = {line: set(tests) for line, tests in lines.items()}
+
+    def tests_of(self, fault: Fault) -> list[str]:
+        """Tests in the order in which they run: examples that run the statement, then properties of its function."""
+        lines = self._runs[fault.file]
+        imported = set().union(*(lines.get(line, set()) for line in fault.lines)) == {""}
+        near = lines if imported else fault.lines  # what runs at import may concern all that runs the file
+        wide = lines if imported else fault.whole
+        of_line = {test for line in near for test in lines.get(line, ()) if test and not test.startswith(PROPERTIES)}
+        of_function = {test for line in wide for test in lines.get(line, ()) if test.startswith(PROPERTIES)}
+        return [*sorted(of_line, key=self.seconds.__getitem__), *sorted(of_function, key=self.seconds.__getitem__)]
+
+    def run(self, fault: Fault) -> Outcome:
+        tests = self.tests_of(fault)
+        if not tests:
+            return Outcome("not run")
+        path = self._root / fault.file
+        source, times = path.read_bytes(), path.stat()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        answer = self._root.parent / "failed"
+        answer.write_text("")
+        try:
+            path.write_bytes(fault.put_into(source))
+            limits = self._limits(tests)
+            status = _forked(lambda: _run(self._root, tests, limits, self._share, answer), self._output)
+        finally:
+            path.write_bytes(source)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what was compiled of it is right again
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2)
+        if status == 0:
+            return Outcome("survived", seconds=seconds)
+        return Outcome("killed", answer.read_text() or "out of time", seconds)
+
+    def _limits(self, tests: Sequence[str]) -> dict[str, float]:
+        shares = {test: self._share / MEASURED_SHARE if test.startswith(PROPERTIES) else 1 for test in tests}
+        return {test: 3 + 5 * self.seconds[test] * shares[test] for test in tests}
+
+
+def _forked(body: Callable[[], int], output: Path) -> int | None:
+    """Runs `body` in a child that prints to `output`; its exit status, or None where a signal ended it."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            status = body()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    ended = os.waitpid(child, 0)[1]
+    return os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else None
+
+
+def _pytest(root: Path, files: Sequence[str], plugin: object) -> int:
+    os.chdir(root)
+    return int(pytest.main(["-x", "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
+
+
+def _measure(root: Path, scratch: Path) -> int:
+    """Every test once; writes coverage, and seconds of each test."""
+    tests = [file for file in (root / "tests").rglob("test_*.py") if file.parent.name not in NOT_ABOUT_IT]
+    tests += (root / "property_tests").rglob("test_*.py")
+    tests += {root / fault.file for fault in population(root)}  # their doctests
+    tests += [root / "README.md"] if (root / "README.md").exists() else []
+    plugin = _Measuring(root, scratch)
+    return _pytest(root, sorted(str(file.relative_to(root)) for file in tests), plugin)
+
+
+def _run(root: Path, tests: Sequence[str], limits: dict[str, float], share: float, answer: Path) -> int:
+    sys.dont_write_bytecode = True  # a fault of the same size and second would be taken for the one before
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _limit_processor_time(30)
+    return _pytest(root, sorted({test.split("::")[0] for test in tests}), _Chosen(tests, limits, share, answer))
+
+
+def _limit_processor_time(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody catches it: the process ends
+
+
+class _Measuring:
+    def __init__(self, root: Path, scratch: Path) -> None:
+        self._scratch = scratch
+        self._coverage = coverage.Coverage(data_file=str(scratch / "coverage"), source=[str(root / DECIDING)])
+        self._seconds: dict[str, float] = {}
+
+    def pytest_configure(self) -> None:
+        self._coverage.start()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        _search(items, MEASURED_SHARE)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.switch_context(item.nodeid)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        try:
+            return (yield)
+        finally:
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            self._seconds[item.nodeid] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            self._coverage.switch_context("")
+
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()
+        (self._scratch / "seconds.json").write_text(json.dumps(self._seconds))
+
+
+class _Chosen:
+    """Runs the tests it is given, in that order, each within its limit, and writes down which one fails."""
+
+    def __init__(self, tests: Sequence[str], limits: dict[str, float], share: float, answer: Path) -> None:
+        self._order = {test: at for at, test in enumerate(tests)}
+        self._limits = limits
+        self._share = share
+        self._answer = answer
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._order]
+        items.sort(key=lambda item: self._order[item.nodeid])
+        _search(items, self._share)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._answer.write_text(f"out of time: {nodeid}")
+        _limit_processor_time(self._limits[nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._answer.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._answer.write_text(f"import: {report.nodeid}")
+
+
+def _search(items: Sequence[pytest.Item], share: float) -> None:
+    """Has property tests search `share` of their examples, always the same ones, and not shrink what they find."""
+    tests: set[Any] = {item.cls if isinstance(item, TestCaseFunction) else getattr(item, "obj", None) for item in items}
+    for test in tests:
+        for name in ("settings", "_hypothesis_internal_use_settings"):  # of a state machine, of a function
+            if isinstance(own := getattr(test, name, None), hypothesis.settings):
+                setattr(test, name, _quick(own, share))
+
+
+def _quick(settings: hypothesis.settings, share: float) -> hypothesis.settings:
+    return hypothesis.settings(
+        settings,
+        max_examples=max(1, round(settings.max_examples * share)),
+        derandomize=True,
+        database=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    )
