@@ -28,7 +28,7 @@ from cpu_prefix_cache import Direction, TransferPlan
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.plan import StepPlan
+from cpu_prefix_cache.messages.plan import StepPlan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FRAGMENTS = (4, 8, 16, 18, 32, 64)  # KiB

@@ -18,7 +18,7 @@ from cpu_prefix_cache import (
     Resolved,
     StepPlan,
 )
-from cpu_prefix_cache.request import Answer
+from cpu_prefix_cache.messages.request import Answer
 from property_tests.strategies import chain
 
 GRID = 4

@@ -8,7 +8,7 @@ import torch
 from cpu_prefix_cache import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.plan import StepPlan
+from cpu_prefix_cache.messages.plan import StepPlan
 from tests.copier.bench import POISON, shapes_of
 
 DEVICE = torch.device("cuda", 0)

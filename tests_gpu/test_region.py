@@ -14,7 +14,7 @@ from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, DriverError, cuda_driver
-from cpu_prefix_cache.plan import StepPlan
+from cpu_prefix_cache.messages.plan import StepPlan
 
 
 def capture(during=lambda: None):

@@ -24,7 +24,7 @@ from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
-from cpu_prefix_cache.stats import CacheStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics
 from tests_vllm.models import MODELS, some_tokens
 from tests_vllm.real_engine import BLOCK, PATIENCE, Answer, RealEngine, cold_answers
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
 
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 
 
 class Admission:

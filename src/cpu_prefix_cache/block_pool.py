@@ -33,14 +33,14 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache.admission import Admission
 from cpu_prefix_cache.boundary_log import BoundaryEvent, BoundaryLog
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.forest import NONE, Forest
 from cpu_prefix_cache.free_runs import FreeRuns
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
+from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pieces import Moved, PieceNeed, SharedPieces
 from cpu_prefix_cache.resume import ResumeIndex
 from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING, State
-from cpu_prefix_cache.stats import PoolStatistics
 
 # Keys that an admission remembers for each block of the pool.
 REMEMBERED_PER_BLOCK = 8

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from cpu_prefix_cache.bench import bench_command
-from cpu_prefix_cache.errors import PrefixCacheError
+from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.replay import replay_command, size_command
 
 NAME = "cpu-prefix-cache"

@@ -32,10 +32,10 @@ from itertools import islice
 
 from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.messages.plan import GroupCopy
+from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.pieces import PieceNeed
-from cpu_prefix_cache.plan import GroupCopy
 from cpu_prefix_cache.planner import HybridChunkPlanner
-from cpu_prefix_cache.request import CheckpointAt
 
 Blocks = Sequence[int]
 

@@ -34,7 +34,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from cpu_prefix_cache.errors import InternalError, MisuseError
+from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict, SortedList
 
-from cpu_prefix_cache.errors import MisuseError
+from cpu_prefix_cache.messages.errors import MisuseError
 
 
 class FreeRuns:

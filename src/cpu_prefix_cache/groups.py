@@ -19,7 +19,7 @@ With blocks of 16 tokens, to resume at token 96:
 import enum
 from dataclasses import dataclass
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 
 class GroupKind(enum.Enum):

@@ -30,7 +30,7 @@ from typing import Any
 
 import xxhash
 
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 
 TOKEN_BYTES = 4
 LENGTH_BYTES = 8

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from cpu_prefix_cache.hashing import checkpoint_key
-from cpu_prefix_cache.request import CheckpointAt
+from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.sweep import Sweep
 
 

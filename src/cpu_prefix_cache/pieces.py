@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from cpu_prefix_cache.errors import InternalError
+from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING
 
 

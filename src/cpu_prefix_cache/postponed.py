@@ -14,7 +14,7 @@ older has left it.
 from collections.abc import Callable
 
 from cpu_prefix_cache.block_pool import BlockPool
-from cpu_prefix_cache.request import Progress
+from cpu_prefix_cache.messages.request import Progress
 
 
 class Postponed:

@@ -33,13 +33,13 @@ from cpu_prefix_cache.boundary_log import BoundaryEvent
 from cpu_prefix_cache.break_even import BreakEven
 from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.device import Device
-from cpu_prefix_cache.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
+from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
+from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.offload import Eager, Lazy, Offload
-from cpu_prefix_cache.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.planner import HybridChunkPlanner
-from cpu_prefix_cache.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
 from cpu_prefix_cache.states import State
-from cpu_prefix_cache.stats import CacheStatistics
 from cpu_prefix_cache.stores import StorePlanner
 from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
 

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 from cpu_prefix_cache.block_pool import Pin
-from cpu_prefix_cache.plan import Direction, GroupCopy, TransferPlan
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 
 Place = tuple[int, bytes | None]  # a device block that waits to be handed out, and the key it was seen under
 

@@ -5,7 +5,7 @@ import torch
 
 from cpu_prefix_cache.copier.dealt import DealtCopier, share
 from cpu_prefix_cache.copier.reference import ReferenceCopier
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from tests.copier.bench import POISON, poisoned, randoms, raw, shapes_of
 
 HOST_BLOCK = 64

@@ -4,7 +4,7 @@ import pytest
 
 from cpu_prefix_cache.copier.queues import Passed
 from cpu_prefix_cache.copier.some_groups import SomeGroupsCopier
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class Noting:

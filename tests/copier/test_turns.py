@@ -6,7 +6,7 @@ import pytest
 
 from cpu_prefix_cache.copier.submitter import Submitter
 from cpu_prefix_cache.copier.turns import TURN_SECONDS, short_turns
-from cpu_prefix_cache.plan import Direction, TransferPlan
+from cpu_prefix_cache.messages.plan import Direction, TransferPlan
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.replay.units import parse_capacity, show_bytes
 
 

@@ -41,7 +41,7 @@ from cpu_prefix_cache import (
     Request,
 )
 from cpu_prefix_cache.coordinator import new_pool
-from cpu_prefix_cache.errors import InternalError
+from cpu_prefix_cache.messages.errors import InternalError
 
 
 class PromptRefused(PrefixCacheError):

@@ -39,7 +39,7 @@ from cpu_prefix_cache.copier.second_try import SecondTryCopier
 from cpu_prefix_cache.copier.some_groups import SomeGroupsCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.plan import Direction, TransferPlan
+from cpu_prefix_cache.messages.plan import Direction, TransferPlan
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ is a copy from the device to host memory, a load one from there. GB are 1e9 byte
 import argparse
 
 from cpu_prefix_cache.bench.rates import draw, table
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cpu_prefix_cache.copier.queues import Mark
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class Copier(Protocol):

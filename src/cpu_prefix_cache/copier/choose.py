@@ -14,7 +14,7 @@ from cpu_prefix_cache.copier.binding import Shapes
 from cpu_prefix_cache.copier.calibration import calibration_for
 from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 COPIERS = ("auto", "reference", "staged")
 

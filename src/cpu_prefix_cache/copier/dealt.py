@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes
 from cpu_prefix_cache.copier.queues import Mark, Passed
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.planner import Piece
 
 

@@ -10,7 +10,7 @@ import torch
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class MeddlingCopier(Copier):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.memory.moves import Moves
-from cpu_prefix_cache.plan import Direction
+from cpu_prefix_cache.messages.plan import Direction
 
 
 class Link(Protocol):

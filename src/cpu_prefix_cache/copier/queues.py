@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.driver import cuda_driver
+from cpu_prefix_cache.messages.errors import MisuseError
 
 NAP_SECONDS = 80e-6  # with what the system adds, a quarter of the time that a slice needs on the link
 

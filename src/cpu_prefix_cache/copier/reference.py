@@ -13,7 +13,7 @@ import torch
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes
 from cpu_prefix_cache.copier.queues import Mark, Passed, compute_mark
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class ReferenceCopier(Copier):

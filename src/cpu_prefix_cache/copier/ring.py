@@ -20,7 +20,7 @@ import torch
 
 from cpu_prefix_cache.copier.board import Board
 from cpu_prefix_cache.copier.queues import Lane, Mark
-from cpu_prefix_cache.plan import Direction
+from cpu_prefix_cache.messages.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
 BREATH = 4  # slices: 2.3 ms that others wait at most

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark, Passed
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class SomeGroupsCopier(Copier):

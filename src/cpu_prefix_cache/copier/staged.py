@@ -34,10 +34,10 @@ from cpu_prefix_cache.copier.right_of_way import RightOfWay
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.copier.ways import Direct, Region, StagedGroup, ThroughRing, Way, round_up
-from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
 SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.turns import short_turns
-from cpu_prefix_cache.plan import TransferPlan
+from cpu_prefix_cache.messages.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tilin
 from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.moves import SEAM_BYTES, Span, columns, moves_of, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
-from cpu_prefix_cache.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 # The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
 # end. The others are as large as a slot, or this, where there is none: a slice costs the host 50 us.

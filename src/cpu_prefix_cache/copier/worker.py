@@ -21,9 +21,9 @@ from typing import NamedTuple
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.submitter import Submitter
-from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.errors import InternalError
 from cpu_prefix_cache.eviction.ages import Use
 from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.messages.errors import InternalError
 
 
 class Segment:

@@ -11,13 +11,13 @@ import weakref
 
 import torch
 
-from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.driver import Driver, cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.numa import processors_near
 from cpu_prefix_cache.memory.pages import Pages
 from cpu_prefix_cache.memory.registration import Registration
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 
 class HostArena:

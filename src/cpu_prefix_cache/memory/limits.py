@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to everybody else on the machine when the region is sized: one mistake here ends in the kernel killing us.
 RESERVED_BYTES = 256 * 1024 * 1024

@@ -8,8 +8,8 @@ import mmap
 import os
 from pathlib import Path
 
-from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 SHARED = Path("/dev/shm")
 

@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 
 import torch
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 
 class Role(enum.IntEnum):

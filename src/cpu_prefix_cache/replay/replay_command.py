@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cpu_prefix_cache.errors import ConfigurationError
 from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction

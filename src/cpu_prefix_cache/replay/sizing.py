@@ -12,7 +12,7 @@ that no smaller one does.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Where the bisection ends: the answer is at most so much above a capacity that misses the goal.
 CLOSE = 0.02

@@ -8,7 +8,7 @@
 
 import re
 
-from cpu_prefix_cache.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 UNIT_BYTES = {

@@ -1,0 +1,1 @@
+"""What crosses between the rooms, and out of them: requests, plans, reports, statistics, errors."""
