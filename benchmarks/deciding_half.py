@@ -42,7 +42,7 @@ from cpu_prefix_cache import (
     RankReport,
     Request,
 )
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 CHAIN = 8_192
 RUN = 512

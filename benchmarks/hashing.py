@@ -18,7 +18,7 @@ import xxhash
 
 from common import print_environment
 from cpu_prefix_cache import ChainHasher
-from cpu_prefix_cache.hashing import MultimodalItem
+from cpu_prefix_cache.model.hashing import MultimodalItem
 
 VOCABULARY = 150_000
 BARS = {("xxh3_128", "array of uint32"): 1.6, ("xxh3_128", "list"): 4.0, ("sha256", "array of uint32"): 6.0}

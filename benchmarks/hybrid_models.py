@@ -9,7 +9,7 @@ number of layers, heads or dimensions stands in a call, it is the one in the `co
 from dataclasses import dataclass
 
 from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.planner import FAR_CHUNKS, Piece
+from cpu_prefix_cache.model.planner import FAR_CHUNKS, Piece
 
 KIB, MIB = 2**10, 2**20
 

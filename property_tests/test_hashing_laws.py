@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError, MultimodalItem
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 ALGORITHMS = ["xxh3_128", "sha256"]
 NAMES = ["", "a", "b", "ab", "ba", "aa", "é"]

@@ -24,7 +24,7 @@ from cpu_prefix_cache import (
     PoolExhausted,
     Request,
 )
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.engines import HybridSlots
 from property_tests.strategies import chain, pick, positions, prompts
 from property_tests.test_prefix_cache_machine import ALL_NAMES, GRID, NOTHING, PrefixCacheMachine, Sequence

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner, KVCacheCoordinator
 from cpu_prefix_cache.coordinator import new_pool
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.strategies import chain, prompts
 
 GRID = 8

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
+from cpu_prefix_cache.model.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
 
 BLOCKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48])  # all divide 48, so a grid never passes it
 SMALL_BYTES = st.integers(1, 5_000)

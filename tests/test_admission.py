@@ -6,7 +6,7 @@ import pytest
 
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError
 from cpu_prefix_cache.admission import Admission
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
 from tests.story import GRID, Engine, chain
 

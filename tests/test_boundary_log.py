@@ -11,7 +11,7 @@ from cpu_prefix_cache import (
     KVCacheCoordinator,
 )
 from cpu_prefix_cache.coordinator import new_pool
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests.story import ATTENTION, GRID, Engine, chain
 
 STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=100)

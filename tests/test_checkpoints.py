@@ -22,7 +22,7 @@ from cpu_prefix_cache import (
     Request,
 )
 from cpu_prefix_cache.coordinator import new_pool
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
 from property_tests.strategies import chain
 

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError, MultimodalItem, hashing
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 TOKENS = [0, 1, 2, 3, 2**32 - 1, 5, 6]
 DIGESTS = {"xxh3_128": xxhash.xxh3_128_digest, "sha256": lambda data: hashlib.sha256(data).digest()}

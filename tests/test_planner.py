@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.planner import PieceAt
+from cpu_prefix_cache.model.planner import PieceAt
 
 
 def group(name="attention", tokens=16, size=1_000, kind=GroupKind.PREFIX, **options):

@@ -58,7 +58,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 BLOCK = 4
 MAX_MODEL_LEN = 256

@@ -14,7 +14,7 @@ default, the device keeps windows and states at the last boundary of each prompt
 
 import pytest
 
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests_vllm.engine import (
     BLOCK,
     LOADING,

@@ -25,13 +25,13 @@ from cpu_prefix_cache.boundary_log import BoundariesRemoved, BoundariesStored, B
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.groups import Group, GroupKind
-from cpu_prefix_cache.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
-from cpu_prefix_cache.planner import HybridChunkPlanner, Piece
+from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
+from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.states import State
 

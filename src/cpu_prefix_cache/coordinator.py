@@ -10,7 +10,7 @@ above its end that has a checkpoint. Where both hold is the intersection of what
     device  [ x ]                                        n0 = 16
                     `-------'                            loaded: chunk 1 and the checkpoint; prefill begins at 32
 
->>> from cpu_prefix_cache.groups import Group, GroupKind
+>>> from cpu_prefix_cache.model.groups import Group, GroupKind
 >>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1024)
 >>> mamba = Group(name="mamba", kind=GroupKind.STATE, block_tokens=16, block_bytes=1024)
 >>> planner = HybridChunkPlanner([attention, mamba], max_model_len=64)
@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from cpu_prefix_cache.block_pool import BlockPool
-from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pieces import PieceNeed
-from cpu_prefix_cache.planner import HybridChunkPlanner
 
 Blocks = Sequence[int]
 

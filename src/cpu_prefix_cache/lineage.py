@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.sweep import Sweep
 
 

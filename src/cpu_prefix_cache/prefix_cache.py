@@ -37,8 +37,8 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload import Eager, Lazy, Offload
-from cpu_prefix_cache.planner import HybridChunkPlanner
 from cpu_prefix_cache.states import State
 from cpu_prefix_cache.stores import StorePlanner
 from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger

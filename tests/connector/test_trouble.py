@@ -11,7 +11,7 @@ from connector.transformers import PrefixCachedGenerator, PromptRefused
 from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, Direction
 from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")

@@ -3,7 +3,7 @@
 import random
 
 from cpu_prefix_cache import BlockPool
-from cpu_prefix_cache.hashing import checkpoint_key
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pieces import PieceNeed
 from tests.story import Engine, Shelf
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from cpu_prefix_cache.hashing import ChainHasher
+from cpu_prefix_cache.model.hashing import ChainHasher
 from cpu_prefix_cache.replay.traces import TraceError, read_traces
 from tests.replay.traces import mooncake_lines, write
 

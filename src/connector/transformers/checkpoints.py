@@ -17,10 +17,10 @@ from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
 from cpu_prefix_cache.block_pool import NewCheckpoint
-from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.messages.errors import InternalError
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import PieceAt
 from cpu_prefix_cache.pieces import PieceNeed
-from cpu_prefix_cache.planner import PieceAt
 
 
 class Checkpoints:

@@ -44,8 +44,8 @@ from vllm.v1.core.kv_cache_utils import (
 
 from connector.vllm.keys import HashesOnDevice, block_ends
 from cpu_prefix_cache import HybridChunkPlanner
-from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 GROUP_ID_BYTES = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB for 5,000 blocks

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import overload
 
 from cpu_prefix_cache import HybridChunkPlanner
-from cpu_prefix_cache.planner import FAR_CHUNKS
+from cpu_prefix_cache.model.planner import FAR_CHUNKS
 from cpu_prefix_cache.sweep import Sweep
 
 

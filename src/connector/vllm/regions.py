@@ -18,7 +18,7 @@ from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.limits import check_fits
-from cpu_prefix_cache.planner import ALIGNMENT, Piece
+from cpu_prefix_cache.model.planner import ALIGNMENT, Piece
 
 
 @dataclass(frozen=True, slots=True)

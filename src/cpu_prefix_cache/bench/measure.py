@@ -19,10 +19,10 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.calibration import Calibration, versions
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.staged import StagedCopier
-from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
-from cpu_prefix_cache.planner import Piece
+from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.planner import Piece
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.parts import block_bytes, check_apart
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
-from cpu_prefix_cache.planner import Piece
+from cpu_prefix_cache.model.planner import Piece
 
 MANY_IDS = 256  # above, an array is faster than a loop: 0.07 ms for 4,096 and not 0.2
 

@@ -10,7 +10,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes
 from cpu_prefix_cache.copier.queues import Mark, Passed
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
-from cpu_prefix_cache.planner import Piece
+from cpu_prefix_cache.model.planner import Piece
 
 
 class DealtCopier(Copier):
@@ -40,7 +40,7 @@ class DealtCopier(Copier):
 def share(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
     """The pieces of `copy` that one rank writes.
 
-    >>> from cpu_prefix_cache.groups import Group, GroupKind
+    >>> from cpu_prefix_cache.model.groups import Group, GroupKind
     >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)
     >>> share(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))

@@ -34,8 +34,8 @@ from cpu_prefix_cache.eviction.buckets import Buckets, Rank
 from cpu_prefix_cache.eviction.kinds import FEATURES, UNKNOWN, kinds_of, measure_gap
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, members, new_ring, used
 from cpu_prefix_cache.forest import NONE, Forest
-from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
+from cpu_prefix_cache.model.hashing import checkpoint_key
 
 NOBODY: tuple[Rank, Sequence[int]] = ((inf, 0, 0), ())
 MOST_AT_ONCE = 200  # requests at one moment, to the last digit: that is a log without times

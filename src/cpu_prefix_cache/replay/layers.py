@@ -10,7 +10,7 @@ in its configuration hints at anything else. Then it is refused: a wrong size is
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from cpu_prefix_cache.groups import GroupKind
+from cpu_prefix_cache.model.groups import GroupKind
 from cpu_prefix_cache.replay.model_config import ModelConfig
 
 Layers = Counter[GroupKind]

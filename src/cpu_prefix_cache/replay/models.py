@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.planner import FAR_CHUNKS, HybridChunkPlanner
+from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.planner import FAR_CHUNKS, HybridChunkPlanner
 from cpu_prefix_cache.replay.layers import layers_by_kind
 from cpu_prefix_cache.replay.model_config import ModelConfig, bytes_of
 from cpu_prefix_cache.replay.state_bytes import state_bytes

@@ -4,8 +4,8 @@ import argparse
 import math
 from pathlib import Path
 
-from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
 from cpu_prefix_cache.replay.traces import Trace, read_traces
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from cpu_prefix_cache.block_pool import Pin
 from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool
-from cpu_prefix_cache.hashing import checkpoint_key
-from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 
 class ResumableReplay:

@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.groups import Group
-from cpu_prefix_cache.planner import HybridChunkPlanner
+from cpu_prefix_cache.model.groups import Group
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import ANY_LENGTH, checkpoint_bytes, in_large_blocks, prefix_bytes_per_token

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import xxhash
 
-from cpu_prefix_cache.hashing import ChainHasher
 from cpu_prefix_cache.messages.errors import MisuseError, PrefixCacheError
+from cpu_prefix_cache.model.hashing import ChainHasher
 
 MOONCAKE_BLOCK_TOKENS = 512
 LOG_BLOCK_TOKENS = 16

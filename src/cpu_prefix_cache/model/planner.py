@@ -24,8 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cpu_prefix_cache.groups import Group, GroupKind
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.groups import Group, GroupKind
 
 # Stores to random host addresses reach 87 % of the link at this size and less below it (one H200, staged copies), so a
 # smaller host block is chosen only when a piece is itself smaller, and for less waste than this only if it is larger.
