@@ -21,10 +21,10 @@ Everything here decides; nothing here imports torch. The bytes are moved by `cpu
 """
 
 from cpu_prefix_cache.block_pool import BlockPool, Pin
-from cpu_prefix_cache.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request

@@ -32,14 +32,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.admission import Admission
-from cpu_prefix_cache.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.forest import NONE, Forest
 from cpu_prefix_cache.free_runs import FreeRuns
+from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
+from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.nearest_checkpoint import ResumeIndex
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pieces import Moved, PieceNeed, SharedPieces
-from cpu_prefix_cache.resume import ResumeIndex
 from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING, State
 
 # Keys that an admission remembers for each block of the pool.

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_prefix_cache.block_pool import Pin
-from cpu_prefix_cache.boundary_log import BoundaryEvent
 from cpu_prefix_cache.break_even import BreakEven
 from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.device import Device
+from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request

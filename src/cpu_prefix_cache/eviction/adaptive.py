@@ -33,7 +33,7 @@ from math import inf
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
 from cpu_prefix_cache.eviction.kinds import FEATURES, UNKNOWN, kinds_of, measure_gap
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, members, new_ring, used
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 

@@ -39,7 +39,7 @@ from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
 from cpu_prefix_cache.eviction.touches import Ring
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 
 LONGEST_ROW = 32  # ghosts that come back together: what is compared beyond the victims they find is lost time
 LEAST_SHARE = 5  # T1 can have a fifth of the blocks in any case. With a tenth some sizes had .4 points fewer hits

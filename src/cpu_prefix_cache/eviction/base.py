@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from cpu_prefix_cache.forest import Forest
+from cpu_prefix_cache.index.forest import Forest
 
 
 class EvictionPolicy(Protocol):

@@ -19,7 +19,7 @@ one that it is asked for.
 
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.forest import NONE
+from cpu_prefix_cache.index.forest import NONE
 
 LONGEST_RUN = 4_096  # to end the oldest of a run moves the others: at most 32 KiB
 

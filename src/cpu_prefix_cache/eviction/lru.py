@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave, linked
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError
 
 

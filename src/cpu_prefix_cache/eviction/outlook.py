@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 from cpu_prefix_cache.eviction.touches import Ring, Touch, linked
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 
 ONCE, AGAIN = 0, 1
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.eviction.ages import Use
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError
 
 

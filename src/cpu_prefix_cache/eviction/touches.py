@@ -21,7 +21,7 @@ The touch a chunk carries is its mark in the forest, which is all that a policy 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError
 
 

@@ -15,7 +15,7 @@ A chunk that leaves has lost its key by the time it is known, so the log remembe
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cpu_prefix_cache.forest import Forest
+from cpu_prefix_cache.index.forest import Forest
 
 
 class BoundariesStored(NamedTuple):

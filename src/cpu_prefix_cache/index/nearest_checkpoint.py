@@ -12,8 +12,8 @@ All of it is indexed by node, like the forest.
 
 from array import array
 
-from cpu_prefix_cache.boundary_log import BoundaryLog
-from cpu_prefix_cache.forest import NONE, Forest
+from cpu_prefix_cache.index.boundary_log import BoundaryLog
+from cpu_prefix_cache.index.forest import NONE, Forest
 
 SEGMENT = 64  # chunks: as many steps within a segment as segments in a prefix of 4,096
 

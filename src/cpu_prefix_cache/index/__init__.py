@@ -1,0 +1,1 @@
+"""Which prefixes there are, and where one of them can be resumed."""
