@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, State
-from cpu_prefix_cache.coordinator import new_pool
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.coordinator import new_pool
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 
 @dataclass

@@ -18,7 +18,7 @@ from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, WIDTHS, worths
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from property_tests.strategies import chain, prompts
 
 rates = st.floats(-14, 2).map(lambda power: 10.0**power)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import BlockPool
-from cpu_prefix_cache.admission import Admission
+from cpu_prefix_cache.pool.admission import Admission
 from property_tests.strategies import chain, prompts
 
 requests = st.lists(prompts, max_size=12)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State, resume
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
 from property_tests.listener import Listener
 from property_tests.strategies import pick, positions, prompts

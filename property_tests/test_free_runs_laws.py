@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache.free_runs import FreeRuns
+from cpu_prefix_cache.pool.free_runs import FreeRuns
 
 
 @given(st.data())

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner, KVCacheCoordinator
-from cpu_prefix_cache.coordinator import new_pool
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.pool.coordinator import new_pool
 from property_tests.strategies import chain, prompts
 
 GRID = 8

@@ -10,8 +10,8 @@ from cpu_prefix_cache import (
     HybridChunkPlanner,
     KVCacheCoordinator,
 )
-from cpu_prefix_cache.coordinator import new_pool
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.pool.coordinator import new_pool
 from tests.story import ATTENTION, GRID, Engine, chain
 
 STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=100)

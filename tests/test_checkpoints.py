@@ -21,9 +21,9 @@ from cpu_prefix_cache import (
     RankReport,
     Request,
 )
-from cpu_prefix_cache.coordinator import new_pool
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.coordinator import new_pool
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from property_tests.strategies import chain
 
 GRID = 4

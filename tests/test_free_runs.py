@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import MisuseError
-from cpu_prefix_cache.free_runs import FreeRuns
+from cpu_prefix_cache.pool.free_runs import FreeRuns
 
 
 def free(*blocks):

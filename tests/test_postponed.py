@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.postponed import Postponed
 
 

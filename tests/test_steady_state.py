@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.pool.block_pool import BlockPool
 from tests.sizes import sizes_of_containers
 from tests.story import Engine
 

@@ -20,8 +20,6 @@ Hit(boundary=32)
 Everything here decides; nothing here imports torch. The bytes are moved by `cpu_prefix_cache.copier`.
 """
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin
-from cpu_prefix_cache.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
@@ -32,8 +30,10 @@ from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
+from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.pool.states import State
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
-from cpu_prefix_cache.states import State
 
 __all__ = [
     "OFFLOAD_MODES",

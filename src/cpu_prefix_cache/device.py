@@ -8,10 +8,10 @@ whose device pool is this library's own BlockPool.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from cpu_prefix_cache.block_pool import BlockPool, Pin
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 
 
 class Device(Protocol):

@@ -13,8 +13,8 @@ older has left it.
 
 from collections.abc import Callable
 
-from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.messages.request import Progress
+from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Postponed:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from cpu_prefix_cache.block_pool import Pin
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
+from cpu_prefix_cache.pool.block_pool import Pin
 
 Place = tuple[int, bytes | None]  # a device block that waits to be handed out, and the key it was seen under
 

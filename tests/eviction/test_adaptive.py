@@ -10,7 +10,7 @@ from cpu_prefix_cache import BlockPool, MisuseError
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, HALF_LIFE_REQUESTS, Survival
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from tests.story import Shelf, chain
 
 

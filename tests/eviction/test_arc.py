@@ -4,7 +4,7 @@ import random
 
 from cpu_prefix_cache import BlockPool
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from tests.story import Engine, Shelf
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.

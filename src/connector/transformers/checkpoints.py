@@ -16,11 +16,11 @@ from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
-from cpu_prefix_cache.block_pool import NewCheckpoint
 from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import PieceAt
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.block_pool import NewCheckpoint
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 
 class Checkpoints:

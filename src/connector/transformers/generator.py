@@ -40,8 +40,8 @@ from cpu_prefix_cache import (
     PrefixCacheError,
     Request,
 )
-from cpu_prefix_cache.coordinator import new_pool
 from cpu_prefix_cache.messages.errors import InternalError
+from cpu_prefix_cache.pool.coordinator import new_pool
 
 
 class PromptRefused(PrefixCacheError):

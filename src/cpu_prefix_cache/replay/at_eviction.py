@@ -8,7 +8,7 @@ the device it may have nothing but the end. A block that leaves the device once 
 from collections import OrderedDict
 from itertools import islice
 
-from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.replay.outcome import Tally
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 

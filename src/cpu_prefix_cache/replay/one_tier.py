@@ -1,6 +1,6 @@
 """Replays a trace through the host pool alone: what it hits is loaded, what it misses is stored."""
 
-from cpu_prefix_cache.block_pool import BlockPool
+from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
 from cpu_prefix_cache.replay.tiers import HostTier

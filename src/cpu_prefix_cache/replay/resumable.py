@@ -13,10 +13,10 @@ come one at a time, and nothing of one is evicted while it runs.
 
 from collections.abc import Iterable, Sequence
 
-from cpu_prefix_cache.block_pool import Pin
-from cpu_prefix_cache.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
 
 class ResumableReplay:

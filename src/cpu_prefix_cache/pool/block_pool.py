@@ -31,16 +31,16 @@ The same class is the host pool of the cache and, in an engine that has none of 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.admission import Admission
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.free_runs import FreeRuns
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.index.nearest_checkpoint import ResumeIndex
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
-from cpu_prefix_cache.pieces import Moved, PieceNeed, SharedPieces
-from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.admission import Admission
+from cpu_prefix_cache.pool.free_runs import FreeRuns
+from cpu_prefix_cache.pool.shared_pieces import Moved, PieceNeed, SharedPieces
+from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, WRITING, State
 
 # Keys that an admission remembers for each block of the pool.
 REMEMBERED_PER_BLOCK = 8

@@ -30,12 +30,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from cpu_prefix_cache.block_pool import BlockPool
 from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.pieces import PieceNeed
+from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 Blocks = Sequence[int]
 

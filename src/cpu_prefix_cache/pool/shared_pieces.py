@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import InternalError
-from cpu_prefix_cache.states import CACHED, FREE, RETIRED, WRITING
+from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, WRITING
 
 
 class PieceNeed(NamedTuple):

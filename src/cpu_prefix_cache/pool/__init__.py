@@ -1,0 +1,1 @@
+"""Blocks of memory, the chunk or checkpoint each one holds, and the longest hit among them."""
