@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache.lineage import Lineage
+from cpu_prefix_cache.offload.parents import Lineage
 from tests.story import chain
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from cpu_prefix_cache.offload.retries import Postponed
 from cpu_prefix_cache.pool.block_pool import BlockPool
-from cpu_prefix_cache.postponed import Postponed
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cpu_prefix_cache import (
     Request,
     Resolved,
 )
-from cpu_prefix_cache.break_even import NEVER, least_tokens
+from cpu_prefix_cache.offload.break_even import NEVER, least_tokens
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from property_tests.engines import QueueSlots
 from tests.story import ATTENTION, GRID, Engine, chain

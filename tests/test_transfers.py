@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 
 
 class Ledger(TransferLedger):

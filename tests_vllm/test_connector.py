@@ -13,7 +13,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from connector.vllm import CPUPrefixCacheConnector
 from connector.vllm.messages import WorkerReports
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import ConfigurationError, break_even
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.offload import break_even
 from tests_vllm.engine import (
     AT_ONCE,
     ATTENTION,

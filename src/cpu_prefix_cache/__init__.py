@@ -20,7 +20,6 @@ Hit(boundary=32)
 Everything here decides; nothing here imports torch. The bytes are moved by `cpu_prefix_cache.copier`.
 """
 
-from cpu_prefix_cache.device import Device, PooledDevice
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
@@ -30,6 +29,7 @@ from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
+from cpu_prefix_cache.offload.device import Device, PooledDevice
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.pool.states import State

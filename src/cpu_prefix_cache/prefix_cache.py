@@ -28,20 +28,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache.break_even import BreakEven
-from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload import Eager, Lazy, Offload
+from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.lazy import Eager, Lazy, Offload
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.pool.states import State
-from cpu_prefix_cache.stores import StorePlanner
-from cpu_prefix_cache.transfers import Phase, Transfer, TransferLedger
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import overload
 
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.model.planner import FAR_CHUNKS
-from cpu_prefix_cache.sweep import Sweep
+from cpu_prefix_cache.offload.forgetting import Sweep
 
 
 class ChunkKeys(Sequence[bytes]):

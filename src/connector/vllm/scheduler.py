@@ -38,7 +38,8 @@ from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import Hit, Pending, Request, StepPlan, break_even
+from cpu_prefix_cache import Hit, Pending, Request, StepPlan
+from cpu_prefix_cache.offload import break_even
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ counts as missed. The device evicts its least recently used, as engines do; the 
 may be hit: the token after it, which is always computed, is taken to be there, and lengths are whole blocks.
 """
 
-from cpu_prefix_cache.device import PooledDevice
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Hit, Request
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.replay.meter import Meter

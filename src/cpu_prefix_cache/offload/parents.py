@@ -18,7 +18,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.sweep import Sweep
+from cpu_prefix_cache.offload.forgetting import Sweep
 
 
 class Lineage:

@@ -12,14 +12,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache.device import Device
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.transfers import Place, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
-from cpu_prefix_cache.transfers import Place, Transfer, TransferLedger
 
 
 class Stop(enum.Enum):

@@ -49,14 +49,14 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Protocol
 
-from cpu_prefix_cache.device import Device
-from cpu_prefix_cache.lineage import Lineage
 from cpu_prefix_cache.messages.request import CheckpointAt, Progress
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.parents import Lineage
+from cpu_prefix_cache.offload.retries import Postponed
+from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.transfers import Place, Transfer
 from cpu_prefix_cache.pool.block_pool import BlockPool
-from cpu_prefix_cache.postponed import Postponed
-from cpu_prefix_cache.stores import Chain, Stop, StorePlanner
-from cpu_prefix_cache.transfers import Place, Transfer
 
 
 class Offload(Protocol):
