@@ -11,8 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import connector.vllm.worker as worker_module
-from cpu_prefix_cache import Direction, break_even
+from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.offload import break_even
 from tests_vllm.models import MODELS, save_long_llama, some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
