@@ -1,0 +1,87 @@
+"""Held blocks come back to where they waited, whatever else comes and goes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_prefix_cache.offload.places import FRONT, Places
+
+
+class SlowOrder:
+    """The order with what is held still in it: each entry is waiting or held."""
+
+    def __init__(self, count: int) -> None:
+        self.entries = [[at, "waits"] for at in range(count)]
+        self.count = count
+
+    def waiting(self) -> list[int]:
+        return [at for at, state in self.entries if state == "waits"]
+
+    def held(self) -> list[int]:
+        return [at for at, state in self.entries if state == "held"]
+
+    def set(self, which: int, state: str) -> None:
+        next(entry for entry in self.entries if entry[0] == which)[1] = state
+
+    def remove(self, which: int) -> None:
+        self.entries = [entry for entry in self.entries if entry[0] != which]
+
+    def add(self) -> int:
+        self.entries.append([self.count, "waits"])
+        self.count += 1
+        return self.count - 1
+
+
+STORY = st.lists(st.tuples(st.sampled_from(["hold", "end", "hand out", "add", "use"]), st.integers(0, 99)), max_size=60)
+
+
+def serve(story: list[tuple[str, int]], gently: bool) -> tuple[list[int], list[int], Places]:
+    """The order by `Places`, the slow one, and the places left, when all holds have ended.
+
+    `gently`: the engine hands out nothing that a held one stands before, and uses again only what is held.
+    """
+    slow, order = SlowOrder(8), list(range(8))
+    places = Places(lambda place: place in order)
+
+    def end(each: int) -> None:
+        behind = places.back(each)
+        order.insert(0 if behind == FRONT else order.index(behind) + 1, each)
+        slow.set(each, "waits")
+
+    for action, which in story:
+        held = slow.held()
+        if action == "hold" and order:
+            each = order[which % len(order)]
+            at = order.index(each)
+            places.leave(each, order[at - 1] if at else FRONT)
+            order.remove(each)
+            slow.set(each, "held")
+        elif action == "end" and held:
+            end(held[which % len(held)])
+        elif action == "hand out" and order and not (gently and slow.entries[0][1] == "held"):
+            slow.remove(order.pop(0))
+        elif action == "add":
+            order.append(slow.add())
+        elif action == "use" and held and gently:
+            places.forget(held[which % len(held)])
+            slow.remove(held[which % len(held)])
+        elif action == "use" and order and not gently:
+            slow.remove(order.pop(which % len(order)))
+        assert order == slow.waiting() or not gently
+    for each in slow.held()[:: -1 if len(story) % 2 else 1]:
+        end(each)
+    return order, slow.waiting(), places
+
+
+@given(STORY)
+def test_held_blocks_come_back_to_where_they_waited(story: list[tuple[str, int]]) -> None:
+    order, slow, places = serve(story, gently=True)
+    assert order == slow
+    assert not len(places) and not places._last, "something is remembered for ever"
+
+
+@given(STORY)
+def test_nothing_is_lost_whatever_the_engine_takes_from_between(story: list[tuple[str, int]]) -> None:
+    """What stood behind a block that is gone comes back at the front: it may leave too early, and never too late."""
+    order, slow, places = serve(story, gently=False)
+    assert sorted(order) == sorted(slow)
+    assert not len(places) and not places._last
