@@ -51,7 +51,7 @@ RUN = 512
 class CountingDevice:
     """A device whose blocks are only counted: destinations are held and released, nothing else is asked."""
 
-    num_chunks = 1 << 20
+    num_blocks = num_waiting = 1 << 20
     null_block = None
 
     def find(self, key):
@@ -60,25 +60,16 @@ class CountingDevice:
     def find_all(self, keys):
         return [None for _ in keys]
 
-    def soonest_evicted(self, after):
+    def soonest_evicted(self):
         return iter(())
 
     def is_waiting(self, block, key):
         return False
 
-    def are_waiting(self, blocks):
-        return [False for _ in blocks]
-
-    def has_waiting(self, blocks):
-        return False
-
-    def hold(self, blocks):
+    def hold(self, blocks, parent=()):
         return blocks
 
-    def release(self, hold, before):
-        pass
-
-    def release_in_place(self, hold, behind):
+    def release(self, hold):
         pass
 
 

@@ -8,12 +8,30 @@ A *slot* is where one chunk lives on the device; `blocks_of(slot)` are its devic
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, State
+from cpu_prefix_cache import (
+    BlockPool,
+    EngineSteps,
+    HybridChunkPlanner,
+    KVCacheCoordinator,
+    PooledDevice,
+    PoolExhausted,
+    State,
+    Thresholds,
+)
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+
+
+def cache_options(**said: Any) -> dict[str, Any]:
+    """Options of a CPUPrefixCache, those of its values by their own names."""
+    for name, kind in (("steps", EngineSteps), ("thresholds", Thresholds)):
+        own = {each.name: said.pop(each.name) for each in fields(kind) if each.name in said}
+        if own:
+            said[name] = kind(**own)
+    return said
 
 
 @dataclass
@@ -98,10 +116,10 @@ class WideDevice(PooledDevice):
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.num_chunks = pool.capacity
+        self.num_blocks = pool.capacity
         self.null_block = None
 
-    def hold(self, blocks: Sequence[int]) -> Any:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
         rest = {each for first in self._pool._rest for each in self._pool._rest[first]}
         return self._pool.pin(*(block for block in blocks if block not in rest))
 
@@ -139,30 +157,42 @@ class HybridSlots(PoolSlots):
 
 @dataclass
 class QueueSlots:
-    """Also the `Device` itself: block ids count from 1, `width` to a slot; block 0 is the null block."""
+    """Also the `Device` itself: block ids count from 1, `width` to a slot; block 0 is the null block.
+
+    What the cache holds keeps its place in `order`, and is passed over: the slow way to come back there.
+    """
 
     slots: int
     width: int = 1
     references: dict[int, int] = field(default_factory=dict)  # block -> how many hold it
     keys: dict[int, bytes] = field(default_factory=dict)  # slot -> key
-    queue: OrderedDict[int, None] = field(default_factory=OrderedDict)  # free slots, next to be used first
+    order: OrderedDict[int, bool] = field(default_factory=OrderedDict)  # slots, next to be used first: who waits
     calls: int = 0
     null_block: int | None = 0
 
     def __post_init__(self) -> None:
-        self.queue.update(dict.fromkeys(range(self.slots)))
+        self.order.update(dict.fromkeys(range(self.slots), True))
         self.places: dict[bytes, list[int]] = {}
-        self.released_as: list[str] = []  # how the cache gave back what it held
 
     @property
     def device(self) -> "QueueSlots":
         return self
 
     @property
-    def num_chunks(self) -> int:
-        return self.slots
+    def waiting(self) -> list[int]:
+        """Slots in the order in which they are used next."""
+        return [slot for slot, waits in self.order.items() if waits]
 
     # what the cache calls
+
+    @property
+    def num_blocks(self) -> int:
+        return self.slots * self.width
+
+    @property
+    def num_waiting(self) -> int:
+        self.calls += 1
+        return sum(self.order.values()) * self.width
 
     def find(self, key: bytes) -> Sequence[int] | None:
         self.calls += 1
@@ -171,57 +201,36 @@ class QueueSlots:
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
         return [self.find(key) for key in keys]
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
+    def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
+        """The first block of a slot brings the key."""
         self.calls += 1
-        order = iter(list(self.queue))
-        if after is not None:
-            for slot in order:
-                if self.blocks_of(slot)[0] == after:
-                    break
-        for slot in order:
-            yield self.blocks_of(slot)[0], self.keys.get(slot)
+        for slot in self.waiting:
+            for at, block in enumerate(self.blocks_of(slot)):
+                self.calls += 1
+                yield block, None if at else self.keys.get(slot)
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         self.calls += 1
-        slot = (block - 1) // self.width
-        return slot in self.queue and self.keys.get(slot) == key
+        slot, at = divmod(block - 1, self.width)
+        return self.order.get(slot, False) and key == (None if at else self.keys.get(slot))
 
-    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> tuple[Sequence[int], Sequence[int]]:
         self.calls += 1
-        return [(block - 1) // self.width in self.queue for block in blocks]
-
-    def has_waiting(self, blocks: int) -> bool:
-        self.calls += 1
-        return len(self.queue) * self.width >= blocks
-
-    def hold(self, blocks: Sequence[int]) -> list[int]:
-        self.calls += 1
-        assert self.null_block not in blocks
+        self._use(blocks)
         for block in blocks:
-            self.references[block] = self.references.get(block, 0) + 1
-            self.queue.pop((block - 1) // self.width, None)
-        return list(blocks)
+            if (block - 1) // self.width in self.order:
+                self.order[(block - 1) // self.width] = False
+        return blocks, parent
 
-    def release(self, hold: list[int], before: int | None) -> None:
-        if before is None:
-            self._release(hold[::-1])
-        else:
-            self._release_at(hold, list(self.queue).index((before - 1) // self.width))
-        self.released_as += ["end"] * len(hold)
-
-    def release_in_place(self, hold: list[int], behind: int | None) -> None:
-        free = list(self.queue)
-        at = 0 if behind is None else free.index((behind - 1) // self.width) + 1
-        while at < len(free) and free[at] not in self.keys:
-            at += 1
-        self._release_at(hold, at)
-        self.released_as += ["place"] * len(hold)
-
-    def _release_at(self, hold: list[int], at: int) -> None:
-        free = list(self.queue)
-        self._release(hold)
-        back = [slot for slot in self.queue if slot not in free]
-        self.queue = OrderedDict.fromkeys([*free[:at], *reversed(back), *free[at:]])
+    def release(self, hold: tuple[Sequence[int], Sequence[int]]) -> None:
+        """The slots that were in use at the end, or before their parent: the order is put together anew."""
+        blocks, parent = hold
+        last = self._release(blocks[::-1])
+        at = next(((block - 1) // self.width for block in parent if (block - 1) // self.width in self.order), None)
+        if at is not None and self.order[at]:
+            rest = [(slot, waits) for slot, waits in self.order.items() if slot not in last]
+            here = [slot for slot, _ in rest].index(at)
+            self.order = OrderedDict([*rest[:here], *((slot, True) for slot in last), *rest[here:]])
 
     # what the engine calls
 
@@ -233,14 +242,15 @@ class QueueSlots:
 
     def take(self, keys: Sequence[bytes], matched: int, total: int) -> Holding | None:
         found = [self.places[key][0] for key in keys[:matched]]
-        if len(self.queue) - sum(slot in self.queue for slot in found) < total - matched:
+        free = [slot for slot in self.waiting if slot not in found]
+        if len(free) < total - matched:
             return None
-        for slot in found:
-            self.hold(self.blocks_of(slot))
-        new = [self.queue.popitem(last=False)[0] for _ in range(total - matched)]
+        new = free[: total - matched]
+        for slot in found + new:
+            self.order.pop(slot, None)
+            self._use(self.blocks_of(slot))
         for slot in new:
             self._forget(slot)
-            self.hold(self.blocks_of(slot))
         return Holding(found + new, matched)
 
     def publish(self, holding: Holding, keys: Sequence[bytes], chunks: int) -> None:
@@ -264,12 +274,12 @@ class QueueSlots:
         return iter(list(self.keys.items()))
 
     def is_free(self, slot: int) -> bool:
-        return slot in self.queue
+        return self.order.get(slot, False)
 
     def check_valid(self) -> None:
         for slot in range(self.slots):
             in_use = any(self.references.get(block) for block in self.blocks_of(slot))
-            assert in_use != (slot in self.queue), f"slot {slot}"
+            assert in_use != self.order.get(slot, False), f"slot {slot}"
 
     def _forget(self, slot: int) -> None:
         key = self.keys.pop(slot, None)
@@ -278,15 +288,24 @@ class QueueSlots:
             if not self.places[key]:
                 del self.places[key]
 
-    def _release(self, hold: list[int]) -> None:
+    def _use(self, blocks: Sequence[int]) -> None:
+        assert self.null_block not in blocks
+        for block in blocks:
+            self.references[block] = self.references.get(block, 0) + 1
+
+    def _release(self, blocks: Sequence[int]) -> list[int]:
+        """The slots that wait now and had no place of their own."""
         self.calls += 1
         slots = []
-        for block in hold:
+        for block in blocks:
             assert self.references[block] > 0, f"block {block} is released more often than held"
             self.references[block] -= 1
-            slot = (block - 1) // self.width
-            if slot not in slots and slot not in self.queue:
-                slots.append(slot)
-        for slot in slots:
-            if not any(self.references.get(block) for block in self.blocks_of(slot)):
-                self.queue[slot] = None
+            slots.append((block - 1) // self.width)
+        last = []
+        for slot in dict.fromkeys(slots):
+            if any(self.references.get(block) for block in self.blocks_of(slot)):
+                continue
+            if slot not in self.order:
+                last.append(slot)
+            self.order[slot] = True
+        return last

@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from cpu_prefix_cache import (
     POLICIES,
     CPUPrefixCache,
+    EngineSteps,
     Group,
     GroupKind,
     Hit,
@@ -109,7 +110,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             policy=policy,
             offload=mode,
             ranks=ranks,
-            max_step_tokens=3 * GRID,
+            steps=EngineSteps(max_tokens=3 * GRID),
             checkpoint_interval=interval and interval * GRID,
             log_boundaries=True,
         )

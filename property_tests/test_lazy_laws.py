@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
-from property_tests.engines import PoolSlots, QueueSlots
+from property_tests.engines import PoolSlots, QueueSlots, cache_options
 from property_tests.strategies import chain
 
 STORY = st.lists(st.tuples(st.text("abcdefgh", min_size=1, max_size=4), st.integers(1, 3), st.booleans()), max_size=40)
@@ -24,7 +24,7 @@ class LazyEngine:
         attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
         self.slots = slots
-        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=host_blocks, **options)
+        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=host_blocks, **cache_options(**options))
         self.running: list[tuple[int, Request, Any]] = []
         self.moving: set[int] = set()
         self.count = 0
@@ -62,14 +62,14 @@ class LazyEngine:
         return {key for transfer in self.cache._ledger for key in transfer.keys}
 
     def next_to_leave(self, count: int) -> list[bytes]:
-        order = islice(self.slots.device.soonest_evicted(None), max(0, count))
+        order = islice(self.slots.device.soonest_evicted(), max(0, count))
         return [key for _, key in order if key is not None]
 
 
 @given(width=st.sampled_from([1, 2]), slots=st.integers(8, 40), story=STORY)
 def test_what_leaves_next_is_on_the_host_or_on_its_way(width: int, slots: int, story: list[Any]) -> None:
     """With room on the host and no limit to a step, whatever was used again in between, and however it was copied."""
-    engine = LazyEngine(QueueSlots(slots, width), width, max_step_tokens=1_000)
+    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
@@ -89,7 +89,7 @@ def test_nothing_is_lost_if_no_step_takes_more_than_is_covered(width: int, slots
 
     Of copies that end with the step. Those on their way longer are not made up for.
     """
-    engine = LazyEngine(QueueSlots(slots, width), width, max_step_tokens=1_000)
+    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)
     known: set[bytes] = set()
     for prompt, for_steps, _ in story:
         engine.end_some()
@@ -112,7 +112,7 @@ def test_nothing_is_lost_of_prompts_longer_than_a_step(lengths: list[int], step_
     Of a device with room for three of them, and twice for what those steps allocate.
     """
     slots = QueueSlots(3 * max(lengths) + 2 * (1 + report_steps) * step_chunks)
-    cache = LazyEngine(slots, 1, max_step_tokens=4 * step_chunks, report_steps=report_steps).cache
+    cache = LazyEngine(slots, 1, max_tokens=4 * step_chunks, report_steps=report_steps).cache
     planned: list[list[int]] = []
     known: set[bytes] = set()
     for prompt, length in enumerate(lengths):
@@ -143,7 +143,7 @@ def test_a_device_at_rest_is_soon_covered(slots: int, step_chunks: int, story: l
     Of a device whose blocks wait in the order of their release. A BlockPool orders by admission: what is released late
     joins ahead of the walk, and is seen only when the stretch has room again.
     """
-    engine = LazyEngine(QueueSlots(slots), 1, max_step_tokens=4 * step_chunks)
+    engine = LazyEngine(QueueSlots(slots), 1, max_tokens=4 * step_chunks)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
@@ -169,9 +169,7 @@ def test_a_host_smaller_than_the_stretch_comes_to_rest(
     new_slots: Any, slots: int, host: int, step_chunks: int, report_steps: int, story: list[Any]
 ) -> None:
     """What its own stores move is no reason to look for what the host evicted, nor is a chain it can never complete."""
-    engine = LazyEngine(
-        new_slots(slots), 1, host_blocks=host, max_step_tokens=4 * step_chunks, report_steps=report_steps
-    )
+    engine = LazyEngine(new_slots(slots), 1, host_blocks=host, max_tokens=4 * step_chunks, report_steps=report_steps)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()

@@ -21,6 +21,7 @@ from cpu_prefix_cache import (
     POLICIES,
     CPUPrefixCache,
     Direction,
+    EngineSteps,
     Group,
     GroupKind,
     Hit,
@@ -122,7 +123,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ready_blocks=0 if portion else None,
             offload=mode,
             ranks=ranks,
-            max_step_tokens=3 * GRID,
+            steps=EngineSteps(max_tokens=3 * GRID),
             log_boundaries=True,
         )
         self.begin_with_nothing(ranks, portion)

@@ -19,6 +19,7 @@ from cpu_prefix_cache import (
     StepPlan,
 )
 from cpu_prefix_cache.messages.request import Answer
+from property_tests.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4
@@ -85,7 +86,7 @@ class Engine:
             host_blocks=host,
             offload=mode,
             ranks=ranks,
-            **options,
+            **cache_options(**options),
         )
         self.ranks = range(ranks)
         self.now = 0.0

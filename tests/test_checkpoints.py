@@ -24,6 +24,7 @@ from cpu_prefix_cache import (
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from property_tests.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4
@@ -44,7 +45,12 @@ class Engine:
         self.gpu = new_pool(self.planner, device, on_device=True)
         self.blocks = KVCacheCoordinator(self.planner, self.gpu, on_device=True)
         self.cache = CPUPrefixCache(
-            self.planner, PooledDevice(self.gpu), host_blocks=host, offload=mode, ranks=ranks, **options
+            self.planner,
+            PooledDevice(self.gpu),
+            host_blocks=host,
+            offload=mode,
+            ranks=ranks,
+            **cache_options(**options),
         )
         self.ranks = range(ranks)
         self.requests = {}
@@ -340,7 +346,7 @@ def test_chunks_of_a_running_request_are_not_useless_yet():
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_stored_and_takes_nothing():
-    engine = Engine(FULL, WINDOW, mode="lazy", host=4, device=6, max_step_tokens=100)
+    engine = Engine(FULL, WINDOW, mode="lazy", host=4, device=6, max_tokens=100)
     engine.starts("abcd")
     engine.computes("abcd")
     engine.ends("abcd")
@@ -433,7 +439,7 @@ def test_nothing_is_counted_where_the_chunks_are_not_here():
 
 
 def lazy(**options):
-    return Engine(FULL, STATE, **{"mode": "lazy", "device": 16, "max_step_tokens": 8 * GRID, **options})
+    return Engine(FULL, STATE, **{"mode": "lazy", "device": 16, "max_tokens": 8 * GRID, **options})
 
 
 def test_lazy_stores_a_chain_with_its_checkpoint_and_no_chunk_for_itself():
@@ -514,7 +520,7 @@ def test_lazy_remembers_a_checkpoint_that_was_loaded():
 
 def test_lazy_looks_past_chunks_without_bytes():
     """They are handed out with nothing: the next to leave is the checkpoint behind them."""
-    engine = Engine(STATE, mode="lazy", device=8, max_step_tokens=GRID)
+    engine = Engine(STATE, mode="lazy", device=8, max_tokens=GRID)
     engine.starts("ab")
     engine.computes("ab")
     engine.ends("ab")
@@ -693,7 +699,7 @@ policies = pytest.mark.parametrize("policy", sorted(POLICIES))
 @policies
 def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
     """Each of the prompts fits with its state, but not both: what was evicted for the other is not stored again."""
-    engine = Engine(FULL, STATE, mode="lazy", host=8, device=14, max_step_tokens=16 * GRID, policy=policy)
+    engine = Engine(FULL, STATE, mode="lazy", host=8, device=14, max_tokens=16 * GRID, policy=policy)
     for prompt in ("abcd", "vwxy"):
         engine.serves(prompt, keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
@@ -704,9 +710,7 @@ def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
 @policies
 def test_lazy_stores_no_part_of_what_never_fits(policy):
     """One chunk at a time may be on its way, and all of them with the state are more than the host has."""
-    engine = Engine(
-        FULL, STATE, mode="lazy", host=6, device=14, max_step_tokens=16 * GRID, lazy_bytes_in_flight=100, policy=policy
-    )
+    engine = Engine(FULL, STATE, mode="lazy", host=6, device=14, max_tokens=GRID, ahead_blocks=7, policy=policy)
     engine.serves("xy", keep=[2])
     engine.starts("abcdef")
     engine.computes("abcdef", keep=[6])
@@ -722,7 +726,7 @@ def test_lazy_stores_no_part_of_what_never_fits(policy):
 @policies
 def test_a_piece_of_a_store_that_was_given_up_is_room_that_is_taken(policy):
     """It is right, for another checkpoint has it, and it moves still: evict that one and its blocks are not free."""
-    engine = Engine(FULL, WINDOW, STATE, mode="lazy", host=9, device=40, max_step_tokens=16 * GRID, policy=policy)
+    engine = Engine(FULL, WINDOW, STATE, mode="lazy", host=9, device=40, max_tokens=16 * GRID, policy=policy)
     engine.gpu.allocate(26)
 
     def serves(prompt):
@@ -770,7 +774,7 @@ def test_a_pool_of_chunks_only_has_no_checkpoints():
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
     """The policy would take its chunks, but these are of no use without it (rule 9)."""
-    engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_step_tokens=16 * GRID)
+    engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_tokens=16 * GRID)
     engine.cache.pool.accepted = lambda parent, keys, needs=None: len(keys) - (needs is not None)
     engine.serves("abcd", keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)

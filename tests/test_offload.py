@@ -8,6 +8,7 @@ from cpu_prefix_cache import (
     POLICIES,
     BlockPool,
     CPUPrefixCache,
+    EngineSteps,
     Group,
     GroupKind,
     Hit,
@@ -18,7 +19,7 @@ from cpu_prefix_cache import (
     RankReport,
     Request,
 )
-from property_tests.engines import QueueSlots
+from property_tests.engines import QueueSlots, cache_options
 from tests.story import ATTENTION, GRID, Engine, chain
 
 # Eager
@@ -114,12 +115,12 @@ def test_what_eager_stores_is_held_until_the_copy_has_ended():
 
 
 def lazy(**options):
-    return Engine("lazy", **{"device": 8, "max_step_tokens": 2 * GRID, **options})
+    return Engine("lazy", **{"device": 8, "max_tokens": 2 * GRID, **options})
 
 
 def test_lazy_leaves_alone_what_the_device_keeps():
     """Blocks that hold nothing are handed out first: as long as there are enough of them, nothing is stored."""
-    engine = Engine("lazy", device=16, max_step_tokens=2 * GRID)
+    engine = Engine("lazy", device=16, max_tokens=2 * GRID)
     engine.serves("abc")
     for prompt in "klmnopq":
         engine.serves(prompt)
@@ -131,7 +132,7 @@ def test_lazy_leaves_alone_what_the_device_keeps():
 
 def test_how_far_lazy_looks_ahead_may_be_said():
     """A stretch of three chunks, however much a step may allocate: with four empty ones nothing is stored."""
-    engine = Engine("lazy", device=8, max_step_tokens=100 * GRID, lazy_horizon=3)
+    engine = Engine("lazy", device=8, max_tokens=100 * GRID, ahead_blocks=3)
     engine.serves("abcd")
     assert engine.host == set()
     engine.serves("xy")  # two empty ones are left
@@ -139,14 +140,14 @@ def test_how_far_lazy_looks_ahead_may_be_said():
 
 
 def test_lazy_may_look_over_all_of_the_device():
-    engine = Engine("lazy", device=4, max_step_tokens=GRID, lazy_horizon=4)
+    engine = Engine("lazy", device=4, max_tokens=GRID, ahead_blocks=4)
     for _ in range(2):  # a step each
         engine.serves("ab")
     assert engine.host == {"a", "ab"}
 
 
 def test_lazy_stores_what_the_device_evicts_next_and_its_ancestors_first():
-    engine = lazy(max_step_tokens=4 * GRID)
+    engine = lazy(max_tokens=4 * GRID)
     engine.serves("ab")
     engine.serves("xyz")
     assert {"a", "ab"} <= engine.host
@@ -165,7 +166,7 @@ def test_a_hot_common_prefix_reaches_the_host():
 
 
 def test_a_step_stores_no_more_than_its_budget_and_no_child_without_its_parent():
-    engine = Engine("lazy", device=8, max_step_tokens=4 * GRID, lazy_bytes_in_flight=200)
+    engine = Engine("lazy", device=8, max_tokens=2 * GRID)
     engine.starts("r", "abcdef")
     engine.computes("r")
     engine.ends("r")
@@ -230,7 +231,7 @@ def test_what_ends_where_too_little_waits_is_stored_before_it_is_handed_out():
 
 def test_what_moves_is_not_made_up_for():
     """It comes back to the front of the order: storing more instead would run ahead of the device, step by step."""
-    engine = Engine("lazy", device=16, host=64, max_step_tokens=8 * GRID)
+    engine = Engine("lazy", device=16, host=64, max_tokens=8 * GRID)
     for prompt in "abcdefghijklmnop":
         engine.serves(prompt)
     on_their_way = 0
@@ -278,7 +279,7 @@ def test_what_was_admitted_is_not_yet_computed():
 
 def loading(mode, *others, **options):
     """Two prompts of two chunks, and the others, are on the host alone, and the first is being loaded."""
-    engine = Engine(mode, device=8, host=32, max_step_tokens=GRID, **options)
+    engine = Engine(mode, device=8, host=32, max_tokens=GRID, **options)
     for prompt in ("xy", "zw", *others, *"01234567"):
         engine.serves(prompt)
     assert engine.asks("xy") == engine.asks("zw") == Hit(2 * GRID)  # whatever they take: the link is free
@@ -304,14 +305,14 @@ def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
 
 @pytest.mark.parametrize("horizon", [5, 8])  # of six that wait
 def test_and_not_where_all_that_it_takes_is_on_the_host(horizon):
-    engine = loading("lazy", lazy_horizon=horizon)
+    engine = loading("lazy", ahead_blocks=horizon)
     end_stores(engine)
     assert engine.cache.statistics().loading == 1
     assert engine.asks("zw") == Hit(2 * GRID)
 
 
 def test_it_waits_where_a_look_could_not_cover_all():
-    engine = loading("lazy", lazy_horizon=8, lazy_bytes_in_flight=ATTENTION.block_bytes)
+    engine = loading("lazy", ahead_blocks=8)
     for prompt in "klmno":
         engine.starts(prompt, prompt)
         engine.computes(prompt)
@@ -322,7 +323,7 @@ def test_it_waits_where_a_look_could_not_cover_all():
 
 
 def test_small_loads_do_not_overtake_a_large_one_for_ever():
-    engine = loading("lazy", "uvt", lazy_horizon=3)
+    engine = loading("lazy", "uvt", ahead_blocks=3)
     end_stores(engine)
     assert engine.asks("zw") == Hit(2 * GRID)
     assert isinstance(engine.asks("uvt"), Pending)
@@ -343,19 +344,19 @@ def test_nor_where_all_is_stored_at_once():
 
 def test_a_chunk_used_again_stays_known_to_the_walk():
     """S7.47: used again and released, it waits at the far end, and what lies between is still looked at."""
-    engine = Engine("lazy", device=12, max_step_tokens=3 * GRID)
+    engine = Engine("lazy", device=12, max_tokens=3 * GRID)
     for prompt in ("a", "b", "c", "d"):
         engine.serves(prompt)
     for prompt in ("a", "efg", "b", "hij", "a", "klm", "nop"):
         engine.serves(prompt)
-        waiting = [key for _, key in islice(PooledDevice(engine.gpu).soonest_evicted(None), 4)]
+        waiting = [key for _, key in islice(PooledDevice(engine.gpu).soonest_evicted(), 4)]
         engine.copies()
         assert {key.decode() for key in waiting if key is not None} <= engine.host
 
 
 def test_lazy_goes_on_while_a_request_runs_below_what_waits():
     """A chunk above a pinned one leaves the order without being pinned itself; the walk must not stop there."""
-    engine = Engine("lazy", device=7, max_step_tokens=2 * GRID)
+    engine = Engine("lazy", device=7, max_tokens=2 * GRID)
     engine.serves("ab")
     engine.starts("r", "abc")
     engine.computes("r")
@@ -381,7 +382,7 @@ def lazy_on_a_queue(slots, *prompts, width=1, **options):
     device = QueueSlots(slots, width)
     attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
     planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
-    cache = CPUPrefixCache(planner, device, **{"host_blocks": 20, **options})
+    cache = CPUPrefixCache(planner, device, **cache_options(**{"host_blocks": 20, **options}))
     for prompt in prompts:
         runs_and_ends(device, cache, prompt)
     return device, cache
@@ -390,27 +391,26 @@ def lazy_on_a_queue(slots, *prompts, width=1, **options):
 @pytest.mark.parametrize("width", [1, 2])
 def test_what_was_about_to_leave_goes_back_to_its_place(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
-    device, cache = lazy_on_a_queue(5, "ab", "xyz", width=width, host_blocks=8, max_step_tokens=2 * GRID)
-    before = list(device.soonest_evicted(None))
-    assert [key for _, key in before] == [b"ab", b"a", b"xyz", b"xy", b"x"]
+    device, cache = lazy_on_a_queue(5, "ab", "xyz", width=width, host_blocks=8, max_tokens=2 * GRID)
+    before = list(device.soonest_evicted())
+    assert [key for _, key in before if key is not None] == [b"ab", b"a", b"xyz", b"xy", b"x"]
     (transfer,) = cache.step().transfers
-    assert [key for _, key in device.soonest_evicted(None)] == [b"xyz", b"xy", b"x"]
+    assert [key for _, key in device.soonest_evicted() if key is not None] == [b"xyz", b"xy", b"x"]
     cache.report(RankReport(0, frozenset([transfer.id])))
-    assert list(device.soonest_evicted(None)) == before
-    assert all(kept == "place" for kept in device.released_as)
+    assert list(device.soonest_evicted()) == before
 
 
 def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
     """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
-    sizes = {"max_step_tokens": 2 * GRID, "lazy_bytes_in_flight": 2 * ATTENTION.block_bytes}
+    sizes = {"max_tokens": 2 * GRID}
     device, cache = lazy_on_a_queue(10, "ab", "xyz", "klmno", **sizes)
-    before = list(device.soonest_evicted(None))
+    before = list(device.soonest_evicted())
     stored = 0
     for _ in range(8):
         moving = [transfer.id for transfer in cache.step().transfers]
         cache.report(RankReport(0, frozenset(moving)))
         stored += len(moving)
-        assert list(device.soonest_evicted(None)) == before
+        assert list(device.soonest_evicted()) == before
     assert stored > 2
     assert cache.pool.find(b"xyz") is not None
 
@@ -419,7 +419,7 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     """Only what waited goes back to where it waited: a request that ends meanwhile has used the others just now."""
     device = QueueSlots(8)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, max_step_tokens=9 * GRID, lazy_horizon=5)
+    cache = CPUPrefixCache(planner, device, host_blocks=20, steps=EngineSteps(max_tokens=9 * GRID, ahead_blocks=5))
     keys = chain("ab")
     holding = device.take(keys, 0, 2)
     device.publish(holding, keys, 2)
@@ -432,7 +432,7 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     cache.finished("runs", 2 * GRID)
     device.let_go(holding)
     cache.report(RankReport(0, frozenset(moving)))
-    waiting = [key for _, key in device.soonest_evicted(None) if key is not None]
+    waiting = [key for _, key in device.soonest_evicted() if key is not None]
     assert waiting[:2] == [b"abx", b"k"] and set(waiting[2:]) == {b"ab", b"a"}
 
 
@@ -457,31 +457,31 @@ def test_however_the_stores_of_a_request_land_its_end_leaves_before_its_beginnin
     second = [transfer.id for transfer in cache.step().transfers]
     for landed in [second, first] if first_lands == "last" else [first, second]:
         cache.report(RankReport(0, frozenset(landed)))
-    waiting = [key.decode() for _, key in device.soonest_evicted(None) if key is not None]
+    waiting = [key.decode() for _, key in device.soonest_evicted() if key is not None]
     assert waiting == ["abcde", "abcd", "abc", "ab", "a"]
 
 
 def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:
     """Three prompts that wait one behind the other; what is stored of them in one step."""
-    device, cache = lazy_on_a_queue(9, "abc", "def", "ghi", max_step_tokens=9 * GRID, lazy_horizon=9, **options)
+    device, cache = lazy_on_a_queue(9, "abc", "def", "ghi", **{"max_tokens": 9 * GRID, "ahead_blocks": 9, **options})
     return device, cache, [transfer.id for transfer in cache.step().transfers]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_device(at_once):
     device, cache, moving = stores_in_one_step()
-    assert len(moving) == 3 and not device.queue
+    assert len(moving) == 3 and not device.waiting
     for done in [moving] if at_once else [[id] for id in moving]:
         cache.report(RankReport(0, frozenset(done)))
-    waiting = [key for _, key in device.soonest_evicted(None)]
+    waiting = [key for _, key in device.soonest_evicted()]
     assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
 
 
-@pytest.mark.parametrize(("width", "slots", "stored"), [(1, 24, 8), (1, 23, 4), (2, 20, 8), (2, 19, 4)])
+@pytest.mark.parametrize(("width", "slots", "stored"), [(1, 24, 8), (1, 23, 4), (2, 24, 8), (2, 23, 4)])
 def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, stored):
     """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
-    8 blocks that steps until the report can allocate, with a third more, and as many again as are held."""
-    options = {"max_step_tokens": 2 * GRID, "report_steps": 2, "lazy_horizon": 5}
+    8 chunks that steps until the report can allocate, with a third more, and as many again as are held."""
+    options = {"max_tokens": 2 * GRID, "report_steps": 2, "ahead_blocks": 5}
     device, cache = lazy_on_a_queue(slots, "abcdefgh", width=width, **options)
     device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
     (transfer,) = cache.step().transfers
@@ -490,7 +490,7 @@ def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, st
 
 def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
     """They are missing from the order as if the device were all in use, and come back."""
-    sizes = {"host_blocks": 60, "max_step_tokens": 3 * GRID, "report_steps": 2, "lazy_horizon": 48}
+    sizes = {"host_blocks": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48}
     device, cache = lazy_on_a_queue(52, "z", "abcdefghijklmnop", **sizes)
     first, second = cache.step().transfers
     assert [len(each.copies[0].device_blocks) for each in (first, second)] == [1, 16]
@@ -502,29 +502,29 @@ def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
 
 
 def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for():
-    device, cache = lazy_on_a_queue(40, "abcde", host_blocks=3, max_step_tokens=6 * GRID, lazy_horizon=20)
+    device, cache = lazy_on_a_queue(40, "abcde", host_blocks=3, max_tokens=6 * GRID, ahead_blocks=20)
     device.let_go(device.take([], 0, 35))
     (transfer,) = cache.step().transfers
     cache.report(RankReport(0, frozenset([transfer.id])))
-    order = [key for _, key in device.soonest_evicted(None) if key is not None]
+    order = [key for _, key in device.soonest_evicted() if key is not None]
     assert order.index(b"abcde") < order.index(b"abc") < order.index(b"ab") < order.index(b"a")
 
 
 def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
     pool = BlockPool(4)
     device = PooledDevice(pool)
-    assert device.has_waiting(4) and not device.has_waiting(5)
+    assert device.num_waiting == 4
     nodes = pool.allocate(2)
-    assert device.has_waiting(2) and not device.has_waiting(3)
+    assert device.num_waiting == 2
     pool.commit(nodes, [b"a", b"ab"], pool.root, pool.touch(None))
-    assert device.has_waiting(4)
+    assert device.num_waiting == 4
     device.hold(device.find(b"a"))
-    assert device.has_waiting(3) and not device.has_waiting(4)
+    assert device.num_waiting == 3
 
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
     """Most of it stood behind the stretch, which goes on being looked at."""
-    device, cache = lazy_on_a_queue(60, "abcdefgh", "klm", max_step_tokens=3 * GRID, report_steps=2, lazy_horizon=5)
+    device, cache = lazy_on_a_queue(60, "abcdefgh", "klm", max_tokens=3 * GRID, report_steps=2, ahead_blocks=5)
     device.let_go(device.take([], 0, 45))  # four others wait before the first, these behind the second
     stored = []
     for _ in range(2):
@@ -534,7 +534,7 @@ def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
 
 
 def test_while_stores_are_on_their_way_and_nothing_is_handed_out_the_order_is_looked_at_once():
-    _, cache, moving = stores_in_one_step(lazy_bytes_in_flight=3 * ATTENTION.block_bytes)
+    _, cache, moving = stores_in_one_step(max_tokens=3 * GRID)
     assert len(moving) == 1
     work = cache.statistics().work
     for _ in range(5):
@@ -545,7 +545,7 @@ def test_while_stores_are_on_their_way_and_nothing_is_handed_out_the_order_is_lo
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_preemption_stores_what_was_computed(mode):
     """S7.16, O8.22"""
-    engine = Engine(mode, device=64, max_step_tokens=GRID)
+    engine = Engine(mode, device=64, max_tokens=GRID)
     engine.starts("r", "abc")
     engine.computes("r", 2)
     engine.preempts("r")
@@ -594,17 +594,18 @@ def rests(cache):
 
 
 def test_what_a_small_host_evicted_is_stored_again_when_the_device_has_gone_on():
-    device, cache = lazy_on_a_queue(24, *"abcdef", host_blocks=2, max_step_tokens=4 * GRID, report_steps=1)
+    device, cache = lazy_on_a_queue(24, *"abcdef", host_blocks=2, max_tokens=4 * GRID, report_steps=1)
     device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
-    for taken, kept in [(0, "ef"), (1, "ef"), (1, "cd")]:
+    for taken, stored in [(0, 6), (1, 0), (1, 4)]:  # all of them in turn; then what still waits
         device.take([], 0, taken)
+        before = cache.statistics().chunks_stored
         rests(cache)
-        assert {key for key in "abcdef" if cache.pool.find(key.encode()) is not None} == set(kept)
+        assert cache.statistics().chunks_stored - before == stored
 
 
 def test_what_hangs_below_what_the_host_evicted_is_walked_once():
     prompts = ("a" + "x" * 9, "c" * 10, "a" + "y" * 40)
-    device, cache = lazy_on_a_queue(110, *prompts, host_blocks=10, max_step_tokens=160 * GRID, lazy_horizon=61)
+    device, cache = lazy_on_a_queue(110, *prompts, host_blocks=10, max_tokens=160 * GRID, ahead_blocks=61)
     device.let_go(device.take([], 0, 50))
     assert rests(cache) < 8 * 60
 
@@ -624,7 +625,7 @@ def test_a_system_prompt_that_all_share_outlives_the_device(mode, policy):
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_what_was_declined_is_not_asked_for_in_every_step(policy):
     """Nor does it stop the walk: what the device evicts after it is still stored."""
-    engine = Engine("lazy", device=16, host=12, policy=policy, max_step_tokens=16 * GRID)
+    engine = Engine("lazy", device=16, host=12, policy=policy, max_tokens=16 * GRID)
     for number in range(40):
         engine.now += 3.0
         engine.serves(chr(ord("A") + number) * 4 if number % 4 == 0 else "regular")

@@ -18,8 +18,8 @@ from cpu_prefix_cache import (
     Resolved,
 )
 from cpu_prefix_cache.offload.break_even import NEVER, least_tokens
-from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
-from property_tests.engines import QueueSlots
+from cpu_prefix_cache.offload.settlement import FAILURES_IN_A_ROW
+from property_tests.engines import QueueSlots, cache_options
 from tests.story import ATTENTION, GRID, Engine, chain
 
 
@@ -352,7 +352,7 @@ def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
 
 
 def test_stores_wait_for_a_load_to_go_out_and_not_longer():
-    engine = Engine("lazy", device=8, host=32, lazy_horizon=8, max_step_tokens=32 * GRID)
+    engine = Engine("lazy", device=8, host=32, ahead_blocks=8, max_tokens=32 * GRID)
     for prompt in ("abcd", "wxyz", "stuv"):
         engine.serves(prompt)
     assert engine.asks("abcd") == Hit(4 * GRID)
@@ -731,7 +731,7 @@ def test_a_cancelled_load_takes_nothing_of_the_new_epoch_with_it():
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_requests_from_before_a_reset_store_no_more(mode):
     """S7.17 departs from this on purpose: what such a request computes continues from KV of the old epoch."""
-    engine = Engine(mode, device=4, max_step_tokens=2 * GRID)
+    engine = Engine(mode, device=4, max_tokens=2 * GRID)
     engine.starts("old", "abc")
     engine.computes("old", 1)
     engine.cache.reset()
@@ -837,7 +837,7 @@ def test_no_more_waits_for_room_than_the_device_can_have():
             engine.preempts(id)
             engine.copies()
         offload = engine.cache._offload
-        waiting = (offload if mode == "eager" else offload._eager)._postponed
+        waiting = (offload if mode == "eager" else offload._eager)._retries
         assert 0 < len(waiting) <= 8 // 3
 
 
@@ -851,7 +851,7 @@ def test_what_has_left_the_device_or_is_from_before_a_reset_is_not_stored_as_the
 
 
 def test_lazy_looks_again_as_the_host_becomes_ready():
-    engine = Engine("lazy", device=6, host=8, ready_blocks=0, lazy_horizon=2)
+    engine = Engine("lazy", device=6, host=8, ready_blocks=0, ahead_blocks=2)
     engine.serves("abcd")
     engine.serves("xy")  # from here on "abcd" leaves next
     assert engine.copies() == []
@@ -860,7 +860,7 @@ def test_lazy_looks_again_as_the_host_becomes_ready():
 
 
 def test_lazy_too_stores_what_was_preempted_as_the_host_becomes_ready():
-    engine = Engine("lazy", device=6, host=8, ready_blocks=0, lazy_horizon=2)
+    engine = Engine("lazy", device=6, host=8, ready_blocks=0, ahead_blocks=2)
     engine.starts("r", "abcd")
     engine.computes("r")
     engine.preempts("r")  # and two empty blocks leave before its own
@@ -899,11 +899,11 @@ def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"offload": "never"}, {"ranks": 0}, {"max_step_tokens": 0}, {"decode_step_tokens": 0}, {"policy": "mru"}),
-        *({"lazy_horizon": 0}, {"lazy_horizon": 5}),
+        *({"offload": "never"}, {"ranks": 0}, {"max_tokens": 0}, {"decode_tokens": 0}, {"policy": "mru"}),
+        *({"ahead_blocks": 0}, {"ahead_blocks": 5}),
     ],
 )
 def test_configuration_is_checked_at_the_door(wrong):
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     with pytest.raises(ConfigurationError):
-        CPUPrefixCache(planner, PooledDevice(BlockPool(4)), **{"host_blocks": 4, **wrong})
+        CPUPrefixCache(planner, PooledDevice(BlockPool(4)), **cache_options(**{"host_blocks": 4, **wrong}))

@@ -11,7 +11,7 @@ from tests.story import Engine
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_two_thousand_requests_leave_what_one_thousand_left(mode):
-    engine = Engine(mode, device=12, host=20, max_step_tokens=8)
+    engine = Engine(mode, device=12, host=20, max_tokens=8)
     prompts = ["".join(letters) for letters in product("abcdefghijklm", repeat=3)][:2_000]
     seen = []
     for number, prompt in enumerate(prompts, 1):

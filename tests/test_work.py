@@ -1,6 +1,6 @@
 """Rule 18: a step costs what changed in it. Held by counting, not by seconds."""
 
-from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+from cpu_prefix_cache import CPUPrefixCache, EngineSteps, Group, GroupKind, HybridChunkPlanner, RankReport, Request
 from property_tests.engines import QueueSlots
 from tests.story import Engine, chain
 from tests.test_checkpoints import FULL, STATE
@@ -18,7 +18,7 @@ class Fleet:
         planner = HybridChunkPlanner([attention], max_model_len=100_000)
         self.device = QueueSlots(device_chunks)
         self.cache = CPUPrefixCache(
-            planner, self.device, host_blocks=host_chunks, offload=mode, max_step_tokens=64 * GRID
+            planner, self.device, host_blocks=host_chunks, offload=mode, steps=EngineSteps(max_tokens=64 * GRID)
         )
         self.requests, self.holdings, self.reported = {}, {}, 0
         for number in range(requests):
@@ -74,7 +74,7 @@ def test_a_step_that_can_store_nothing_costs_nothing():
     for host_blocks, lands in ((1_000, False), (10, True)):
         device = QueueSlots(600)
         planner = HybridChunkPlanner([attention], max_model_len=100_000)
-        cache = CPUPrefixCache(planner, device, host_blocks=host_blocks, max_step_tokens=200 * GRID)
+        cache = CPUPrefixCache(planner, device, host_blocks=host_blocks, steps=EngineSteps(max_tokens=200 * GRID))
         for number in range(20):
             keys = [f"{number}-{at}".encode() for at in range(30)]
             holding = device.take(keys, 0, 30)

@@ -30,6 +30,8 @@ from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.offload.device import Device, PooledDevice
+from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.pool.states import State
@@ -48,6 +50,7 @@ __all__ = [
     "ConfigurationError",
     "Device",
     "Direction",
+    "EngineSteps",
     "Group",
     "GroupCopy",
     "GroupKind",
@@ -70,5 +73,6 @@ __all__ = [
     "Resolved",
     "State",
     "StepPlan",
+    "Thresholds",
     "TransferPlan",
 ]

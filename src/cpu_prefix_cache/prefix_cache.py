@@ -34,11 +34,17 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, Ste
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.agenda import Agenda
+from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.lazy import Eager, Lazy, Offload
+from cpu_prefix_cache.offload.eager import Eager
+from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
+from cpu_prefix_cache.offload.lazy import Lazy
+from cpu_prefix_cache.offload.settlement import FAILURES_IN_A_ROW, Settlement
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.pool.states import State
@@ -48,7 +54,6 @@ logger = logging.getLogger(__name__)
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
-FAILURES_IN_A_ROW = 5  # copies that fail one after another turn the cache off
 OFFLOAD_MODES = ("lazy", "eager")
 
 
@@ -104,24 +109,13 @@ class CPUPrefixCache:
     """A prefix cache in host memory for an engine that has one on its device.
 
     `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
-    `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `max_step_tokens` is what one
-    engine step can allocate, and `decode_step_tokens` how far a decoding request moves in one at most. A copy that
-    ends with its step is reported `report_steps` steps after it. With `asks_in_decode` false, and where no checkpoints
-    are needed, a decoding request is not asked for its progress before its end. (What it computes cannot be evicted
-    before, so that nothing is lost by it.)
-
-    Lazy stores of what waits hold at most `lazy_bytes_in_flight` on the device (default: what so many steps can
-    allocate, and whole prompts where the device can spare them), and look ahead over the `lazy_horizon` chunks the
-    device evicts next (default: four thirds of what so many steps and one more can allocate, at most half of the
-    device; never more than all of it). An engine that allocates chunks as a whole leaves `device_groups` at 0; one that
-    allocates a block in each of so many groups as tokens come says so: each request may then begin some.
-    `device_blocks` is how many blocks of theirs a chunk takes (default: one of each).
+    `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `steps` is how the engine
+    steps: what lazy offload has to look ahead over.
 
     Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
 
-    A chunk is stored once `store_after` admitted prompts of at least `min_store_tokens` tokens had it; both hold
-    nothing back by default. A request that was preempted and is admitted again counts again (admission.py).
+    `thresholds` hold back what few or short prompts had; by default nothing.
 
     Hits of fewer than `min_load_tokens` tokens are misses; None: of so few that they are computed sooner
     (break_even.py), which takes `prefilled` and ranks that know what they load at, and is 0 until then.
@@ -145,96 +139,39 @@ class CPUPrefixCache:
         offload: str = "lazy",
         policy: str = "lru",
         ranks: int = 1,
-        max_step_tokens: int = 8192,
-        decode_step_tokens: int = 1,
-        lazy_bytes_in_flight: int | None = None,
-        lazy_horizon: int | None = None,
-        device_groups: int = 0,
-        device_blocks: int | None = None,
-        report_steps: int = 1,
-        asks_in_decode: bool = True,
+        steps: EngineSteps = USUAL_STEPS,
         checkpoint_interval: int | None = None,
-        store_after: int = 1,
-        min_store_tokens: int = 0,
+        thresholds: Thresholds = NO_THRESHOLDS,
         min_load_tokens: int | None = 0,
         log_boundaries: bool = False,
     ) -> None:
-        if offload not in OFFLOAD_MODES:
-            raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
-        for name, value in (
-            ("ranks", ranks),
-            ("max_step_tokens", max_step_tokens),
-            ("decode_step_tokens", decode_step_tokens),
-            ("lazy_bytes_in_flight", 1 if lazy_bytes_in_flight is None else lazy_bytes_in_flight),
-            ("lazy_horizon", 1 if lazy_horizon is None else lazy_horizon),
-            ("device_blocks", 1 if device_blocks is None else device_blocks),
-            ("report_steps", report_steps),
-            ("min_load_tokens", min_load_tokens or 1),
-        ):
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        if lazy_horizon is not None and lazy_horizon > device.num_chunks:
-            raise ConfigurationError(
-                f"lazy_horizon must be at most the {device.num_chunks} chunks of the device, got {lazy_horizon}"
-            )
-        if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
-            raise ConfigurationError(
-                f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
-                f"got {checkpoint_interval}"
-            )
-        least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
-        if host_blocks < least:
-            raise ConfigurationError(
-                f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
-            )
+        _check(planner, device, host_blocks, offload, ranks, steps, checkpoint_interval, min_load_tokens)
         self.planner = planner
         self.pool = new_pool(
-            planner,
-            host_blocks,
-            policy,
-            ready=ready_blocks,
-            store_after=store_after,
-            min_store_tokens=min_store_tokens,
-            log_boundaries=log_boundaries,
+            planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds, log_boundaries=log_boundaries
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
+        self.is_off = False
         self._device = device
         self._ranks = ranks
-        self._decode_step_tokens = decode_step_tokens
-        self._asks_in_decode = asks_in_decode or planner.has_checkpoints
+        self._steps = steps
+        self._checkpoint_interval = checkpoint_interval
+        self._running: dict[str, Running] = {}
+        self._agenda = Agenda()
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
-        self._max_step_chunks = -(-max_step_tokens // planner.grid_tokens)
-        self._device_groups = device_groups
-        self._device_blocks = device_groups if device_blocks is None else device_blocks
-        in_flight = device.num_chunks
-        if lazy_bytes_in_flight is not None:
-            in_flight = max(1, lazy_bytes_in_flight // max(1, planner.chunk_bytes))
         self._offload: Offload
         if offload == "eager":
-            self._offload = Eager(self.pool, self._stores, device.num_chunks)
+            self._offload = Eager(self.pool, self._stores, device.num_blocks // max(1, self._stores.chunk_blocks))
         else:
-            self._offload = Lazy(
-                self.pool,
-                self._stores,
-                device,
-                horizon=lambda: lazy_horizon or self._horizon(report_steps),
-                chunks_in_flight=lambda: min(report_steps * self._step_chunks(), in_flight),
-                reserve=lambda: self._horizon(report_steps),
-                most_in_flight=in_flight,
-            )
-        self._running: dict[str, Running] = {}
-        self._steps = 0
+            self._offload = Lazy(self.pool, self._stores, self._ledger, device, steps, lambda: len(self._running))
+        self._settlement = Settlement(self.pool, self._ledger, device, self._offload, self._running.__contains__)
+        self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
         self._is_full = False  # a load was refused in this step: there was no room for it beside others
-        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
-        self._checkpoint_interval = checkpoint_interval
         self._counts = Counter[str]()
         self._work = 0
-        self._failures_in_a_row = Counter[Direction]()
-        self.is_off = False
-        self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
 
     # Questions
 
@@ -291,11 +228,13 @@ class CPUPrefixCache:
         if node is not None:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
         carried = num_bytes(self.planner, copies)
+        device_blocks = [block for blocks in destinations for block in blocks]
         transfer = Transfer(
             self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=node is None),
             keys,
             (),
-            hold=self._device.hold([block for blocks in destinations for block in blocks]),
+            hold=self._device.hold(device_blocks),
+            held_blocks=len(device_blocks),
             pin=None if node is None else self.pool.pin(node),
             request_id=request_id,
             deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
@@ -339,25 +278,19 @@ class CPUPrefixCache:
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
-        running = Running(
-            request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
-        )
-        self._counts["admitted"] += 1
+        running = Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores)
         self._running[request.id] = running
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
-        self._agenda.setdefault(running.due, []).append(request.id)
+        self._agenda.put(running, 1)
 
     def due(self) -> list[str]:
         """The requests that may have crossed a boundary they are asked at, since they were last reported as computed.
 
         An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
         """
-        ids = self._agenda.get(self._steps)
-        if ids is None:
-            return []
-        ids = list(dict.fromkeys(ids))  # a request that came back at once is there twice
-        return [id for id in ids if id in self._running and self._running[id].due == self._steps]
+        running = (self._running.get(id) for id in self._agenda.ids())
+        return [each.id for each in running if each is not None and each.due == self._agenda.step]
 
     def computed(self, request_id: str, num_tokens: int) -> None:
         """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
@@ -384,8 +317,7 @@ class CPUPrefixCache:
 
     def step(self) -> StepPlan:
         """One engine step: what all ranks are to copy, after the compute of the steps before it."""
-        self._agenda.pop(self._steps, None)
-        self._steps += 1
+        self._agenda.begin_step()
         self._is_full = False
         if not self.is_off:
             self._offload.plan(with_loads=self._ledger.plans_loads)
@@ -440,26 +372,26 @@ class CPUPrefixCache:
         if report.load_bytes_per_second is not None:
             self._break_even.loads_at(report.rank, report.load_bytes_per_second)
         for id in report.late:
-            self._give_up(id)
+            self._settlement.late(id)
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
         landed += self._ledger.report(report.rank, report.done, done=True)
         resolved = []
         self._is_full = False
         for transfer in landed:
-            self._count_failure(transfer)
-            resolved.append(self._land(transfer))
+            ok = self._settlement.land(transfer)
+            running = self._running.get(transfer.request_id or "")
+            if running is not None and running.load is transfer:
+                running.load = None
+            resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok))
+            if self._settlement.has_failed_often() and not self.is_off:
+                logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
+                self.turn_off()
         self.catch_up()
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
-        bad = set(device_blocks)
-        if not bad:
-            return
-        for transfer in list(self._ledger):
-            sources = (block for copy in transfer.plan.copies for block in copy.device_blocks)
-            if transfer.is_store and not bad.isdisjoint(sources):
-                self._doom(transfer)
+        self._settlement.cancel_stores_from(device_blocks)
 
     def reset(self) -> None:
         """Nothing cached before now may be used again. Never fails, takes effect at once (rule 14).
@@ -468,8 +400,7 @@ class CPUPrefixCache:
         compute continues from before the reset.
         """
         self.epoch += 1
-        for transfer in list(self._ledger):
-            self._doom(transfer)
+        self._settlement.cancel_all()
         self.pool.reset()
         self._offload.reset()
         for running in self._running.values():
@@ -496,25 +427,25 @@ class CPUPrefixCache:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds and has done so far. O(1)."""
-        counts = self._counts
+        copies = self._settlement.counts
         loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
             running=len(self._running),
             storing=len(self._ledger) - loading,
             loading=loading,
-            hit_tokens=counts["hit_tokens"],
-            chunks_stored=counts["chunks_stored"],
-            checkpoints_stored=counts["checkpoints_stored"],
-            chunks_loaded=counts["chunks_loaded"],
-            bytes_stored=counts["bytes_stored"],
-            bytes_loaded=counts["bytes_loaded"],
-            stores_failed=counts["stores_failed"],
-            loads_failed=counts["loads_failed"],
+            hit_tokens=self._counts["hit_tokens"],
+            chunks_stored=copies["chunks_stored"],
+            checkpoints_stored=copies["checkpoints_stored"],
+            chunks_loaded=copies["chunks_loaded"],
+            bytes_stored=copies["bytes_stored"],
+            bytes_loaded=copies["bytes_loaded"],
+            stores_failed=copies["stores_failed"],
+            loads_failed=copies["loads_failed"],
             store_refusals=self._stores.refusals,
             store_declined=self._stores.declined,
-            store_given_up=counts["store_given_up"],
-            union_misses=counts["union_misses"],
+            store_given_up=copies["store_given_up"],
+            union_misses=self._counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,
             work=self._work + self._offload.work,
@@ -536,150 +467,14 @@ class CPUPrefixCache:
             assert self.pool.state(node) in (State.WRITING, State.RETIRED), "a store lost its blocks"
         for key, transfer in self._ledger.writing.items():
             assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
-            assert not transfer.doomed, "a store that will register nothing stands in the way of another"
+            assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"
         for transfer in self._ledger:
-            for key in transfer.keys if transfer.is_store and not transfer.doomed else ():
+            for key in transfer.keys if transfer.is_store and not transfer.is_cancelled else ():
                 assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 13)"
             if transfer.phase is Phase.LANDED:
                 assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 11)"
 
-    # How transfers end
-
-    def _land(self, transfer: Transfer) -> Resolved:
-        """All ranks have reported: the device blocks are free again, whatever becomes of the bytes."""
-        self._device.release(transfer.hold, self._waiting_parent(transfer))
-        if transfer.is_store:
-            if transfer.hold_in_place is not None:
-                behind = transfer.behind
-                if behind is not None and not self._device.is_waiting(*behind):
-                    behind = None  # it was handed out, and all before it
-                self._device.release_in_place(transfer.hold_in_place, None if behind is None else behind[0])
-            self._offload.landed(transfer)
-            ok = transfer.succeeded
-            self._settle_stores(transfer)
-        else:
-            ok = self._settle_load(transfer)
-        return Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok)
-
-    def _waiting_parent(self, transfer: Transfer) -> int | None:
-        """A device block of the chunk that a store hangs below, if it waits to be evicted: the request has ended, and
-        what was stored before was given back before."""
-        blocks = None if transfer.parent_key is None else self._device.find(transfer.parent_key)
-        if not blocks:
-            return None
-        waiting = zip(blocks, self._device.are_waiting(blocks), strict=True)
-        return next((block for block, waits in waiting if waits), None)
-
-    def _settle_load(self, transfer: Transfer) -> bool:
-        ok = transfer.succeeded
-        self._ledger.remove(transfer)
-        if ok:
-            self._counts["chunks_loaded"] += len(transfer.keys)
-            self._counts["bytes_loaded"] += transfer.plan.num_bytes
-        elif not transfer.doomed:
-            self._counts["loads_failed"] += 1
-            self._withdraw_sources(transfer)
-        if transfer.pin is not None:
-            self.pool.unpin(transfer.pin)
-        running = self._running.get(transfer.request_id or "")
-        if running is not None and running.load is transfer:
-            running.load = None
-        return ok
-
-    def _count_failure(self, transfer: Transfer) -> None:
-        """A copy that failed may have been bad luck; so many in a row are not."""
-        if transfer.doomed or transfer.plan.failed:
-            return
-        direction = transfer.plan.direction
-        self._failures_in_a_row[direction] = 0 if transfer.succeeded else self._failures_in_a_row[direction] + 1
-        if self._failures_in_a_row[direction] == FAILURES_IN_A_ROW and not self.is_off:
-            logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
-            self.turn_off()
-
-    def _give_up(self, id: int) -> None:
-        """A load has come too late for its request. It is over but for its blocks, which it may still fill."""
-        transfer = self._ledger.get(id)
-        if transfer is not None and not transfer.is_store and not transfer.doomed:
-            self._counts["loads_failed"] += 1
-            self._withdraw_sources(transfer)
-            self._doom(transfer)
-
-    def _withdraw_sources(self, load: Transfer) -> None:
-        """Or the next lookup would find the same bytes, and fail again (rule 11). Only what this load has read."""
-        if load.pin is None:
-            return  # there was nothing to read
-        (node,) = load.pin.blocks
-        chunk = self.pool.path(node, len(load.keys) + self.pool.is_checkpoint(node))[0]
-        if self.pool.key(chunk) is not None:
-            self.pool.withdraw(chunk)
-            self._doom_orphans()
-
-    def _settle_stores(self, transfer: Transfer) -> None:
-        """Commit or give up a store that has landed, and after it those that waited for it."""
-        waiting = [transfer]
-        while waiting:
-            store = waiting.pop()
-            if store.follows or store.phase is not Phase.LANDED:
-                continue
-            committed = store.succeeded and self._commit(store)
-            if not committed:
-                self._counts["stores_failed"] += not all(store.reports.values())
-                self._counts["store_given_up"] += len(store.keys)
-                self._doom(store)
-                self.pool.abort(store.nodes)
-            self._ledger.remove(store)
-            if store.pin is not None:
-                self.pool.unpin(store.pin)
-            for follower in store.followers:
-                follower.follows.remove(store)
-                if committed and not follower.doomed and follower.pin is None:
-                    follower.pin = self._pin_cached(follower.parent_key)
-            waiting += store.followers
-
-    def _commit(self, store: Transfer) -> bool:
-        """Make the chunks of a store findable, if what they hang below still is (rule 3)."""
-        parent = self.pool.root if store.parent_key is None else self.pool.find(store.parent_key)
-        if parent is None:
-            return False
-        self.pool.commit(store.nodes, store.keys, parent, store.touch)
-        has_checkpoint = self.pool.is_checkpoint(store.nodes[-1])
-        self._counts["chunks_stored"] += len(store.keys) - has_checkpoint
-        self._counts["checkpoints_stored"] += has_checkpoint
-        self._counts["bytes_stored"] += store.plan.num_bytes
-        self._offload.committed(store.keys)
-        if store.owner not in self._running:
-            self.pool.ended(store.nodes[-1])
-        return True
-
-    def _doom_orphans(self) -> None:
-        """Doom the stores below chunks that were withdrawn, or another store of the same chunks would meet them."""
-        for transfer in list(self._ledger):
-            if transfer.is_store and transfer.pin is not None and self.pool.key(transfer.pin.blocks[0]) is None:
-                self._doom(transfer)
-
-    def _doom(self, transfer: Transfer) -> None:
-        for doomed in self._ledger.doom(transfer):
-            if doomed.is_store:
-                self.pool.retire(doomed.nodes)
-
     # Small things
-
-    def _step_chunks(self) -> int:
-        """Into how many chunks one step can write: those of its tokens, and one that each request has begun."""
-        return self._max_step_chunks + (len(self._running) if self._device_groups else 0)
-
-    def _step_blocks(self) -> int:
-        """How many device blocks it can allocate for that."""
-        if not self._device_groups:
-            return self._step_chunks()
-        return self._max_step_chunks * self._device_blocks + len(self._running) * self._device_groups
-
-    def _horizon(self, report_steps: int) -> int:
-        """How far lazy looks ahead, in device blocks: so far that what the next step and all that are taken until a
-        store is heard of can allocate is left when a quarter of it is gone, before which it does not look again.
-        """
-        steps = -(-4 * (1 + report_steps) * self._step_blocks() // 3)
-        return max(1, min(steps, self._device.num_chunks // 2))
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this
@@ -687,7 +482,8 @@ class CPUPrefixCache:
         for ever before a large one.
         """
         blocks = sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
-        if not self._is_full and not self._offload.has_room_for(self._step_blocks() + blocks):
+        blocks += self._steps.blocks(self.planner, len(self._running))
+        if not self._is_full and not self._offload.has_room_for(blocks):
             self._is_full = True
         return not self._is_full
 
@@ -732,11 +528,6 @@ class CPUPrefixCache:
             raise MisuseError(f"request {request_id!r} is not admitted")
         return running
 
-    def _pin_cached(self, key: bytes | None) -> Pin | None:
-        """A pin on the chunk with this key, once it is here."""
-        block = None if key is None else self.pool.find(key)
-        return None if block is None else self.pool.pin(block)
-
     def _confirm(self, running: Running, num_tokens: int) -> None:
         chunks, before = min(self.planner.full_chunks(num_tokens), len(running.keys)), running.confirmed
         if chunks > before:
@@ -750,18 +541,14 @@ class CPUPrefixCache:
     def _schedule(self, running: Running, num_tokens: int) -> None:
         """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
         seldom in decode, or never."""
-        steps = 1
         running.decodes = num_tokens >= running.request.num_tokens
-        if running.decodes:
-            if not self._asks_in_decode:
-                running.due = 0
-                return
+        if not running.decodes:
+            self._agenda.put(running, 1)
+        elif self._steps.asks_in_decode or self.planner.has_checkpoints:
             missing = self.planner.grid_tokens - num_tokens % self.planner.grid_tokens
-            steps = -(-missing // self._decode_step_tokens)
-        due = self._steps + steps
-        if due != running.due:
-            running.due = due
-            self._agenda.setdefault(due, []).append(running.id)
+            self._agenda.put(running, -(-missing // self._steps.decode_tokens))
+        else:
+            running.due = 0
 
     def _check_destinations(self, destinations: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
         """Enough of them, none null, and within a group none twice (rule 7)."""
@@ -770,3 +557,36 @@ class CPUPrefixCache:
         for group, blocks in zip(self.planner.groups, destinations, strict=True):
             if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
                 raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
+
+
+def _check(
+    planner: HybridChunkPlanner,
+    device: Device,
+    host_blocks: int,
+    offload: str,
+    ranks: int,
+    steps: EngineSteps,
+    checkpoint_interval: int | None,
+    min_load_tokens: int | None,
+) -> None:
+    """Raises ConfigurationError when the parts of a cache do not fit together."""
+    if offload not in OFFLOAD_MODES:
+        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
+    if ranks < 1:
+        raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
+    if min_load_tokens is not None and min_load_tokens < 0:
+        raise ConfigurationError(f"min_load_tokens must be at least 0, got {min_load_tokens}")
+    if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
+        raise ConfigurationError(
+            f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
+        )
+    if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
+        raise ConfigurationError(
+            f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
+            f"got {checkpoint_interval}"
+        )
+    least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+    if host_blocks < least:
+        raise ConfigurationError(
+            f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
+        )

@@ -5,7 +5,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, Direction, Hit, HybridChunkPlanner, Request
+from cpu_prefix_cache import (
+    ConfigurationError,
+    CPUPrefixCache,
+    Device,
+    Direction,
+    EngineSteps,
+    Hit,
+    HybridChunkPlanner,
+    Request,
+    Thresholds,
+)
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
@@ -55,9 +65,8 @@ class HostTier:
             host_blocks=num_blocks,
             offload=offload,
             policy=policy,
-            store_after=store_after,
-            min_store_tokens=min_store_tokens,
-            max_step_tokens=max_step_tokens,
+            thresholds=Thresholds(store_after, min_store_tokens),
+            steps=EngineSteps(max_tokens=max_step_tokens),
             checkpoint_interval=checkpoint_interval,
         )
         copier = choose_copier(planner, tensors, arena.blocks, pinned=arena).copier

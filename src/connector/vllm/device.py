@@ -4,7 +4,7 @@ A block waits to be evicted in the pool's free queue, hashed or not, and is hand
 
     front                                                                     back
     [ no hash ][ deepest of the oldest ] ... [ its first chunk ] ... [ freed last ]
-               `-- soonest_evicted walks from here, or from any block it is told, along the queue's own links
+               `-- soonest_evicted walks from here along the queue's own links
 
 A block in use has `ref_cnt > 0` and is out of the queue. A hold is one more reference, which is all that vLLM needs to
 leave a block and its hash alone.
@@ -29,9 +29,10 @@ In a model without prefix groups chunks have no blocks. Which of them there were
 remembered, a few times as many as there are blocks.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -46,9 +47,29 @@ from connector.vllm.keys import HashesOnDevice, block_ends
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.places import FRONT, Places
 
 GROUP_ID_BYTES = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB for 5,000 blocks
+
+
+class Place(NamedTuple):
+    """Where a block waits: a block that waits later under another hash is elsewhere."""
+
+    block: int
+    hash: bytes | None
+
+
+class Hold(NamedTuple):
+    """Blocks with a reference of ours, the places of those that waited, and the chunk the first hangs below."""
+
+    blocks: list[KVCacheBlock]
+    places: list[Place | None]
+    parent: list[Place]
+
+
+def _place(block: KVCacheBlock) -> Place:
+    return Place(block.block_id, block.block_hash)
 
 
 class VllmDevice:
@@ -69,7 +90,7 @@ class VllmDevice:
     ) -> None:
         self._pool = pool
         self._planner = planner
-        self.num_chunks: int = pool.num_gpu_blocks - 1
+        self.num_blocks: int = pool.num_gpu_blocks - 1
         self.null_block: int = pool.null_block.block_id
         self._hashes_per_chunk = hashes_per_chunk
         self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), id) for id in group_ids]
@@ -91,6 +112,11 @@ class VllmDevice:
         self._given: Container[int] = ()
         self._checkpoints = _Checkpoints()
         self._seen: dict[bytes, Sequence[bytes]] = {}  # without prefix groups: the latest, the last seen last
+        self._places = Places(self._is_at)
+
+    @property
+    def num_waiting(self) -> int:
+        return int(self._pool.get_num_free_blocks())
 
     def saw(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
         """The device has chunks [start, stop) of a request with these block hashes."""
@@ -104,7 +130,7 @@ class VllmDevice:
             key = hashes[first + self._picked[-1]]
             self._seen.pop(key, None)
             self._seen[key] = tuple(hashes[first + at] for at in self._picked) if len(self._picked) > 1 else ()
-        for key in list(islice(self._seen, max(0, len(self._seen) - SEEN_PER_BLOCK * self.num_chunks))):
+        for key in list(islice(self._seen, max(0, len(self._seen) - SEEN_PER_BLOCK * self.num_blocks))):
             del self._seen[key]
 
     def find(self, key: bytes) -> Sequence[int] | None:
@@ -190,12 +216,11 @@ class VllmDevice:
             return None
         return [(block.block_id,) for _, block in pieces]
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
-        start = None if after is None else self._pool.blocks[after]
+    def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
         suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
         # Where blocks of prefix groups are within chunks: those that are not. None: all of them end one.
         chunks = self._hashes.by_key if self._hashes is not None and self._has_inner else None
-        for block in self._pool.free_block_queue.iter_blocks_after(start):  # many of them: no call more than needed
+        for block in self._pool.free_block_queue.iter_blocks_after(None):  # many of them: no call more than needed
             name = block.block_hash
             if name is None:
                 yield block.block_id, None
@@ -212,41 +237,68 @@ class VllmDevice:
         here = self._pool.blocks[block]
         return not here.ref_cnt and (key in self._keys(here) if key is not None else not self._keys(here))
 
-    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks
-        return [everywhere[block].ref_cnt == 0 for block in blocks]
-
-    def has_waiting(self, blocks: int) -> bool:
-        return bool(self._pool.get_num_free_blocks() >= blocks)
-
-    def hold(self, blocks: Sequence[int]) -> list[KVCacheBlock]:
-        held = [self._pool.blocks[block] for block in blocks]
+        held = [everywhere[block] for block in blocks]
+        places = [self._leave(block) for block in held]
         self._pool.touch(held)
-        return held
+        return Hold(held, places, [_place(everywhere[block]) for block in parent])
 
-    def release(self, hold: list[KVCacheBlock], before: int | None) -> None:
-        if before is None:
-            # Deepest first, as vLLM frees a request: a chunk must not outlive its parent.
-            self._pool.free_blocks(reversed(hold))
-        else:
-            self._link_in(hold, self._pool.blocks[before].prev_free_block)
+    def _leave(self, block: KVCacheBlock) -> Place | None:
+        if block.ref_cnt:
+            return None
+        place, before = _place(block), block.prev_free_block
+        is_first = before is self._pool.free_block_queue.fake_free_list_head
+        self._places.leave(place, FRONT if is_first else _place(before))
+        return place
 
-    def release_in_place(self, hold: list[KVCacheBlock], behind: int | None) -> None:
+    def release(self, hold: Hold) -> None:
+        """What was in use goes to the end deepest first, as vLLM frees a request: no chunk must outlive its parent."""
+        others: list[KVCacheBlock] = []
+        for block, place in zip(reversed(hold.blocks), reversed(hold.places), strict=True):
+            if place is not None and block.ref_cnt == 1 and block.block_hash is not None:
+                self._link_in(block, self._waiting_behind(self._places.back(place)))
+                continue
+            if place is not None:
+                self._places.forget(place)
+            others.append(block)
+        parent = next((place for place in hold.parent if self._is_at(place)), None) if others else None
+        if parent is None:
+            self._pool.free_blocks(others)
+            return
+        for block in others:
+            if block.ref_cnt == 1:
+                self._link_in(block, self._pool.blocks[parent.block].prev_free_block)
+            else:
+                block.ref_cnt -= 1
+
+    def _waiting_behind(self, place: Hashable) -> KVCacheBlock:
+        """The block of a place; at the front, the last of those without a hash, which stay first."""
+        if isinstance(place, Place):
+            block: KVCacheBlock = self._pool.blocks[place.block]
+            return block
         queue = self._pool.free_block_queue
-        place = queue.fake_free_list_head if behind is None else self._pool.blocks[behind]
-        while place.next_free_block is not queue.fake_free_list_tail and place.next_free_block.block_hash is None:
-            place = place.next_free_block  # blocks without a hash are handed out first
-        self._link_in(hold, place)
+        before: KVCacheBlock = queue.fake_free_list_head
+        while before.next_free_block is not queue.fake_free_list_tail and before.next_free_block.block_hash is None:
+            before = before.next_free_block
+        return before
 
-    def _link_in(self, hold: list[KVCacheBlock], place: KVCacheBlock) -> None:
-        """Those that nobody else has, behind `place` in the queue: by hand, because it has no verb for its middle."""
-        for block in reversed(hold):
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                block.prev_free_block, block.next_free_block = place, place.next_free_block
-                place.next_free_block.prev_free_block = block
-                place.next_free_block = place = block
-                self._pool.free_block_queue.num_free_blocks += 1
+    def _link_in(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
+        """The last reference ends, and the block waits behind that one: by hand, as the queue has no verb for its
+        middle.
+        """
+        block.ref_cnt -= 1
+        block.prev_free_block, block.next_free_block = before, before.next_free_block
+        before.next_free_block.prev_free_block = block
+        before.next_free_block = block
+        self._pool.free_block_queue.num_free_blocks += 1
+
+    def _is_at(self, place: Hashable) -> bool:
+        """Whether the block of a place still waits, under the same hash."""
+        if not isinstance(place, Place):
+            return False
+        block = self._pool.blocks[place.block]
+        return not block.ref_cnt and block.block_hash == place.hash
 
     def _pieces(self, checkpoint: CheckpointAt) -> list[tuple[BlockHashWithGroupId, KVCacheBlock]] | None:
         """The blocks of a checkpoint, each with vLLM's key of it; None unless all of them are there."""

@@ -19,7 +19,7 @@ from connector.vllm.groups import (
     planned_group_ids,
     planner_for,
 )
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, HybridChunkPlanner
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner, Thresholds
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 
 BYTES = "cpu_bytes_to_use"
@@ -33,6 +33,7 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
 TEXTS = ("offload", "policy", "test_corrupt_group")
 OPTIONS = (*NUMBERS, *TEXTS)
 OURS = ("test_corrupt_group",)  # not the cache's
+THRESHOLDS = ("store_after", "min_store_tokens")
 LOAD_DEADLINE_SECONDS = 30.0
 STUCK_SECONDS = 300.0  # where a load cannot be given up, the engine can only be stopped: not for a pause of the machine
 
@@ -48,11 +49,7 @@ class Settings:
     ranks: int
     is_shared: bool
     hashes_per_chunk: int
-    max_step_tokens: int
-    device_groups: int  # each with blocks of its own for the same tokens
-    device_blocks: int  # of all groups, for the tokens of a chunk
-    report_steps: int
-    decode_step_tokens: int
+    steps: EngineSteps
     tells_events: bool  # whether vLLM publishes KV events
     options: Mapping[str, Any]  # what was said, beside the memory
 
@@ -67,7 +64,6 @@ class Settings:
         _check_launcher(parallel)
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
-        speculative = vllm_config.speculative_config
         least = (planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)) * planner.host_block_bytes * regions
         if options[BYTES] < least:
             raise ConfigurationError(
@@ -81,14 +77,7 @@ class Settings:
             ranks=parallel.world_size,
             is_shared=is_shared,
             hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
-            max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            device_groups=len(kv_cache_config.kv_cache_groups),
-            device_blocks=device_blocks_per_chunk(planner, kv_cache_config),
-            # Workers look at copies as soon as a step is launched, and are heard when it has ended. So a copy that took
-            # a part of its step is seen with the next. With asynchronous scheduling that one is launched when the step
-            # itself has just begun: the copy is seen one later, and by the time of that report another is decided.
-            report_steps=4 if vllm_config.scheduler_config.async_scheduling else 2,
-            decode_step_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
+            steps=_steps(vllm_config, planner, kv_cache_config),
             tells_events=_tells_events(vllm_config),
             options=options,
         )
@@ -100,21 +89,33 @@ class Settings:
 
     def build(self, device: Device) -> CPUPrefixCache:
         passed_on = {name: value for name, value in self.options.items() if name not in OURS}
+        thresholds = {name: passed_on.pop(name) for name in THRESHOLDS if name in passed_on}
         return CPUPrefixCache(
             self.planner,
             device,
             host_blocks=self.host_bytes // self.planner.host_block_bytes,
             ready_blocks=0,  # until every rank has reported its region
             ranks=self.ranks,
-            max_step_tokens=self.max_step_tokens,
-            decode_step_tokens=self.decode_step_tokens,
-            device_groups=self.device_groups,
-            device_blocks=self.device_blocks,
-            report_steps=self.report_steps,
-            asks_in_decode=False,
+            steps=self.steps,
+            thresholds=Thresholds(**thresholds),
             log_boundaries=self.tells_events,
             **{"min_load_tokens": None, **passed_on},
         )
+
+
+def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> EngineSteps:
+    speculative = vllm_config.speculative_config
+    return EngineSteps(
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        decode_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
+        # Workers look at copies as soon as a step is launched, and are heard when it has ended. So a copy that took a
+        # part of its step is seen with the next. With asynchronous scheduling that one is launched when the step itself
+        # has just begun: the copy is seen one later, and by the time of that report another is decided.
+        report_steps=4 if vllm_config.scheduler_config.async_scheduling else 2,
+        groups=len(kv_cache_config.kv_cache_groups),
+        blocks_per_chunk=device_blocks_per_chunk(planner, kv_cache_config),
+        asks_in_decode=False,
+    )
 
 
 def _check_corrupt_group(name: str | None, planner: HybridChunkPlanner) -> None:

@@ -39,6 +39,10 @@ class Progress(Protocol):
     def confirmed(self) -> int: ...
 
     @property
+    def resumed(self) -> int:
+        """From which chunk on it computes: what is before was on the device or is loaded."""
+
+    @property
     def touch(self) -> Any: ...
 
     @property

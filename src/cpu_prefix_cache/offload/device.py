@@ -3,6 +3,9 @@
 Blocks are found by key, in both offload modes: positions in an engine's block tables are unstable (nulls, copies on
 write, relocated speculative blocks). An engine adapter implements `Device`; `PooledDevice` is the one for an engine
 whose device pool is this library's own BlockPool.
+
+All numbers are of device blocks, those that the engine hands out one by one. A block *waits* when nobody uses it, with
+or without a key: it can be handed out. What waits stands in one order, that of being handed out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +21,12 @@ class Device(Protocol):
     """What an engine lets the cache see and hold of its device blocks. Called from the deciding thread only."""
 
     @property
-    def num_chunks(self) -> int:
-        """How many chunks the device pool holds when nothing else is in it."""
+    def num_blocks(self) -> int:
+        """How many blocks the device has to hand out when none is in use."""
+
+    @property
+    def num_waiting(self) -> int:
+        """How many of them wait now."""
 
     @property
     def null_block(self) -> int | None:
@@ -41,43 +48,38 @@ class Device(Protocol):
         Only what is written, and for a state only the page at this very boundary (rule 10).
         """
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
-        """The blocks that wait to be handed out, soonest first, each with its key; those behind block `after` if given.
+    def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
+        """The blocks that wait, each where it stands, soonest handed out first, with its key.
 
-        Blocks without a key are among them, where they stand. A chunk of several blocks comes once, by its first, and
-        a checkpoint once, by whatever number the engine knows it by, under its `checkpoint_key`. The cache reads as
-        far as it needs before it holds anything.
+        Of a chunk of several blocks the one that is handed out first brings the key; the others, and blocks that hold
+        nothing, come with None. A checkpoint comes by whatever block the engine knows it by, under its
+        `checkpoint_key`. The cache reads as far as it needs before it holds anything.
         """
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
-        """Whether `block` still has this key, or still none, and waits to be handed out."""
+        """Whether `block` still comes with this key, or still with none, in that order."""
 
-    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
-        """Of each of these blocks, which were found this moment, whether it waits to be handed out."""
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
+        """Keep `blocks` from being reused, with a reference of the engine's own. Given back to `release`.
 
-    def has_waiting(self, blocks: int) -> bool:
-        """Whether at least so many blocks wait to be handed out."""
-
-    def hold(self, blocks: Sequence[int]) -> Any:
-        """Keep `blocks` from being reused, with a reference of the engine's own. Given back to one of the releases."""
-
-    def release(self, hold: Any, before: int | None) -> None:
-        """End a hold as the engine ends its own use of blocks: they become the last to be evicted, the deepest chunk
-        before its ancestors. Those are behind block `before`, if it is given: what nobody uses then waits right before
-        it, and does not outlive it.
+        They are the sources of a store, the deepest chunk last, or the destinations of a load. Those that wait leave
+        the order until then. `parent` are the blocks of the chunk that the first of them hangs below, if it matters.
         """
 
-    def release_in_place(self, hold: Any, behind: int | None) -> None:
-        """End a hold so that the blocks wait where they waited before it, the deepest chunk before its ancestors.
+    def release(self, hold: Any) -> None:
+        """End a hold. Of the blocks that nobody else uses, those that waited when it began wait again where they did.
 
-        That is right behind block `behind`, which waits itself, or if it is None before all others that have a key.
-        For blocks that were about to be evicted when they were stored: released as usual, the coldest blocks would
-        become the hottest (measured: 6 points of hit ratio), and always in front, the youngest of them the coldest.
+        The others become the last of the order, the deepest chunk before its ancestors, as where the engine ends its
+        own use; where a block of the parent waits already, right before that. (Were all of them last, what was about
+        to be evicted when it was stored would be evicted last: 6 points of hit ratio. `places.py` remembers where a
+        block waited.)
         """
 
 
 class PooledDevice:
     """A device pool that is a BlockPool with at most one block to a chunk. A hold is a pin and moves nothing.
+
+    A checkpoint counts as one block of the order, whatever it takes.
 
     Raises ConfigurationError for a pool with several blocks to a chunk.
     """
@@ -86,8 +88,12 @@ class PooledDevice:
         if pool.blocks_per_chunk > 1:
             raise ConfigurationError(f"a device pool takes 1 block to a chunk, not {pool.blocks_per_chunk}")
         self._pool = pool
-        self.num_chunks = pool.capacity
+        self.num_blocks = pool.capacity
         self.null_block = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self._pool.available_blocks(self.num_blocks)
 
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self._pool.find(key)
@@ -100,35 +106,23 @@ class PooledDevice:
         node = self._pool.find(checkpoint_key(checkpoint.tail[-1]))
         return None if node is None else self._pool.pieces(node)
 
-    def soonest_evicted(self, after: int | None) -> Iterator[tuple[int, bytes | None]]:
-        order = self._order()
-        if after is not None and all(block != after for block, _ in order):
-            order = self._order()  # `after` waits no more, or not for long: a chunk below it is pinned
-        return order
+    def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
+        for block in self._pool.free_blocks():
+            yield block, None
+        for node in self._pool.soonest_evicted():
+            if self._pool.is_checkpoint(node):
+                yield node, self._pool.key(node)
+                continue
+            for at, block in enumerate(self._pool.blocks_of((node,))):  # none where only checkpoints take blocks
+                yield block, None if at else self._pool.key(node)
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if key is None:
             return self._pool.is_free(block)
         return self._pool.key(block) == key and not self._pool.is_pinned(block)
 
-    def are_waiting(self, blocks: Sequence[int]) -> list[bool]:
-        return [not self._pool.is_pinned(block) for block in blocks]
-
-    def has_waiting(self, blocks: int) -> bool:
-        return self._pool.available(blocks) == blocks
-
-    def hold(self, blocks: Sequence[int]) -> Pin:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:
         return self._pool.pin(*blocks)
 
-    def release(self, hold: Pin, before: int | None) -> None:
+    def release(self, hold: Pin) -> None:
         self._pool.unpin(hold)
-
-    def release_in_place(self, hold: Pin, behind: int | None) -> None:
-        self._pool.unpin(hold)
-
-    def _order(self) -> Iterator[tuple[int, bytes | None]]:
-        for block in self._pool.free_blocks():
-            yield block, None
-        for node in self._pool.soonest_evicted():
-            if self._pool.blocks_per_chunk or self._pool.is_checkpoint(node):  # else it leaves and frees nothing
-                yield node, self._pool.key(node)

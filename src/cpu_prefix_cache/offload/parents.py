@@ -1,8 +1,8 @@
 """What an engine cannot tell: which chunk each chunk on its device hangs below.
 
 A device block that is about to be evicted shows its key, not its parent's. So every chunk confirmed as computed is
-remembered with the key of its parent for as long as the device holds it, and forgotten some time after (`sweep.py`).
-What is swept without ever having reached the host was lost, unless the host did not want it.
+remembered with the key of its parent for as long as the device holds it, and forgotten some time after
+(`forgetting.py`). What is swept without ever having reached the host was lost, unless the host did not want it.
 
 A prompt that was loaded brings thousands of chunks at once, in the very step that answers it. So they are taken in as a
 whole, and the sweep follows a portion at a time.
@@ -21,7 +21,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.forgetting import Sweep
 
 
-class Lineage:
+class Parents:
     """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up.
 
     `on_device` is asked of the keys of many chunks at once, `has_checkpoint` of one checkpoint. `needs_checkpoint` says

@@ -1,17 +1,17 @@
 """Where held blocks waited: what a device needs in order to put them back there.
 
-A device hands out blocks from the front of an order. A hold takes some of them out of it, from anywhere, and ends later,
-when the engine has handed out others and added others. Then each goes back to where it waited:
+A device hands out blocks from the front of an order. A hold takes some of them out of it, from anywhere, and ends
+later, when the engine has handed out others and added others. Then each goes back to where it waited:
 
     order   p a b c n       hold a, hold c; the engine hands out p and adds x
             b n x           a ends: p is gone, so a is the first
             a b n x         c ends: b waits still, and c goes behind it
             a b c n x
 
-What is held stays in the order as a gap: it is known by what it stood behind, held or waiting. So holds that stood side
-by side come back in their order, whichever ends first. What stood behind a block that is gone comes back at the front:
-so it leaves with what else was that cold, and never later than it would have. A place is whatever tells a waiting block from what it may be
-later: its number and the key it waits under, say.
+What is held is remembered by what it stood behind, held or waiting. So holds that stood side by side come back in their
+order, whichever ends first. What stood behind a block that is gone comes back at the front: it leaves with what else
+was that cold, and never later than it would have. A place is whatever tells a waiting block from what it may be later:
+its number and the key it waits under, say.
 """
 
 from collections.abc import Callable, Hashable

@@ -17,7 +17,7 @@ from cpu_prefix_cache.messages.request import Progress
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
-class Postponed:
+class Retries:
     """Requests that ended or were preempted, for a pool that grows: of `most_chunks` chunks together at most. `missing`
     counts the chunks of one that the pool lacks.
     """

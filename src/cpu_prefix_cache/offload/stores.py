@@ -17,18 +17,24 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.transfers import Place, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
 
 
 class Stop(enum.Enum):
-    """Why a chain was not stored to its end."""
+    """Why a chain was not stored to its end. Where the reason `is_final`, nothing comes of waiting for another."""
 
-    NOT_ON_DEVICE = "not on the device"  # it cannot be stored at all until it is computed again
-    POOL_FULL = "pool full"  # it can be stored later
-    TOO_LARGE = "larger than the pool"  # with its checkpoint it never fits
-    DECLINED = "declined"  # not worth the room to the policy, or held back by the admission
+    NOT_ON_DEVICE = "not on the device", True  # it cannot be stored at all until it is computed again
+    TOO_LARGE = "larger than the pool", True  # with its checkpoint it never fits
+    DECLINED = "declined", True  # not worth the room to the policy, or held back by the admission
+    SETTLED = "settled", True  # it was stored or declined, and nothing has changed since
+    POOL_FULL = "pool full", False  # until pins and stores end, or the host grows
+    IN_FLIGHT = "too much in flight", False  # until stores have landed
+
+    def __init__(self, reason: str, is_final: bool) -> None:
+        self.reason = reason
+        self.is_final = is_final
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,8 @@ class StorePlanner:
         self._pool = coordinator.pool
         self._device = device
         self._ledger = ledger
-        self._width = coordinator.planner.device_blocks_per_chunk
+        self.planner = coordinator.planner
+        self.chunk_blocks = coordinator.planner.device_blocks_per_chunk
         self.refusals = 0
         self.declined = 0
 
@@ -109,11 +116,13 @@ class StorePlanner:
         """
         return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
 
-    def can_spare(self, chunks: int, reserve: int, held: int) -> bool:
-        """Whether the device, while so many chunks are held besides those that are `held`, has `reserve` blocks to hand
-        out and as many again as are held: the longer a store, the longer it takes.
-        """
-        return self._device.has_waiting(reserve + (held + 2 * chunks) * self._width)
+    def device_blocks(self, chain: Chain) -> int:
+        """How many device blocks a store of the chain holds, pieces that are shared included."""
+        blocks = len(chain.keys) * self.chunk_blocks
+        if chain.checkpoint is not None:
+            at_boundary = self.planner.checkpoint(chain.checkpoint.depth)
+            blocks += sum(self.planner.pieces[at.group].device_blocks for at in at_boundary)
+        return blocks
 
     def obstacle(self, chain: Chain) -> Stop | None:
         """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
@@ -130,20 +139,8 @@ class StorePlanner:
             return Stop.DECLINED
         return None
 
-    def plan(
-        self,
-        chain: Chain,
-        touch: Any,
-        *,
-        owner: str | None = None,
-        in_place: bool = False,
-        behind: Place | None = None,
-    ) -> StoreDecision:
-        """Plan a store of `chain`, for the running request `owner` if there is one.
-
-        With `in_place`, those of its device blocks that wait to be evicted go back to where they waited: behind that
-        block.
-        """
+    def plan(self, chain: Chain, touch: Any, *, owner: str | None = None) -> StoreDecision:
+        """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none."""
         pin, taken = self._hang(chain.parent_key)  # before anything is evicted for the children
         sources = self._sources(chain)
         if not sources.chunks and sources.pieces is None:
@@ -151,22 +148,19 @@ class StorePlanner:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
         keys = list(chain.keys[: len(sources.chunks)])
-        chunks, held = self._take(chain, sources, taken)
-        chunk_blocks = [block for blocks in sources.chunks for block in blocks]
-        taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
-        waiting, in_use = self._sides(sources.chunks) if in_place else ([], chunk_blocks)
-        (waiting if in_place else in_use).extend(held)
+        chunks, piece_blocks = self._take(chain, sources, taken)
+        device_blocks = [block for blocks in sources.chunks for block in blocks]
+        taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(device_blocks))
+        device_blocks += piece_blocks
         if sources.pieces is not None and chain.checkpoint is not None:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
+        carried = num_bytes(self.planner, taken.copies)
         transfer = Transfer(
-            self._ledger.new_plan(
-                Direction.STORE, tuple(taken.copies), num_bytes(self._coordinator.planner, taken.copies)
-            ),
+            self._ledger.new_plan(Direction.STORE, tuple(taken.copies), carried),
             tuple(keys),
             (*chunks, *taken.nodes),
-            hold=self._device.hold(in_use),
-            hold_in_place=self._device.hold(waiting) if waiting else None,
-            behind=behind,
+            hold=self._device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
+            held_blocks=len(device_blocks),
             pin=pin,
             touch=touch,
             parent_key=chain.parent_key,
@@ -235,22 +229,19 @@ class StorePlanner:
         taken.pieces += [needs[at].key for at in new]
         return checkpoint.chunks, [block for at in new for block in sources.pieces[at]]
 
+    def _parent_blocks(self, chain: Chain) -> Sequence[int]:
+        """The device blocks of the chunk that a chain hangs below, if there is one there."""
+        return () if chain.parent_key is None else self._device.find(chain.parent_key) or ()
+
     def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
         chunks: list[Sequence[int]] = []
         for blocks in self._device.find_all(keys):
             if blocks is None:
                 break
-            if len(blocks) != self._width:
-                raise MisuseError(f"the device has {len(blocks)} blocks for a chunk that takes {self._width} of them")
+            if len(blocks) != self.chunk_blocks:
+                raise MisuseError(
+                    f"the device has {len(blocks)} blocks for a chunk that takes {self.chunk_blocks} of them"
+                )
             chunks.append(blocks)
         return chunks
-
-    def _sides(self, chunks: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-        """The blocks of those chunks that wait to be evicted, and the blocks of those in use."""
-        sides: tuple[list[int], list[int]] = [], []
-        # By the last block: where a chunk has several of a group, those before may be in chunks that go on differently.
-        wait = self._device.are_waiting([blocks[-1] for blocks in chunks]) if self._width else ()
-        for blocks, waits in zip(chunks, wait, strict=False):
-            sides[not waits].extend(blocks)
-        return sides

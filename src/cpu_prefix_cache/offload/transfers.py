@@ -4,13 +4,13 @@
                                                         `-- a store, until the one it follows is resolved
 
 Bytes that move cannot be called back, so nothing takes a MOVING transfer out but the reports of all its ranks. What
-the deciding half no longer wants is *doomed*: it resolves like any other, and then registers nothing.
+the deciding half no longer wants is *cancelled*: it resolves like any other, and then registers nothing.
 
 A store that builds on what is still being written, its parent chunk or pieces that its checkpoint shares, follows the
 transfers that write it, and waits for them (rule 3):
 
     store 7   chunks 0..3    moving
-    store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; doomed if 7 fails
+    store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; cancelled if 7 fails
 """
 
 import enum
@@ -21,8 +21,6 @@ from typing import Any
 
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.pool.block_pool import Pin
-
-Place = tuple[int, bytes | None]  # a device block that waits to be handed out, and the key it was seen under
 
 
 class Phase(enum.Enum):
@@ -39,20 +37,20 @@ class Transfer:
     plan: TransferPlan
     keys: Sequence[bytes]
     nodes: Sequence[int]
-    hold: Any  # the device blocks, held by the engine's own reference until it resolves (rule 12)
-    hold_in_place: Any = None  # of a store: those of them that waited to be evicted
-    behind: Place | None = None  # the block they waited behind, and its key; None: they were the first
+    hold: Any  # the device blocks, held by the engine's own reference until it has landed (rule 12)
+    held_blocks: int = 0  # so many
     pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
     touch: Any = None  # of a store: the use its chunks belong to
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
     pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
-    owner: str | None = None  # of a store: the request it was planned for, if it is stored as it runs
+    owner: str | None = None  # of a store: the request it was planned for; None: what waited on the device is stored
+    ahead: int = 0  # of such a store: how many of its device blocks stood in the stretch that lazy looked at
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
     request_id: str | None = None  # of a load: who needs it
     deadline: float = 0.0  # of a load: until then, others wait for it (rule 13)
     phase: Phase = Phase.PLANNED
-    doomed: bool = False
+    is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether its share went well
 
     @property
@@ -65,7 +63,7 @@ class Transfer:
 
     @property
     def succeeded(self) -> bool:
-        return not self.doomed and all(self.reports.values())
+        return not self.is_cancelled and all(self.reports.values())
 
 
 class TransferLedger:
@@ -95,6 +93,11 @@ class TransferLedger:
     def plans_loads(self) -> bool:
         """Whether a load goes out with the next plan."""
         return any(not transfer.is_store for transfer in self._planned)
+
+    def held_by_walk(self) -> tuple[int, int]:
+        """How many device blocks stores of what waited hold, and how many of them stood in the stretch. O(open)."""
+        stores = [each for each in self if each.is_store and each.owner is None and each.phase is not Phase.LANDED]
+        return sum(each.held_blocks for each in stores), sum(each.ahead for each in stores)
 
     @property
     def settled_below(self) -> int:
@@ -151,20 +154,20 @@ class TransferLedger:
                 transfer.phase = Phase.LANDED
                 yield transfer
 
-    def doom(self, transfer: Transfer) -> list[Transfer]:
+    def cancel(self, transfer: Transfer) -> list[Transfer]:
         """Let a transfer, and the stores that follow it, register nothing. Those it applies to for the first time."""
-        doomed = []
+        cancelled = []
         waiting = [transfer]
         while waiting:
             each = waiting.pop()
             waiting += each.followers
-            if not each.doomed:
-                each.doomed = True
+            if not each.is_cancelled:
+                each.is_cancelled = True
                 self._forget_keys(each)
-                doomed.append(each)
+                cancelled.append(each)
                 if not each.is_store:
                     self._cancelled.append(each.id)
-        return doomed
+        return cancelled
 
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that is resolved."""

@@ -1,7 +1,8 @@
 """Admission: which chunks may be stored at all, whatever there is room for. Off unless asked for.
 
 A chunk may be stored once `store_after` requests had it in their prompts, of those prompts that have at least
-`min_tokens` tokens. Shorter prompts count for nothing, nor do the tokens of an answer, until a later prompt has them.
+`min_store_tokens` tokens. Shorter prompts count for nothing, nor do the tokens of an answer, until a later prompt has
+them.
 
     store_after=2      told abc     told abd     asked abd: 2, since a and ab were seen twice, abd once
 
@@ -12,38 +13,52 @@ above it, and the answer is found by bisection. What was forgotten counts from 0
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 
 
-class Admission:
-    """Told of every admitted request; asked how much of a chain may be stored. See above.
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """A chunk is stored once `store_after` prompts of at least `min_store_tokens` tokens had it. Both hold nothing back
+    by default. A request that was preempted and is admitted again counts again.
 
-    Raises ConfigurationError for a `store_after` or `remembered` below 1, and for negative `min_tokens`.
+    Raises ConfigurationError for a `store_after` below 1 and for negative `min_store_tokens`.
     """
 
-    def __init__(self, store_after: int, min_tokens: int, remembered: int) -> None:
+    store_after: int = 1
+    min_store_tokens: int = 0
+
+    def __post_init__(self) -> None:
         for name, value, least in (
-            ("store_after", store_after, 1),
-            ("min_store_tokens", min_tokens, 0),
-            ("remembered", remembered, 1),
+            ("store_after", self.store_after, 1),
+            ("min_store_tokens", self.min_store_tokens, 0),
         ):
             if value < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {value}")
-        self._store_after = store_after
-        self._min_tokens = min_tokens
+
+    @property
+    def admit_everything(self) -> bool:
+        """Whether nothing is ever held back: then nobody needs to ask."""
+        return self.store_after == 1 and not self.min_store_tokens
+
+
+NO_THRESHOLDS = Thresholds()
+
+
+class Admission:
+    """Told of every admitted request; asked how much of a chain may be stored. Remembers so many keys. See above."""
+
+    def __init__(self, thresholds: Thresholds, remembered: int) -> None:
+        self._store_after = thresholds.store_after
+        self._min_tokens = thresholds.min_store_tokens
         self._remembered = remembered
         self._seen: dict[bytes, int] = {}  # how often, up to store_after; told longest ago first
 
     def __len__(self) -> int:
         """How many keys are remembered."""
         return len(self._seen)
-
-    @property
-    def admits_everything(self) -> bool:
-        """Whether nothing is ever held back: then nobody needs to ask."""
-        return self._store_after == 1 and not self._min_tokens
 
     def told(self, keys: Sequence[bytes], num_tokens: int | None) -> None:
         """A request was admitted. `keys` are those of all chunks of its prompt, which has `num_tokens` tokens.

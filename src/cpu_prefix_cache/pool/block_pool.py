@@ -37,7 +37,7 @@ from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.index.nearest_checkpoint import ResumeIndex
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
-from cpu_prefix_cache.pool.admission import Admission
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Admission, Thresholds
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.shared_pieces import Moved, PieceNeed, SharedPieces
 from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, WRITING, State
@@ -76,13 +76,12 @@ class BlockPool:
     `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does. A
     chunk may then take no blocks at all: only checkpoints do in a model without prefix groups.
 
-    `store_after` and `min_store_tokens` hold chunks back that too few or too short prompts had (admission.py): what
-    `accepted` answers then is less.
+    `thresholds` hold chunks back that too few or too short prompts had (admission.py): what `accepted` answers then is
+    less.
 
     With `log_boundaries` it keeps a log of what can be hit, which somebody takes now and then (`take_events`).
 
-    Raises ConfigurationError for an unknown policy, a pool that holds no chunk, a `store_after` below 1 or negative
-    `min_store_tokens`.
+    Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
     """
 
     def __init__(
@@ -93,8 +92,7 @@ class BlockPool:
         blocks_per_chunk: int = 1,
         ready: int | None = None,
         needs_checkpoint: Callable[[int], bool] | None = None,
-        store_after: int = 1,
-        min_store_tokens: int = 0,
+        thresholds: Thresholds = NO_THRESHOLDS,
         log_boundaries: bool = False,
     ) -> None:
         if policy not in POLICIES:
@@ -104,8 +102,9 @@ class BlockPool:
             raise ConfigurationError(
                 f"a pool needs at least the {max(1, blocks_per_chunk)} blocks of one chunk, got {num_blocks}"
             )
-        admission = Admission(store_after, min_store_tokens, REMEMBERED_PER_BLOCK * num_blocks)
-        self._admission = None if admission.admits_everything else admission
+        self._admission: Admission | None = None
+        if not thresholds.admit_everything:
+            self._admission = Admission(thresholds, REMEMBERED_PER_BLOCK * num_blocks)
         self.capacity = num_blocks
         self.blocks_per_chunk = blocks_per_chunk
         self._forest = Forest(num_blocks)
@@ -194,12 +193,24 @@ class BlockPool:
         """How many of `wanted` chunks `allocate` could hand out now."""
         if not self.blocks_per_chunk:
             return wanted
-        return min(wanted, self._available_blocks(wanted * self.blocks_per_chunk) // self.blocks_per_chunk)
+        return min(wanted, self.available_blocks(wanted * self.blocks_per_chunk) // self.blocks_per_chunk)
+
+    def available_blocks(self, wanted: int) -> int:
+        """How many of `wanted` blocks could be handed out now: free ones, and what eviction frees."""
+        free = len(self._free)
+        evictable = free + self._count[CACHED] - self._pinned_pieces
+        per_chunk = self.blocks_per_chunk
+        # The quickest bound first. It counts what pins share for each of them, the second once, the third is exact.
+        if wanted <= free or wanted <= evictable - self._forest.pinned_depth * per_chunk:
+            return wanted
+        if wanted <= evictable - self._forest.held_at_most() * per_chunk:
+            return wanted
+        return min(wanted, free + self._count[CACHED] - self._held_blocks())
 
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether `allocate_checkpoint` would find room for them. What is there already and stays takes none."""
         node, wanted = self._begin_checkpoint(needs, chunks)
-        fits = self._available_blocks(wanted) >= wanted
+        fits = self.available_blocks(wanted) >= wanted
         self._dissolve([node], WRITING)
         return fits
 
@@ -340,7 +351,7 @@ class BlockPool:
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks")
         per_chunk = self.blocks_per_chunk
         wanted = count * per_chunk
-        if self._available_blocks(wanted) < wanted:
+        if self.available_blocks(wanted) < wanted:
             raise PoolExhausted(count, self.available(count))
         blocks = self._take(wanted, keys)
         self._count[WRITING] += len(blocks)
@@ -373,7 +384,7 @@ class BlockPool:
             raise MisuseError(f"{len(keys)} keys were given for {chunks} chunks and a checkpoint")
         missing = self._pieces.missing(needs)
         node, wanted = self._begin_checkpoint(needs, chunks)
-        available = self._available_blocks(wanted)
+        available = self.available_blocks(wanted)
         if available < wanted:
             self._dissolve([node], WRITING)
             raise PoolExhausted(wanted, available)
@@ -501,18 +512,6 @@ class BlockPool:
             assert self._state[chunk] == CACHED, f"a checkpoint stands below chunk {chunk}, which is not cached"
 
     # Room
-
-    def _available_blocks(self, wanted: int) -> int:
-        """How many blocks could be had now, as far as `wanted`: free ones, and what eviction frees."""
-        free = len(self._free)
-        evictable = free + self._count[CACHED] - self._pinned_pieces
-        per_chunk = self.blocks_per_chunk
-        # The quickest bound first. It counts what pins share for each of them, the second once, the third is exact.
-        if wanted <= free or wanted <= evictable - self._forest.pinned_depth * per_chunk:
-            return wanted
-        if wanted <= evictable - self._forest.held_at_most() * per_chunk:
-            return wanted
-        return min(wanted, free + self._count[CACHED] - self._held_blocks())
 
     def _held_at_most(self) -> int:
         return self._forest.held_at_most() * self.blocks_per_chunk + self._pinned_pieces

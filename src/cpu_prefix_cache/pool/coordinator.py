@@ -34,6 +34,7 @@ from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
@@ -47,8 +48,7 @@ def new_pool(
     *,
     ready: int | None = None,
     on_device: bool = False,
-    store_after: int = 1,
-    min_store_tokens: int = 0,
+    thresholds: Thresholds = NO_THRESHOLDS,
     log_boundaries: bool = False,
 ) -> BlockPool:
     """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
@@ -58,8 +58,7 @@ def new_pool(
         blocks_per_chunk=planner.device_blocks_per_chunk if on_device else planner.host_blocks_per_chunk,
         ready=ready,
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
-        store_after=store_after,
-        min_store_tokens=min_store_tokens,
+        thresholds=thresholds,
         log_boundaries=log_boundaries,
     )
 

@@ -1,5 +1,6 @@
 """Replays a trace through the host pool alone: what it hits is loaded, what it misses is stored."""
 
+from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
@@ -15,8 +16,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
     pool = BlockPool(
         trace.usable(host.capacity),
         host.policy,
-        store_after=host.store_after,
-        min_store_tokens=host.min_store_tokens,
+        thresholds=Thresholds(host.store_after, host.min_store_tokens),
     )
     tally = Tally()
     for requests in meter.slices(trace.requests):

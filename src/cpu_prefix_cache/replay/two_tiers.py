@@ -18,6 +18,8 @@ from cpu_prefix_cache.messages.request import Hit, Request
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import PooledDevice
+from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.replay.meter import Meter
@@ -62,10 +64,11 @@ class ReplayEngine:
             host_blocks=trace.usable(host.capacity),
             offload=device.offload,
             policy=host.policy,
-            max_step_tokens=self.gpu.capacity * trace.block_tokens,  # what may be in flight is no limit here
-            lazy_horizon=horizon,
-            store_after=host.store_after,
-            min_store_tokens=host.min_store_tokens,
+            steps=EngineSteps(
+                max_tokens=self.gpu.capacity * trace.block_tokens,  # what may be in flight is no limit here
+                ahead_blocks=horizon,
+            ),
+            thresholds=Thresholds(host.store_after, host.min_store_tokens),
         )
 
     def serve(self, request: TraceRequest) -> int:

@@ -1,0 +1,162 @@
+"""How transfers end: what becomes of the host blocks of a store, and of the sources of a load that has failed.
+
+    landed       all ranks have reported: the device blocks are the engine's again, whatever became of the bytes
+      a store    is committed, if all went well and what it hangs below is still there, and so are those that waited for
+                 it; else it is given up, and they are cancelled (rule 3)
+      a load     is over; the chunks of one that failed are withdrawn, and what hangs below them, or the next lookup
+                 would find the same bytes and fail again (rule 11)
+    cancelled    nobody wants it any more: it resolves when it has landed, and registers nothing
+
+Several copies that fail in a row turn the cache off: that is asked of `has_failed_often`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from cpu_prefix_cache.messages.plan import Direction
+from cpu_prefix_cache.offload.base import Offload
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.pool.block_pool import BlockPool
+
+FAILURES_IN_A_ROW = 5  # one copy that fails may have been bad luck; so many are not
+
+
+class Settlement:
+    """Ends the transfers of a ledger. `is_running` says of a request whether it is admitted and has not ended."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        ledger: TransferLedger,
+        device: Device,
+        offload: Offload,
+        is_running: Callable[[str], bool],
+    ) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._device = device
+        self._offload = offload
+        self._is_running = is_running
+        self._failures_in_a_row = Counter[Direction]()
+        self.counts = Counter[str]()  # as CacheStatistics names them
+
+    def land(self, transfer: Transfer) -> bool:
+        """All ranks have reported. Whether all went well, and somebody still wants it."""
+        ok = transfer.succeeded
+        self._count_in_a_row(transfer)
+        self._device.release(transfer.hold)
+        if transfer.is_store:
+            self._offload.landed(transfer)
+            self._settle_stores(transfer)
+        else:
+            self._settle_load(transfer)
+        return ok
+
+    def has_failed_often(self) -> bool:
+        """Whether the last FAILURES_IN_A_ROW stores, or loads, have all failed."""
+        return max(self._failures_in_a_row.values(), default=0) >= FAILURES_IN_A_ROW
+
+    def late(self, id: int) -> None:
+        """A load has come too late for its request. It is over but for its blocks, which it may still fill."""
+        transfer = self._ledger.get(id)
+        if transfer is not None and not transfer.is_store and not transfer.is_cancelled:
+            self.counts["loads_failed"] += 1
+            self._withdraw_sources(transfer)
+            self._cancel(transfer)
+
+    def cancel_all(self) -> None:
+        """Nothing that is open registers anything any more."""
+        for transfer in list(self._ledger):
+            self._cancel(transfer)
+
+    def cancel_stores_from(self, device_blocks: Iterable[int]) -> None:
+        """The same for stores that read these blocks."""
+        bad = set(device_blocks)
+        if not bad:
+            return
+        for transfer in list(self._ledger):
+            sources = (block for copy in transfer.plan.copies for block in copy.device_blocks)
+            if transfer.is_store and not bad.isdisjoint(sources):
+                self._cancel(transfer)
+
+    def _count_in_a_row(self, transfer: Transfer) -> None:
+        if not transfer.is_cancelled and not transfer.plan.failed:
+            direction = transfer.plan.direction
+            before = self._failures_in_a_row[direction]
+            self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
+
+    def _settle_load(self, load: Transfer) -> None:
+        self._ledger.remove(load)
+        if load.succeeded:
+            self.counts["chunks_loaded"] += len(load.keys)
+            self.counts["bytes_loaded"] += load.plan.num_bytes
+        elif not load.is_cancelled:
+            self.counts["loads_failed"] += 1
+            self._withdraw_sources(load)
+        if load.pin is not None:
+            self._pool.unpin(load.pin)
+
+    def _withdraw_sources(self, load: Transfer) -> None:
+        """Only what this load has read: the same keys may have been stored anew since."""
+        if load.pin is None:
+            return  # there was nothing to read
+        (node,) = load.pin.blocks
+        chunk = self._pool.path(node, len(load.keys) + self._pool.is_checkpoint(node))[0]
+        if self._pool.key(chunk) is not None:
+            self._pool.withdraw(chunk)
+            self._cancel_orphans()
+
+    def _settle_stores(self, landed: Transfer) -> None:
+        """Commit or give up a store that has landed, and after it those that waited for it."""
+        waiting = [landed]
+        while waiting:
+            store = waiting.pop()
+            if store.follows or store.phase is not Phase.LANDED:
+                continue
+            is_committed = store.succeeded and self._commit(store)
+            if not is_committed:
+                self.counts["stores_failed"] += not all(store.reports.values())
+                self.counts["store_given_up"] += len(store.keys)
+                self._cancel(store)
+                self._pool.abort(store.nodes)
+            self._ledger.remove(store)
+            if store.pin is not None:
+                self._pool.unpin(store.pin)
+            for follower in store.followers:
+                follower.follows.remove(store)
+                if is_committed and not follower.is_cancelled and follower.pin is None:
+                    self._pin_parent(follower)
+            waiting += store.followers
+
+    def _commit(self, store: Transfer) -> bool:
+        """Make the chunks of a store findable, if what they hang below still is (rule 3)."""
+        parent = self._pool.root if store.parent_key is None else self._pool.find(store.parent_key)
+        if parent is None:
+            return False
+        self._pool.commit(store.nodes, store.keys, parent, store.touch)
+        has_checkpoint = self._pool.is_checkpoint(store.nodes[-1])
+        self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
+        self.counts["checkpoints_stored"] += has_checkpoint
+        self.counts["bytes_stored"] += store.plan.num_bytes
+        self._offload.committed(store.keys)
+        if store.owner is None or not self._is_running(store.owner):
+            self._pool.ended(store.nodes[-1])
+        return True
+
+    def _pin_parent(self, store: Transfer) -> None:
+        """A store that waited for its parent holds it, now that it is there."""
+        parent = None if store.parent_key is None else self._pool.find(store.parent_key)
+        if parent is not None:
+            store.pin = self._pool.pin(parent)
+
+    def _cancel_orphans(self) -> None:
+        """Cancel the stores below chunks that were withdrawn, or another store of the same chunks would meet them."""
+        for transfer in list(self._ledger):
+            if transfer.is_store and transfer.pin is not None and self._pool.key(transfer.pin.blocks[0]) is None:
+                self._cancel(transfer)
+
+    def _cancel(self, transfer: Transfer) -> None:
+        for cancelled in self._ledger.cancel(transfer):
+            if cancelled.is_store:
+                self._pool.retire(cancelled.nodes)
