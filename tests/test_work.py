@@ -1,6 +1,17 @@
 """Rule 18: a step costs what changed in it. Held by counting, not by seconds."""
 
-from cpu_prefix_cache import CPUPrefixCache, EngineSteps, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+import pytest
+
+from cpu_prefix_cache import (
+    CPUPrefixCache,
+    EngineSteps,
+    Group,
+    GroupKind,
+    HybridChunkPlanner,
+    PooledDevice,
+    RankReport,
+    Request,
+)
 from property_tests.engines import QueueSlots
 from tests.story import Engine, chain
 from tests.test_checkpoints import FULL, STATE
@@ -66,6 +77,33 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
             fleet.cache.step()
         assert fleet.cache.statistics().work - before[0] <= 64
         assert fleet.device.calls - before[1] <= 3 * 1_000, "a look or two at the ends of the stretch"
+
+
+class CountingDevice(PooledDevice):
+    """Counts the blocks of the order that were read, and not how often it was asked."""
+
+    read = 0
+
+    def soonest_evicted(self):
+        for place in super().soonest_evicted():
+            self.read += 1
+            yield place
+
+
+@pytest.mark.parametrize("in_use", [0, 190])
+def test_a_step_in_which_nothing_happens_reads_no_order(in_use):
+    """On a device that is a pool of ours too, where nearly all is in use and where nothing is."""
+    engine = Engine("lazy", device=200, host=400, max_tokens=16)
+    device = engine.cache._device = engine.cache._offload._device = CountingDevice(engine.gpu)
+    for number in range(3):
+        engine.serves("".join(chr(1_000 * (number + 1) + at) for at in range(60)))
+    engine.gpu.pin(*engine.gpu.allocate(in_use))
+    for _ in range(5):
+        engine.copies()
+    before = device.read
+    for _ in range(100):
+        engine.steps()
+    assert device.read == before > 0
 
 
 def test_a_step_that_can_store_nothing_costs_nothing():
