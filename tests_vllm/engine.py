@@ -55,6 +55,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector.vllm.device import _place
 from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
@@ -609,6 +610,10 @@ class Engine:
         self._hasher = self.model.hasher(get_request_block_hasher(self.hash_tokens, sha256))
         self._loads: dict[int, tuple[str, Sequence[object]]] = {}
         self._on_device: dict[str, int] = {}
+        self._stood: dict[int, tuple[object, dict[object, object]]] = {}  # by hold: what stood before what
+        self._came_back: set[object] = set()  # places where a hold has ended
+        self._used_again: set[object] = set()  # places that a request has left
+        self._holds = False
         self._watch()
 
     # What a test says
@@ -777,8 +782,9 @@ class Engine:
         """Compare every lookup with the oracle, and see what becomes of holds."""
         for cache_method in ("lookup", "admit"):
             self._wrap(self.cache, cache_method)
-        for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "hold", "release", "release_in_place"):
+        for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "hold", "release"):
             self._wrap(self.device, device_method)
+        self._wrap(self.pool, "touch")
 
     def _wrap(self, what: object, method: str) -> None:
         setattr(what, method, partial(getattr(self, f"_watch_{method}"), getattr(what, method)))
@@ -812,48 +818,70 @@ class Engine:
         self.counts["checkpoints found"] += found is not None
         return found
 
-    def _watch_soonest_evicted(self, walk: Callable, after: int | None) -> Iterator[tuple[int, bytes | None]]:
-        self.counts["walks resumed"] += after is not None
-        for block, key in walk(after):
+    def _watch_soonest_evicted(self, walk: Callable) -> Iterator[tuple[int, bytes | None]]:
+        for block, key in walk():
             assert self.device.is_waiting(block, key)
             self.counts["blocks walked"] += 1
             yield block, key
 
-    def _watch_hold(self, hold: Callable, blocks: Sequence[int]) -> object:
+    def _watch_hold(self, hold: Callable, blocks: Sequence[int], parent: Sequence[int] = ()) -> object:
         assert NULL not in blocks and len(set(blocks)) == len(blocks)
-        held = hold(blocks)
-        self.counts["blocks held"] += len(held)
+        order, self._holds = self._waiting(), True
+        held = hold(blocks, parent)
+        self._holds = False
+        self._stood[id(held)] = held, dict(zip(order, [None, *order], strict=False))
+        self.counts["blocks held"] += len(blocks)
         return held
 
-    def _watch_release(self, release: Callable, held: Sequence[object], before: int | None) -> None:
-        others = self._waiting()
-        release(held, before)
-        back = [block.block_id for block in reversed(held) if block.ref_cnt == 0 and block.block_hash]
-        after = self._waiting()
-        if before is not None:
-            assert [id for id in after if id not in back] == others, "others have moved"
-            after = after[: after.index(before)]
-            self.counts["blocks released before their parents"] += len(back)
-        assert after[-len(back) :] == back or not back, "the deepest is not the first to be evicted"
+    def _watch_touch(self, touch: Callable, blocks: Sequence[object]) -> None:
+        if not self._holds:
+            self._used_again.update(map(_place, blocks))
+        touch(blocks)
 
-    def _waiting(self) -> list[int]:
-        """The device blocks that wait to be handed out, soonest first."""
-        return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
-
-    def _watch_release_in_place(self, release_in_place: Callable, held: Sequence[object], behind: int | None) -> None:
+    def _watch_release(self, release: Callable, held: object) -> None:
+        """What waited is behind its neighbour again, or at the front; the rest at the end, or before its parent."""
+        _, neighbours = self._stood.pop(id(held))
         before = self._waiting()
-        release_in_place(held, behind)
-        back = [block.block_id for block in reversed(held) if block.ref_cnt == 0]
+        release(held)
         after = self._waiting()
-        assert [id for id in after if id not in back] == before, "others have moved"
-        first = after.index(back[0]) if back else 0
-        assert after[first : first + len(back)] == back, "the deepest is not the first to be evicted"
-        ahead = after[:first]
-        while ahead and ahead[-1] != behind and not self.pool.blocks[ahead[-1]].block_hash:
-            ahead.pop()
-        assert not back or ahead[-1:] == ([] if behind is None else [behind]), "not where it waited"
-        self.counts["released in place"] += len(back)
-        self.counts["used again before they could be released"] += len(held) - len(back)
+        new = {each.block for each in after}.difference(each.block for each in before)
+        assert [each for each in after if each.block not in new] == before, "others have moved"
+        back = [_place(block) for block in reversed(held.blocks) if block.block_id in new and block.block_hash]
+        self._check_at_the_end([place for place in back if place not in neighbours], after, held.parent)
+        for place in back:
+            if place in neighbours:
+                self._came_back.add(place)
+        for place in back:
+            if place in neighbours:
+                self._check_in_place(place, neighbours[place], after)
+        self.counts["used again before they could be released"] += len(held.blocks) - len(new)
+
+    def _check_at_the_end(self, last: Sequence[object], after: Sequence[object], parent: Sequence[object]) -> None:
+        if not last:
+            return
+        first = after.index(last[0])
+        assert after[first : first + len(last)] == last, "the deepest is not the first to be evicted"
+        behind = after[first + len(last) :]
+        if any(place in after for place in parent):
+            assert behind[0] in parent, "a chunk outlives its parent"
+            self.counts["blocks released before their parents"] += len(last)
+        else:
+            assert not behind, "what was in use is not the last"
+
+    def _check_in_place(self, place: object, neighbour: object, after: Sequence[object]) -> None:
+        """Between a block and its neighbour are only those that stood there when they were held."""
+        if neighbour is not None and (neighbour not in after or neighbour in self._used_again):
+            self.counts["came back without their neighbour"] += 1
+            return
+        first = 0 if neighbour is None else after.index(neighbour) + 1
+        between = after[first : after.index(place)]
+        assert first <= after.index(place), "it waits before its neighbour"
+        assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
+        self.counts["released in place"] += 1
+
+    def _waiting(self) -> list[object]:
+        """The places of the device blocks that wait to be handed out, soonest first."""
+        return [_place(block) for block in self.pool.free_block_queue.get_all_free_blocks()]
 
 
 def longest_boundary(cache: object, request: object, n0: int) -> int:

@@ -221,7 +221,7 @@ def test_a_block_within_a_chunk_is_not_taken_for_one(start):  # noqa: F811
     prompt = list(range(32))
     engine.run(prompt)
     within = {block.block_id for block in blocks_of(engine, prompt, 0)[::2]}
-    walked = list(engine.device.soonest_evicted(None))
+    walked = list(engine.device.soonest_evicted())
     assert {key for block, key in walked if block in within} == {None}
     assert set(engine.keys(prompt)) <= {key for _, key in walked}
 
@@ -261,10 +261,10 @@ def test_a_prompt_whose_names_were_lost_with_a_reset_is_known_again_by_its_next_
 
 def test_a_step_allocates_as_many_blocks_as_its_tokens_take_in_all_groups(start):  # noqa: F811
     engine = start([full(block=8), full()], step_tokens=48)
-    assert engine.cache._step_blocks() == 6 + 12
+    assert engine.cache._offload._step_blocks() == 6 + 12
     engine.submit(list(range(30)))
     engine.step()
-    assert engine.cache._step_blocks() == 6 + 12 + 2  # and each request may begin one in each
+    assert engine.cache._offload._step_blocks() == 6 + 12 + 2  # and each request may begin one in each
 
 
 # The order in which blocks leave
@@ -307,9 +307,9 @@ def test_a_chunk_is_seen_before_any_part_of_it_leaves(tmp_path, groups, asynchro
     while engine.counts["submitted"] < 300:
         while len(engine.requests) < 6:
             users.speak()
-        order = {block: at for at, block in enumerate(engine._waiting())}
+        order = {place.block: at for at, place in enumerate(engine._waiting())}
         first: dict[bytes | None, int] = {}
-        for block, key in engine.device.soonest_evicted(None):
+        for block, key in engine.device.soonest_evicted():
             first.setdefault(key, order[block])
         for key, leaves in whole_chunks(engine, order):
             seen += 1

@@ -53,7 +53,7 @@ def flood(engine: Engine, prompts: int = 12) -> None:
 
 def order_on_device(engine: Engine, keys: list[bytes]) -> list[int]:
     """Which chunks of `keys` wait to be evicted, soonest first."""
-    return [keys.index(key) for _, key in engine.device.soonest_evicted(None) if key in keys]
+    return [keys.index(key) for _, key in engine.device.soonest_evicted() if key in keys]
 
 
 # Coming back
@@ -334,7 +334,7 @@ def test_one_corrupted_host_block_is_noticed(start):
 def test_one_corrupted_device_block_is_noticed(start):
     engine = start(offload="eager")
     said = engine.run(PROMPT)
-    (block,) = engine.device.find(next(key for _, key in engine.device.soonest_evicted(None) if key))
+    (block,) = engine.device.find(next(key for _, key in engine.device.soonest_evicted() if key))
     engine.ranks[0].device[block] = "rotten"
     with pytest.raises(AssertionError, match="reads wrong KV"):
         engine.run([*said, 1])

@@ -417,7 +417,7 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start,
             assert engine.device.find_checkpoint(checkpoint) is None
     assert len(engine.device._checkpoints._oldest) == 1
     engine.drain()
-    assert checkpoint_key(checkpoint.tail[-1]) in [key for _, key in engine.device.soonest_evicted(None)]
+    assert checkpoint_key(checkpoint.tail[-1]) in [key for _, key in engine.device.soonest_evicted()]
 
 
 # Going wrong

@@ -33,7 +33,6 @@ WITH_ROOM = (  # for the lazy walk
     "resets during a store",
     "released in place",
     "used again before they could be released",
-    "walks resumed",
     "blocks walked",
 )
 

@@ -192,7 +192,7 @@ def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode)
 
 def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tmp_path):
     settings = Settings.of(configure(tmp_path), one_group(BLOCKS))
-    cache = settings.build(SimpleNamespace(num_chunks=BLOCKS, null_block=0))
+    cache = settings.build(SimpleNamespace(num_blocks=BLOCKS, null_block=0))
     assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
 
 
@@ -200,7 +200,7 @@ def test_a_report_is_expected_two_steps_later_where_steps_overlap(tmp_path):
     config = configure(tmp_path)
     for overlap, steps in ((False, 2), (True, 4)):
         config.scheduler_config.async_scheduling = overlap  # on CPUs vLLM turns it off itself
-        assert Settings.of(config, one_group(BLOCKS)).report_steps == steps
+        assert Settings.of(config, one_group(BLOCKS)).steps.report_steps == steps
 
 
 def drafting(method: str) -> SpeculativeConfig:
@@ -218,14 +218,14 @@ def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, method, looka
     config.speculative_config = None if method is None else drafting(method)
     settings = Settings.of(config, one_group(BLOCKS))
     (group,) = settings.planner.groups
-    assert (group.lookahead_tokens, settings.decode_step_tokens) == (lookahead, step)
+    assert (group.lookahead_tokens, settings.steps.decode_tokens) == (lookahead, step)
 
 
 def test_the_cache_hears_of_the_tokens_of_a_decoding_step(tmp_path, monkeypatch):
     monkeypatch.setattr("connector.vllm.settings.CPUPrefixCache", lambda *args, **options: options)
     config = configure(tmp_path)
     config.speculative_config = drafting("eagle")
-    assert Settings.of(config, one_group(BLOCKS)).build(None)["decode_step_tokens"] == 4
+    assert Settings.of(config, one_group(BLOCKS)).build(None)["steps"].decode_tokens == 4
 
 
 def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):

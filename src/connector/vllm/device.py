@@ -240,16 +240,16 @@ class VllmDevice:
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks
         held = [everywhere[block] for block in blocks]
-        places = [self._leave(block) for block in held]
-        self._pool.touch(held)
-        return Hold(held, places, [_place(everywhere[block]) for block in parent])
+        return Hold(held, [self._take(block) for block in held], [_place(everywhere[block]) for block in parent])
 
-    def _leave(self, block: KVCacheBlock) -> Place | None:
-        if block.ref_cnt:
-            return None
-        place, before = _place(block), block.prev_free_block
-        is_first = before is self._pool.free_block_queue.fake_free_list_head
-        self._places.leave(place, FRONT if is_first else _place(before))
+    def _take(self, block: KVCacheBlock) -> Place | None:
+        """One reference more. Where it waited, if it did."""
+        place = None
+        if not block.ref_cnt:
+            place, before = _place(block), block.prev_free_block
+            is_first = before is self._pool.free_block_queue.fake_free_list_head
+            self._places.leave(place, FRONT if is_first else _place(before))
+        self._pool.touch((block,))
         return place
 
     def release(self, hold: Hold) -> None:

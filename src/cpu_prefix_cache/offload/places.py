@@ -37,7 +37,7 @@ class Places:
         return place in self._before
 
     def leave(self, place: Hashable, before: Hashable) -> None:
-        """This one waits no more: it is held. It stood right behind `before` in the order, or was the first (FRONT)."""
+        """This one waits no more: it is held. It stood right behind `before`, which waits, or was the first (FRONT)."""
         self._before[place] = self._last.get(before, before)
         self._last[before] = self._last.pop(place, place)
 
