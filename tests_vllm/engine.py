@@ -847,7 +847,9 @@ class Engine:
         new = {each.block for each in after}.difference(each.block for each in before)
         assert [each for each in after if each.block not in new] == before, "others have moved"
         back = [_place(block) for block in reversed(held.blocks) if block.block_id in new and block.block_hash]
-        self._check_at_the_end([place for place in back if place not in neighbours], after, held.parent)
+        last = [place for place in back if place not in neighbours]
+        self._check_at_the_end(last, after, held.parent)
+        self._used_again.update(last)
         for place in back:
             if place in neighbours:
                 self._came_back.add(place)
@@ -869,13 +871,14 @@ class Engine:
             assert not behind, "what was in use is not the last"
 
     def _check_in_place(self, place: object, neighbour: object, after: Sequence[object]) -> None:
-        """Between a block and its neighbour are only those that stood there when they were held."""
+        """Between a block and its neighbour are only those that stood there when they were held. Where one of them was
+        used, or handed out, it is at the front.
+        """
         if neighbour is not None and (neighbour not in after or neighbour in self._used_again):
             self.counts["came back without their neighbour"] += 1
             return
-        first = 0 if neighbour is None else after.index(neighbour) + 1
-        between = after[first : after.index(place)]
-        assert first <= after.index(place), "it waits before its neighbour"
+        here, first = after.index(place), 0 if neighbour is None else after.index(neighbour) + 1
+        between = after[first:here] if first <= here else after[:here]
         assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
         self.counts["released in place"] += 1
 
