@@ -22,25 +22,23 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
-from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Pending, Request
+from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.agenda import Agenda
 from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
 from cpu_prefix_cache.offload.lazy import Lazy
+from cpu_prefix_cache.offload.running import Running, RunningRequests
 from cpu_prefix_cache.offload.settlement import FAILURES_IN_A_ROW, Settlement
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
@@ -55,36 +53,6 @@ logger = logging.getLogger(__name__)
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
 OFFLOAD_MODES = ("lazy", "eager")
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """An admitted request. `confirmed` counts its chunks that hold computed tokens.
-
-    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted,
-    ascending; `checkpoints` are those the device had there, and `unsaved` those of them that the host may lack.
-    """
-
-    request: Request
-    n0: int
-    touch: Any
-    resumed: int = 0
-    kept: Sequence[int] = ()
-    checkpoints: list[CheckpointAt] = field(default_factory=list)
-    unsaved: list[CheckpointAt] = field(default_factory=list)
-    confirmed: int = 0
-    due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
-    decodes: bool = False  # by what was reported last
-    load: Transfer | None = None
-    stale: bool = False  # it stores nothing: it does not want to, or what it computes is from before a reset
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def keys(self) -> Sequence[bytes]:
-        return self.request.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +113,7 @@ class CPUPrefixCache:
         min_load_tokens: int | None = 0,
         log_boundaries: bool = False,
     ) -> None:
-        _check(planner, device, host_blocks, offload, ranks, steps, checkpoint_interval, min_load_tokens)
+        _check(planner, host_blocks, offload, checkpoint_interval)
         self.planner = planner
         self.pool = new_pool(
             planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds, log_boundaries=log_boundaries
@@ -157,8 +125,6 @@ class CPUPrefixCache:
         self._ranks = ranks
         self._steps = steps
         self._checkpoint_interval = checkpoint_interval
-        self._running: dict[str, Running] = {}
-        self._agenda = Agenda()
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._offload: Offload
@@ -166,6 +132,7 @@ class CPUPrefixCache:
             self._offload = Eager(self.pool, self._stores, device.num_blocks // max(1, self._stores.chunk_blocks))
         else:
             self._offload = Lazy(self.pool, self._stores, self._ledger, device, steps, lambda: len(self._running))
+        self._running = RunningRequests(self.coordinator, device, self._offload, steps)
         self._settlement = Settlement(self.pool, self._ledger, device, self._offload, self._running.__contains__)
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
         self._is_full = False  # a load was refused in this step: there was no room for it beside others
@@ -278,19 +245,16 @@ class CPUPrefixCache:
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
-        running = Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores)
-        self._running[request.id] = running
+        self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))
-        self._agenda.put(running, 1)
 
     def due(self) -> list[str]:
         """The requests that may have crossed a boundary they are asked at, since they were last reported as computed.
 
         An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
         """
-        running = (self._running.get(id) for id in self._agenda.ids())
-        return [each.id for each in running if each is not None and each.due == self._agenda.step]
+        return self._running.due()
 
     def computed(self, request_id: str, num_tokens: int) -> None:
         """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
@@ -300,12 +264,7 @@ class CPUPrefixCache:
         Ignored while the request loads: its blocks count as computed before they hold anything. Ignored for one that
         is not running, or was admitted before a reset.
         """
-        running = self._running.get(request_id)
-        if running is None or running.stale:
-            return
-        if running.load is None:
-            self._confirm(running, num_tokens)
-        self._schedule(running, num_tokens)
+        self._running.computed(request_id, num_tokens)
 
     def goes_on(self, request_id: str) -> None:
         """The request computes from here on with what its load brings, though not all ranks have reported it: they see
@@ -317,7 +276,7 @@ class CPUPrefixCache:
 
     def step(self) -> StepPlan:
         """One engine step: what all ranks are to copy, after the compute of the steps before it."""
-        self._agenda.begin_step()
+        self._running.begin_step()
         self._is_full = False
         if not self.is_off:
             self._offload.plan(with_loads=self._ledger.plans_loads)
@@ -339,22 +298,17 @@ class CPUPrefixCache:
         That is what was reported as computed; of one that was decoding by then, its first `num_tokens` tokens.
         Here and in `finished`, a request that is not running is ignored: it may have ended already.
         """
-        running = self._running.pop(request_id, None)
-        if running is not None and not running.stale:
-            if running.load is None:
-                if running.decodes:
-                    self._confirm(running, num_tokens)
-                self._keep(running, running.confirmed)
+        running = self._running.leave(request_id)
+        if running is not None:
+            self._running.keep_last(running, num_tokens if running.decodes else None)
             self._offload.preempted(running)
             self._forsake(running)  # it may never come back, and without a checkpoint it could not resume here
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
-        running = self._running.pop(request_id, None)
-        if running is not None and not running.stale:
-            if running.load is None:
-                self._confirm(running, num_tokens)
-                self._keep(running, running.confirmed)
+        running = self._running.leave(request_id)
+        if running is not None:
+            self._running.keep_last(running, num_tokens)
             self._offload.ended(running)
             self._forsake(running)
 
@@ -379,7 +333,7 @@ class CPUPrefixCache:
         self._is_full = False
         for transfer in landed:
             ok = self._settlement.land(transfer)
-            running = self._running.get(transfer.request_id or "")
+            running = self._running.get(transfer.request_id)
             if running is not None and running.load is transfer:
                 running.load = None
             resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok))
@@ -403,8 +357,7 @@ class CPUPrefixCache:
         self._settlement.cancel_all()
         self.pool.reset()
         self._offload.reset()
-        for running in self._running.values():
-            running.stale = True
+        self._running.make_stale()
 
     def turn_off(self) -> None:
         """Look up and store nothing any more, for good. Transfers in flight resolve as after a reset."""
@@ -503,17 +456,6 @@ class CPUPrefixCache:
             return False  # the host alone could have: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
-    def _keep(self, running: Running, depth: int) -> None:
-        """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""
-        is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # they come in this order
-        if is_known or not depth or not self.planner.has_checkpoints or not self.planner.needs_checkpoint(depth):
-            return
-        checkpoint = self.coordinator.checkpoint_at(running.keys, depth)
-        if self._device.find_checkpoint(checkpoint) is not None:
-            running.checkpoints.append(checkpoint)
-            running.unsaved.append(checkpoint)
-            self._offload.checkpointed(running, checkpoint)
-
     def _forsake(self, running: Running) -> None:
         """The request is over: chunks that it brought to the host and that led to no checkpoint are of no use."""
         if self.planner.has_checkpoints:
@@ -528,28 +470,6 @@ class CPUPrefixCache:
             raise MisuseError(f"request {request_id!r} is not admitted")
         return running
 
-    def _confirm(self, running: Running, num_tokens: int) -> None:
-        chunks, before = min(self.planner.full_chunks(num_tokens), len(running.keys)), running.confirmed
-        if chunks > before:
-            running.confirmed = chunks
-            self._offload.confirmed(running, before)
-            if before < running.resumed <= chunks:
-                self._keep(running, running.resumed)
-            for depth in running.kept[bisect_right(running.kept, before) : bisect_right(running.kept, chunks)]:
-                self._keep(running, depth)
-
-    def _schedule(self, running: Running, num_tokens: int) -> None:
-        """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
-        seldom in decode, or never."""
-        running.decodes = num_tokens >= running.request.num_tokens
-        if not running.decodes:
-            self._agenda.put(running, 1)
-        elif self._steps.asks_in_decode or self.planner.has_checkpoints:
-            missing = self.planner.grid_tokens - num_tokens % self.planner.grid_tokens
-            self._agenda.put(running, -(-missing // self._steps.decode_tokens))
-        else:
-            running.due = 0
-
     def _check_destinations(self, destinations: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
         """Enough of them, none null, and within a group none twice (rule 7)."""
         if [len(blocks) for blocks in destinations] != wanted:
@@ -559,27 +479,10 @@ class CPUPrefixCache:
                 raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
 
 
-def _check(
-    planner: HybridChunkPlanner,
-    device: Device,
-    host_blocks: int,
-    offload: str,
-    ranks: int,
-    steps: EngineSteps,
-    checkpoint_interval: int | None,
-    min_load_tokens: int | None,
-) -> None:
+def _check(planner: HybridChunkPlanner, host_blocks: int, offload: str, checkpoint_interval: int | None) -> None:
     """Raises ConfigurationError when the parts of a cache do not fit together."""
     if offload not in OFFLOAD_MODES:
         raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
-    if ranks < 1:
-        raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
-    if min_load_tokens is not None and min_load_tokens < 0:
-        raise ConfigurationError(f"min_load_tokens must be at least 0, got {min_load_tokens}")
-    if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
-        raise ConfigurationError(
-            f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
-        )
     if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
         raise ConfigurationError(
             f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "

@@ -22,6 +22,8 @@ import logging
 from collections import deque
 from math import ceil
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
 logger = logging.getLogger(__name__)
 
 # What a load costs beside its time on the link: a step to begin it, one to hear of it, one to go on. In the shape of
@@ -47,9 +49,13 @@ class BreakEven:
     """From how many tokens on a load is worth its while: `said`, or what follows from both rates if that is None.
 
     `bytes_per_token` is what a token's chunks weigh on each of `ranks` ranks.
+
+    Raises ConfigurationError for a negative number of tokens.
     """
 
     def __init__(self, said: int | None, bytes_per_token: float, ranks: int) -> None:
+        if said is not None and said < 0:
+            raise ConfigurationError(f"min_load_tokens must be at least 0, got {said}")
         self._said = said
         self._bytes_per_token = bytes_per_token
         self._ranks = ranks

@@ -38,6 +38,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt, Progress
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
@@ -63,7 +64,10 @@ class Look:
 
 
 class Lazy:
-    """Covers what waits on the device, in time. See Offload. `running` says how many requests run."""
+    """Covers what waits on the device, in time. See Offload. `running` says how many requests run.
+
+    Raises ConfigurationError for `ahead_blocks` beyond the blocks of the device.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,10 @@ class Lazy:
         steps: EngineSteps,
         running: Callable[[], int],
     ) -> None:
+        if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
+            raise ConfigurationError(
+                f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
+            )
         self._pool = pool
         self._stores = stores
         self._ledger = ledger

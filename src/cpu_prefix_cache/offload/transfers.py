@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.pool.block_pool import Pin
 
@@ -67,9 +68,14 @@ class Transfer:
 
 
 class TransferLedger:
-    """The transfers that are not resolved, by id and by the keys they write or load (rule 13)."""
+    """The transfers that are not resolved, by id and by the keys they write or load (rule 13).
+
+    Raises ConfigurationError for fewer ranks than 1.
+    """
 
     def __init__(self, ranks: int) -> None:
+        if ranks < 1:
+            raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
         self._ranks = ranks
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
