@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, Piece
+from cpu_prefix_cache.model.report import conversation_bytes, describe, everything_bytes, group_waste
 
 KIB, MIB = 2**10, 2**20
 
@@ -170,7 +171,7 @@ def waste_table() -> str:
             f"| {piece.group.kind.value} | {piece.num_bytes / KIB:,.0f} "
             f"| {piece.host_blocks} x {planner.host_block_bytes / KIB:,.1f} KiB "
             f"| {'1 a chunk' if piece.in_chunk else f'{sum(each.group == at for each in far)} a checkpoint'} "
-            f"| {planner.group_waste(at):.1%} |"
+            f"| {group_waste(planner, at):.1%} |"
             for at, piece in enumerate(planner.pieces)
         ]
     return "\n".join(lines)
@@ -187,8 +188,8 @@ def conversation_table() -> str:
         planner = model.planner()
         tokens = TURNS * (PROMPT + ANSWER)
         turns = conversation_depths(planner)
-        one, many = (planner.conversation_bytes(tokens, depths) for depths in ([turns[-1]], turns))
-        everything = planner.everything_bytes(tokens)
+        one, many = (conversation_bytes(planner, tokens, depths) for depths in ([turns[-1]], turns))
+        everything = everything_bytes(planner, tokens)
         lines.append(
             f"| {model.name} | {token_bytes(planner) / KIB:,.1f} | {checkpoint_bytes(planner, turns[-1]) / MIB:,.1f} "
             f"| {one / MIB:,.0f} | {many / MIB:,.0f} | {everything / MIB:,.0f} | {everything / many:.1f}x |"
@@ -218,7 +219,7 @@ def distinct_bytes(planner: HybridChunkPlanner, piece: Piece) -> int:
 
 def main() -> None:
     for model in MODELS:
-        print(f"{model.name}\n{model.planner().describe()}\n")
+        print(f"{model.name}\n{describe(model.planner())}\n")
     print(waste_table(), conversation_table(), sep="\n\n")
 
 

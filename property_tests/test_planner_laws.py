@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
+from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 
 BLOCKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48])  # all divide 48, so a grid never passes it
 SMALL_BYTES = st.integers(1, 5_000)
@@ -207,8 +208,8 @@ def test_every_piece_fits_into_its_host_blocks_and_into_no_fewer(planner: Hybrid
     assert planner.host_blocks_per_chunk == sum(piece.host_blocks for piece in chunk)
     assert planner.device_blocks_per_chunk == sum(piece.device_blocks for piece in chunk)
     assert 0 <= planner.waste < 1
-    assert all(0 <= planner.group_waste(at) < 1 for at in range(len(planner.groups)))
-    assert len(planner.describe().splitlines()) == 2 + len(planner.groups) + len(planner.advice())
+    assert all(0 <= group_waste(planner, at) < 1 for at in range(len(planner.groups)))
+    assert len(describe(planner).splitlines()) == 2 + len(planner.groups) + len(advice(planner))
 
 
 @given(planners(), depths)
@@ -226,9 +227,9 @@ def test_a_conversation_weighs_each_of_its_pieces_once(planner: HybridChunkPlann
     blocks = sum(host_blocks(planner, planner.groups[at], 1) for at, _ in pieces)
     blocks += last * planner.host_blocks_per_chunk
     weight = blocks * planner.host_block_bytes * planner.ranks
-    assert planner.conversation_bytes(tokens, resumed) == weight
-    assert planner.conversation_bytes(tokens) == planner.conversation_bytes(tokens, [last])
-    everything = planner.everything_bytes(tokens)
+    assert conversation_bytes(planner, tokens, resumed) == weight
+    assert conversation_bytes(planner, tokens) == conversation_bytes(planner, tokens, [last])
+    everything = everything_bytes(planner, tokens)
     assert weight <= everything
     counts = Counter(at for at, _ in pieces)
     all_kept = all(
@@ -243,7 +244,7 @@ def test_a_conversation_weighs_each_of_its_pieces_once(planner: HybridChunkPlann
 def test_what_is_the_same_on_all_ranks_is_kept_once(planner: HybridChunkPlanner, ranks: int) -> None:
     def host_bytes(replicated: bool) -> int:
         group = replace(planner.groups[0], replicated=replicated)
-        return HybridChunkPlanner([group], max_model_len=100, ranks=ranks).conversation_bytes(group.block_tokens)
+        return conversation_bytes(HybridChunkPlanner([group], max_model_len=100, ranks=ranks), group.block_tokens)
 
     num_bytes = planner.chunk_bytes
     assert host_bytes(replicated=False) == ranks * num_bytes

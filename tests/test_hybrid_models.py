@@ -13,6 +13,7 @@ from benchmarks.hybrid_models import (
     token_bytes,
     waste_table,
 )
+from cpu_prefix_cache.model.report import advice, conversation_bytes, everything_bytes
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PLANNERS = {model.name: model.planner() for model in MODELS}
@@ -90,15 +91,15 @@ def test_deepseek_v4_has_the_pages_vllm_reports():
 def test_no_group_wastes_a_quarter():
     for planner in PLANNERS.values():
         assert planner.waste < 0.04
-        assert planner.advice() == []
+        assert advice(planner) == []
 
 
 def test_a_conversation_takes_more_with_each_checkpoint_and_never_more_than_everything():
     for planner in PLANNERS.values():
         turns = conversation_depths(planner)
-        weights = [planner.conversation_bytes(32_768, turns[at:]) for at in range(len(turns))]
+        weights = [conversation_bytes(planner, 32_768, turns[at:]) for at in range(len(turns))]
         assert weights == sorted(weights, reverse=True)
-        assert weights[0] <= planner.everything_bytes(32_768)
+        assert weights[0] <= everything_bytes(planner, 32_768)
 
 
 def test_the_tables_stand_in_the_documentation_as_they_are_printed():

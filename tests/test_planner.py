@@ -4,6 +4,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
 from cpu_prefix_cache.model.planner import PieceAt
+from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 
 
 def group(name="attention", tokens=16, size=1_000, kind=GroupKind.PREFIX, **options):
@@ -158,8 +159,8 @@ def test_a_replicated_group_is_kept_once_in_the_shares_of_all_ranks():
     once = planner(group(size=8_000, replicated=True), ranks=8)
     each = planner(group(size=8_000), ranks=8)
     assert (once.host_block_bytes, each.host_block_bytes) == (1_000, 8_000)
-    assert once.conversation_bytes(160) == 80_000
-    assert each.conversation_bytes(160) == 640_000
+    assert conversation_bytes(once, 160) == 80_000
+    assert conversation_bytes(each, 160) == 640_000
     with pytest.raises(ConfigurationError, match="ranks must be at least 1"):
         planner(group(), ranks=0)
 
@@ -167,28 +168,28 @@ def test_a_replicated_group_is_kept_once_in_the_shares_of_all_ranks():
 def test_under_context_parallelism_a_block_covers_the_tokens_of_all_ranks():
     apart = planner(group(tokens=2 * 16), ranks=2)
     assert apart.grid_tokens == 32
-    assert apart.conversation_bytes(64) == planner(group(tokens=16)).conversation_bytes(64)
+    assert conversation_bytes(apart, 64) == conversation_bytes(planner(group(tokens=16)), 64)
 
 
 def test_a_piece_that_two_checkpoints_need_is_kept_once():
     one = planner(group(tokens=16), window(40))
-    assert one.conversation_bytes(96) == (6 + 3) * 1_000
-    assert one.conversation_bytes(96, [6, 5]) == (6 + 4) * 1_000, "blocks 3, 4 and 5, and 2, 3 and 4"
-    assert one.conversation_bytes(96, []) == 6_000
-    assert one.conversation_bytes(96, range(7)) == one.everything_bytes(96) == 12_000
+    assert conversation_bytes(one, 96) == (6 + 3) * 1_000
+    assert conversation_bytes(one, 96, [6, 5]) == (6 + 4) * 1_000, "blocks 3, 4 and 5, and 2, 3 and 4"
+    assert conversation_bytes(one, 96, []) == 6_000
+    assert conversation_bytes(one, 96, range(7)) == everything_bytes(one, 96) == 12_000
 
 
 def test_a_group_that_leaves_its_host_blocks_empty_is_told_what_to_change():
     small = planner(group(size=100_000), window(20, size=140_000))
-    assert small.group_waste(1) == pytest.approx(0.3)
-    assert small.advice() == [
+    assert group_waste(small, 1) == pytest.approx(0.3)
+    assert advice(small) == [
         "group 'window' leaves 30% of its host blocks empty: its pieces of 140,000 bytes take 2 host blocks of "
         "100,000; blocks of about 22 tokens would fill them"
     ]
-    assert small.describe().endswith(small.advice()[0])
-    (page,) = planner(group(size=100_000), state(size=140_000)).advice()
+    assert describe(small).endswith(advice(small)[0])
+    (page,) = advice(planner(group(size=100_000), state(size=140_000)))
     assert "a page is one value and cannot be split" in page
-    (chunk,) = planner(group(tokens=1_024, size=140_000), state(tokens=1_024, size=10_000_000)).advice()
+    (chunk,) = advice(planner(group(tokens=1_024, size=140_000), state(tokens=1_024, size=10_000_000)))
     assert "a grid of about 1406 tokens would fill them" in chunk
 
 

@@ -44,9 +44,6 @@ TOKENS_PER_CHECKPOINT = 2048
 # as that has 2, 3, 5 or 7 chunks, or a product of these, and so is nearly full too.
 FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 
-# Above this share of empty bytes the planner says what to change.
-HIGH_WASTE = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -179,68 +176,10 @@ class HybridChunkPlanner:
     @property
     def waste(self) -> float:
         """The share of host bytes that hold nothing, with one checkpoint for TOKENS_PER_CHECKPOINT tokens."""
-        taken = sum(self._host_bytes(at) * count for at, count in enumerate(self._counts()))
-        return 1 - sum(self._bytes(at) * count for at, count in enumerate(self._counts())) / taken
+        taken = sum(self.held_bytes(at) * count for at, count in enumerate(self._counts()))
+        return 1 - sum(self.piece_bytes(at) * count for at, count in enumerate(self._counts())) / taken
 
-    def group_waste(self, group: int) -> float:
-        """The share of the host bytes of one group's pieces that hold nothing."""
-        return 1 - self._bytes(group) / self._host_bytes(group)
-
-    def conversation_bytes(self, num_tokens: int, depths: Iterable[int] | None = None) -> int:
-        """Host memory on all ranks for a conversation that can be resumed after each of `depths` chunks.
-
-        Without `depths`, after its last full chunk. A piece that several checkpoints need counts once.
-        """
-        last = self.full_chunks(num_tokens)
-        kept = {at for depth in ([last] if depths is None else depths) for at in self.checkpoint(depth)}
-        blocks = last * self.host_blocks_per_chunk + sum(self.pieces[at.group].host_blocks for at in kept)
-        return blocks * self.host_block_bytes * self.ranks
-
-    def everything_bytes(self, num_tokens: int) -> int:
-        """The same when every block of every group is kept, as if all were full attention. Never less."""
-        depth = self.full_chunks(num_tokens)
-        return depth * sum(self._host_bytes(at) * self._per_chunk(at) for at in range(len(self.groups)))
-
-    def advice(self) -> list[str]:
-        """For each group that wastes more than a quarter of its host blocks, what to change. In sentences."""
-        return [
-            f"group {group.name!r} leaves {self.group_waste(at):.0%} of its host blocks empty: its pieces of "
-            f"{self.pieces[at].num_bytes:,} bytes take {self.pieces[at].host_blocks} host blocks of "
-            f"{self._room(at) // self.pieces[at].host_blocks:,}; {self._fitting_tokens(at)}"
-            for at, group in enumerate(self.groups)
-            if self.group_waste(at) > HIGH_WASTE
-        ]
-
-    def describe(self) -> str:
-        """A table: what every group keeps, and how much of its host memory is empty."""
-        lines = [
-            f"grid {self.grid_tokens} tokens; host blocks of {self.host_block_bytes:,} bytes"
-            + (f" on each of {self.ranks} ranks" if self.ranks > 1 else "")
-            + f"; waste {self.waste:.1%}",
-            f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
-        ]
-        far = self.checkpoint(FAR_CHUNKS)
-        for at, (group, piece) in enumerate(zip(self.groups, self.pieces, strict=True)):
-            kept = "1 a chunk" if piece.in_chunk else f"{sum(p.group == at for p in far)} a checkpoint"
-            lines.append(
-                f"{group.name:<16} {group.kind.value:<12} {piece.num_bytes:>12,} {piece.host_blocks:>11} {kept:>17} "
-                f"{self.group_waste(at):>6.1%}"
-            )
-        return "\n".join([*lines, *self.advice()])
-
-    def _fitting_tokens(self, at: int) -> str:
-        group, piece = self.groups[at], self.pieces[at]
-        if group.kind is GroupKind.STATE:
-            return "a page is one value and cannot be split, so only another host block size would fit it better"
-        if piece.in_chunk:
-            return f"a grid of about {self._room(at) * self.grid_tokens // piece.num_bytes} tokens would fill them"
-        return f"blocks of about {self._room(at) * group.block_tokens // piece.num_bytes} tokens would fill them"
-
-    def _room(self, at: int) -> int:
-        """How many bytes the host blocks of a piece have for it: in one rank's shares, or in all of them."""
-        return self._host_bytes(at) // self._copies(at)
-
-    def _copies(self, at: int) -> int:
+    def copies(self, at: int) -> int:
         """How many pieces with bytes of their own all ranks together hold where one rank holds one."""
         return 1 if self.groups[at].replicated else self.ranks
 
@@ -253,19 +192,19 @@ class HybridChunkPlanner:
         """How many of a group's own blocks make a piece."""
         return self._blocks_per_chunk[at] if self.groups[at].kind is GroupKind.PREFIX else 1
 
-    def _per_chunk(self, at: int) -> int:
+    def pieces_per_chunk(self, at: int) -> int:
         """How many pieces of a group cover a chunk."""
         return self._blocks_per_chunk[at] // self._per_piece(at)
 
-    def _bytes(self, at: int) -> int:
+    def piece_bytes(self, at: int) -> int:
         """A piece on all ranks together."""
         group = self.groups[at]
-        return self._per_piece(at) * group.device_blocks * group.block_bytes * self._copies(at)
+        return self._per_piece(at) * group.device_blocks * group.block_bytes * self.copies(at)
 
     def _host_blocks(self, at: int, block: int) -> int:
-        return math.ceil(self._bytes(at) / (block * self.ranks))
+        return math.ceil(self.piece_bytes(at) / (block * self.ranks))
 
-    def _host_bytes(self, at: int) -> int:
+    def held_bytes(self, at: int) -> int:
         return self.pieces[at].host_blocks * self.host_block_bytes * self.ranks
 
     def _counts(self) -> list[int]:
@@ -278,7 +217,7 @@ class HybridChunkPlanner:
 
     def _choose_block(self) -> int:
         """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least."""
-        sizes = [-(-self._bytes(at) // self.ranks) for at in range(len(self.groups))]
+        sizes = [-(-self.piece_bytes(at) // self.ranks) for at in range(len(self.groups))]
         counts = self._counts()
 
         def host_bytes(block: int) -> int:
