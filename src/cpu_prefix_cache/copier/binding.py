@@ -17,7 +17,7 @@ from cpu_prefix_cache.memory.parts import block_bytes, check_apart
 from cpu_prefix_cache.plan import Direction, GroupCopy
 from cpu_prefix_cache.planner import Piece
 
-MANY_IDS = 256  # above, an array is faster than a loop: 0.07 ms for 4,096 and not 0.2
+MANY_IDS = 256  # above, torch finds the ends sooner than a loop: 0.07 ms for 4,096 and not 0.2
 
 
 class Shapes(Protocol):
@@ -108,13 +108,14 @@ def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
     """Raise MisuseError unless all `ids` are in [0, limit)."""
     if not ids:
         return
-    if len(ids) <= MANY_IDS:
-        least, most = min(ids), max(ids)
+    try:
+        numbers = array("q", ids)
+    except (TypeError, OverflowError) as error:
+        raise MisuseError(f"{what} blocks must be whole numbers from 0 to {limit - 1}: {error}") from error
+    if len(numbers) <= MANY_IDS:
+        least, most = min(numbers), max(numbers)
     else:
-        try:
-            least, most = (int(end) for end in torch.aminmax(as_tensor(ids)))
-        except OverflowError as error:
-            raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}: {error}") from error
+        least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
     if least < 0 or most >= limit:
         raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
 
