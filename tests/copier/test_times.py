@@ -4,10 +4,12 @@ from itertools import count
 
 import pytest
 
-from cpu_prefix_cache import Direction, StepPlan, TransferPlan
+from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
+
+COPIES = (GroupCopy(0, (1,), (2,)),)
 
 
 class Marked:
@@ -49,7 +51,7 @@ class Timed:
         self.told.append((transfer.id, transfer.direction, transfer.num_bytes, seconds))
 
     def begins(self, *ids, direction=Direction.LOAD, failed=False, **fields):
-        transfers = tuple(TransferPlan(id, direction, (), 1_000 + id, failed) for id in ids)
+        transfers = tuple(TransferPlan(id, direction, COPIES, 1_000 + id, failed) for id in ids)
         self.worker.run(StepPlan(0, transfers, **fields))
 
 
@@ -103,7 +105,8 @@ def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
     timed.begins(2, cancelled=(2,))
     assert timed.worker.report().failed == {0, 1, 2}
     assert timed.told == []
-    assert not timed.worker._open, "what is over is kept for ever"
+    timed.begins(settled_below=3)
+    assert not timed.worker._copies, "what is over is kept for ever"
 
 
 def test_a_load_that_came_too_late_is_not_told():
@@ -119,6 +122,6 @@ def test_a_load_that_came_too_late_is_not_told():
 def test_nobody_reads_the_clock_for_nobody():
     reads = count()
     worker = CopyWorker(0, MarkingCopier(), clock=lambda: float(next(reads)))
-    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 8),)))
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, COPIES, 8),)))
     worker.report()
     assert next(reads) == 0

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 
-from cpu_prefix_cache.copier.submitter import Submitter
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.queues import Passed
 from cpu_prefix_cache.copier.turns import TURN_SECONDS, short_turns
-from cpu_prefix_cache.plan import Direction, TransferPlan
+from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.plan import Direction, GroupCopy, StepPlan, TransferPlan
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +60,22 @@ def test_what_somebody_sets_back_later_to_ours_does_not_stay_for_good(interval):
     assert sys.getswitchinterval() == pytest.approx(interval)
 
 
-class Noting:
-    """A copier that notes how long turns are when it is asked to copy, and fails."""
+class Noting(Copier):
+    """Notes how long turns are when it is asked to copy, and fails."""
+
+    def here(self):
+        return Passed()
 
     def submit(self, direction, copies, after):
         self.was_short = is_short()
         raise OSError("this one copies nothing")
 
 
-@pytest.mark.parametrize("name", ["store-0", None])
-def test_a_thread_that_submits_has_them_short_and_one_that_was_called_leaves_them_alone(name, interval):
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_thread_that_submits_has_them_short_and_one_that_was_called_leaves_them_alone(threads, interval):
     copier = Noting()
-    submitter = Submitter(copier, lambda id: False, name)
-    submitter.put(TransferPlan(0, Direction.STORE, (), 0), None)
-    submitter.close()
-    assert copier.was_short == (name is not None)
+    worker = CopyWorker(0, copier, threads=threads)
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.STORE, (GroupCopy(0, (1,), (2,)),), 0),)))
+    worker.close()
+    assert copier.was_short == threads
     assert sys.getswitchinterval() == pytest.approx(interval)
