@@ -25,6 +25,7 @@ from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.stats import CacheStatistics
+from tests.faults import damaging
 from tests_vllm.models import MODELS, some_tokens
 from tests_vllm.real_engine import BLOCK, PATIENCE, Answer, RealEngine, cold_answers
 
@@ -172,11 +173,13 @@ class Copies:
     holding   what is begun moves its bytes, all of them, only when the test lets it go on
     blocking  the thread that takes up the next copy gets no further until then; what is behind it has not begun
     failing   what is begun fails, and has moved nothing
+    damaged   the name of a group of which every load damages one block: the control of whatever compares answers
 
     Where there are several connectors, it concerns the first alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, damaged: str | None = None) -> None:
+        self.damaged = damaged
         self.begun: list[Direction] = []
         self.held: set[Direction] = set()
         self.blocked: set[Direction] = set()
@@ -186,9 +189,10 @@ class Copies:
     def in_place(self) -> Iterator[None]:
         """An engine that starts meanwhile copies by way of this one."""
         choose, chosen = worker_module.choose_copier, []
+        spoil = choose if self.damaged is None else damaging(choose, self.damaged)
 
         def choose_and_wrap(*arguments, **options):
-            choice = choose(*arguments, **options)
+            choice = (choose if chosen else spoil)(*arguments, **options)
             chosen.append(choice)
             return choice if len(chosen) > 1 else replace(choice, copier=_Copier(self, choice.copier))
 

@@ -387,7 +387,7 @@ def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_compu
 
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
 def test_one_damaged_block_of_a_load_shows(group):
-    with CachedEngine(folder_of("gemma3"), offload="eager", test_corrupt_group=group) as engine:
+    with CachedEngine(folder_of("gemma3"), offload="eager", copies=Copies(damaged=group)) as engine:
         engine.answer(PROMPTS)
         engine.forget()
         damaged = engine.answer(PROMPTS)

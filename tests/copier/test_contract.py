@@ -5,9 +5,9 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
 from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
+from tests.faults import CorruptingCopier
 
 RING = 64 * 1024
 

@@ -1,4 +1,7 @@
-"""A load that must not fail: what one copier could not do is done again by another, the plain one."""
+"""Loads that must not fail: what one copier could not load is loaded again by another, the plain one.
+
+vLLM before 0.28 cannot be told that a load failed where a model has several KV cache groups.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -10,8 +13,8 @@ from cpu_prefix_cache.plan import Direction, GroupCopy
 logger = logging.getLogger(__name__)
 
 
-class SecondTryCopier(Copier):
-    """`copier`, and for loads that it refuses `plain`. For engines that cannot be told that a load has failed."""
+class RetryingCopier(Copier):
+    """`copier`, and for loads that it refuses `plain`. The thread that submits loads is then that of `plain`, too."""
 
     def __init__(self, copier: Copier, plain: Copier) -> None:
         self._copier = copier
