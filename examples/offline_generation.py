@@ -35,7 +35,7 @@ from connector.transformers import (
 )
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, CacheStatistics, ConfigurationError, GroupKind
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
@@ -67,19 +67,19 @@ class CorruptingCopier(Copier):
         self._parts = [block_bytes(tensor) for tensor in tensors[group]]
         self.corrupted = False
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self._copier.here()
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
-        mark = self._copier.submit(direction, copies, after)
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
+        event = self._copier.submit(direction, copies, after)
         filled = [block for copy in copies if copy.group == self._group for block in copy.device_blocks]
         if direction is Direction.LOAD and filled and not self.corrupted:
-            mark.until_passed()
+            event.until_passed()
             for part in self._parts:
                 part[filled[0]] = 0
             self.corrupted = True
             return self.here()
-        return mark
+        return event
 
 
 class UserError(Exception):

@@ -11,7 +11,7 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import Choice
-from cpu_prefix_cache.copier.queues import Mark, Passed
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
@@ -22,10 +22,10 @@ class MeddlingCopier(Copier):
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self.copier.here()
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         after.until_passed()
         self.copy(direction, copies)
         return Passed()

@@ -23,7 +23,7 @@ import connector.vllm.worker as worker_module
 from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.stats import CacheStatistics
 from tests.faults import damaging
 from tests_vllm.models import MODELS, some_tokens
@@ -235,10 +235,10 @@ class _Copier(Copier):
         self._copies = copies
         self._copier = copier
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self._copier.here()
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._copies.begun.append(direction)
         while direction in self._copies.blocked:
             time.sleep(NAP_SECONDS)
@@ -249,12 +249,12 @@ class _Copier(Copier):
 
 
 class _Held:
-    """The mark of a copy that begins only when it may end: its bytes come as late as they may."""
+    """The event of a copy that begins only when it may end: its bytes come as late as they may."""
 
-    def __init__(self, is_held: Callable[[], bool], begin: Callable[[], Mark]) -> None:
+    def __init__(self, is_held: Callable[[], bool], begin: Callable[[], Event]) -> None:
         self._is_held = is_held
         self._begin = begin
-        self._mark: Mark | None = None
+        self._mark: Event | None = None
 
     def passed(self) -> bool:
         if self._mark is None and not self._is_held():

@@ -3,7 +3,7 @@
 import pytest
 
 from connector.vllm.retry import RetryingCopier
-from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 COPIES = [GroupCopy(0, (1,), (2,))]

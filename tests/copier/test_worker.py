@@ -10,7 +10,7 @@ import pytest
 
 from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
 
 
@@ -121,7 +121,7 @@ def test_an_interrupt_leaves_nothing_that_nobody_will_report(worker, copier):
 
 
 class HeldCopier(CountingCopier):
-    """Every submission waits until it is let through; its marks are passed when `passed` says so."""
+    """Every submission waits until it is let through; its events are passed when `passed` says so."""
 
     def __init__(self):
         super().__init__()
@@ -132,10 +132,10 @@ class HeldCopier(CountingCopier):
         self.began.release()
         assert self.let_through.acquire(timeout=10)
         super().submit(direction, copies, after)
-        return HeldMark(self.ended, self.copied - 1)
+        return HeldEvent(self.ended, self.copied - 1)
 
 
-class HeldMark:
+class HeldEvent:
     def __init__(self, ended, number):
         self.ended, self.number = ended, number
 
@@ -451,7 +451,7 @@ def test_who_goes_by_it_waits_for_the_end(paced, held):
 def test_once_it_is_submitted_compute_alone_waits(paced, held):
     """Where it can: a staged copier has the engine's stream wait."""
     behind = []
-    held.hold_compute = lambda mark: behind.append(mark.number)
+    held.hold_compute = lambda event: behind.append(event.number)
     threading.Timer(0.05, held.let_through.release).start()
     paced.hold_compute({1})
     assert behind == [1] and paced.report().done == {0}
@@ -518,6 +518,29 @@ def test_before_a_load_has_ended_nobody_knows(threaded, held):
     assert threaded.ends_soon(1e9) == set()
 
 
+def load_of(worker, held, id, num_bytes, seconds):
+    worker.now = 1000.0 * id
+    worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, COPIES, num_bytes),)))
+    assert held.began.acquire(timeout=10)
+    worker.now += seconds
+    end(held, held.copied)
+    assert eventually(lambda: id in worker.report().done)
+    return worker.report().load_bytes_per_second
+
+
+def test_how_fast_the_link_is_three_large_loads_tell(held):
+    """The fastest of them does; of smaller ones a large part is not timed."""
+    worker = CopyWorker(0, held, threads=True, clock=lambda: worker.now)
+    told = [
+        load_of(worker, held, id, num_bytes, seconds)
+        for id, (num_bytes, seconds) in enumerate(
+            [(256 * MEGA, 8.0), (128 * MEGA, 1.0), (256 * MEGA, 2.0), (256 * MEGA, 4.0), (256 * MEGA, 16.0)]
+        )
+    ]
+    worker.close()
+    assert told == [None, None, None, 128 * MEGA, 128 * MEGA]
+
+
 # The host region
 
 
@@ -575,7 +598,7 @@ def test_a_close_that_is_interrupted_can_be_made_again(held, monkeypatch):
     held.let_through.release()
     worker.run(plan(0))
     with monkeypatch.context() as patch:
-        patch.setattr(HeldMark, "until_passed", interrupted)
+        patch.setattr(HeldEvent, "until_passed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.close()
     assert names_of_rank(7) and "close" not in arena.log
@@ -584,7 +607,7 @@ def test_a_close_that_is_interrupted_can_be_made_again(held, monkeypatch):
     assert not names_of_rank(7) and arena.log[-1] == "close"
 
 
-def interrupted(mark):
+def interrupted(event):
     raise KeyboardInterrupt
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 logger = logging.getLogger(__name__)
@@ -20,13 +20,13 @@ class RetryingCopier(Copier):
         self._copier = copier
         self._plain = plain
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self._copier.here()
 
-    def hold_compute(self, mark: Mark) -> None:
-        self._copier.hold_compute(mark)
+    def hold_compute(self, event: Event) -> None:
+        self._copier.hold_compute(event)
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         try:
             return self._copier.submit(direction, copies, after)
         except Exception:

@@ -108,7 +108,6 @@ class WorkerHalf:
             threads=True,
             load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else STUCK_SECONDS,
             on_done=self._times.observe,
-            load_bytes_per_second=choice.load_bytes_per_second,
         )
 
     def begin(self, metadata: StepMetadata) -> None:

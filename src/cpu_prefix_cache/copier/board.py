@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from cpu_prefix_cache.copier.binding import as_tensor
-from cpu_prefix_cache.copier.queues import Mark, Passed
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.driver import cuda_driver
 
 PAGES = 4
@@ -22,7 +22,7 @@ class Page:
     """int64 [ids] on both sides. `free` is passed when nothing on the device reads it any more."""
 
     def __init__(self, num_ids: int, device: torch.device) -> None:
-        self.free: Mark = Passed()
+        self.free: Event = Passed()
         self._here = torch.empty(num_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = torch.empty(num_ids, dtype=torch.int64, device=device)
         self._driver = cuda_driver() if device.type == "cuda" else None

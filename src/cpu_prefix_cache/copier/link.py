@@ -8,10 +8,14 @@ The last two only ask for them: they are carried out by a stream, in its order.
 """
 
 import ctypes
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
-from cpu_prefix_cache.memory.driver import Driver
-from cpu_prefix_cache.memory.moves import Moves
+import torch
+
+from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
 from cpu_prefix_cache.plan import Direction
 
 
@@ -47,21 +51,46 @@ class SingleLink:
 
 
 class BatchedLink:
-    """Of a region from address `base` on. What is not pinned by now goes move by move."""
+    """Of a region from address `base` on; `pinned` None: all of it is. What is not pinned by now goes move by move."""
 
-    def __init__(self, driver: Driver, base: int, pinned: Pinned) -> None:
+    def __init__(self, driver: Driver, base: int, pinned: Pinned | None) -> None:
         self._driver, self._base, self._pinned = driver, base, pinned
         self._single = SingleLink(driver)
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        if not self._pinned.is_pinned and not self._are_pinned(moves):
+        if not self._are_pinned(moves):
             self._single.cross(direction, moves, stream)
             return
         self._driver.copy_batch(*_to_and_of(direction, moves.device, moves.host), moves.size, moves.count, stream)
 
     def _are_pinned(self, moves: Moves) -> bool:
+        if self._pinned is None or self._pinned.is_pinned:
+            return True
         end = self._base + self._pinned.pinned_bytes
         return all(here + size <= end for _, here, size in moves.listed())
+
+
+class Region:
+    """The host region `blocks`, uint8 [host blocks, bytes], as copies see it: its link to `device`, and its seams."""
+
+    def __init__(
+        self, blocks: torch.Tensor, device: torch.device, pinned: Pinned | None, seam_bytes: int = SEAM_BYTES
+    ) -> None:
+        self.block_bytes = blocks.shape[1]
+        self.link = _link(device, blocks.data_ptr(), pinned)
+        self._base = blocks.data_ptr()
+        self._seam_bytes = seam_bytes
+
+    def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
+        """What has a stream copy these spans; there they are addresses."""
+        return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
+
+
+def _link(device: torch.device, base: int, pinned: Pinned | None) -> Link:
+    if device.type != "cuda":
+        return MemoryLink()
+    driver = cuda_driver()
+    return BatchedLink(driver, base, pinned) if driver.has_batches else SingleLink(driver)
 
 
 def _to_and_of(direction: Direction, there: int, here: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes
-from cpu_prefix_cache.copier.queues import Mark, Passed, compute_mark
+from cpu_prefix_cache.copier.streams import Event, Passed, compute_event
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
 
@@ -30,10 +30,10 @@ class ReferenceCopier(Copier):
     ) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
 
-    def here(self) -> Mark:
-        return compute_mark(self._binding.device)
+    def here(self) -> Event:
+        return compute_event(self._binding.device)
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
         after.until_passed()
         try:

@@ -1,15 +1,15 @@
 """The staging ring: slots of device memory that slices of a transfer pass through, one after another.
 
-    free   --through-->   in use: filled by one queue, then emptied by the other   --emptied-->   free
+    free   --through-->   in use: filled by one stream, then emptied by the other   --emptied-->   free
 
-A slot is handed out in rotation, and emptied behind the mark that says it was filled. The host waits until it is free
-before it asks for it to be filled, and never leaves that to a queue: streams share the few queues of the hardware, and
+A slot is handed out in rotation, and emptied behind the event that says it was filled. The host waits until it is free
+before it asks for it to be filled, and never leaves that to a stream: streams share the few queues of the hardware, and
 a wait for what is far off holds up whatever comes behind it, the other direction, or the engine. (Both ways at once
 75 GB/s, or 95, by chance; with the host waiting always 95 to 99. One H200.)
 
-The engine that copies to the host goes on with a queue as long as there is something in it: a few bytes of somebody
+The engine that copies to the host goes on with a stream as long as there is something in it: a few bytes of somebody
 else, such as the tokens a step has sampled, then wait for all of a store (57 ms for 3 GB). So every BREATH slices a
-store lets that queue run empty, for a moment.
+store lets that stream run empty, for a moment.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from cpu_prefix_cache.copier.board import Board
-from cpu_prefix_cache.copier.queues import Lane, Mark
+from cpu_prefix_cache.copier.streams import Event, StreamPair
 from cpu_prefix_cache.plan import Direction
 
 SLOT_ALIGNMENT = 512  # bytes; what the device's own allocator gives
@@ -31,7 +31,7 @@ class Slot:
     """`memory` is uint8 [bytes], from `address` on. `filled` is passed when the last slice has come, `free` when it has
     left."""
 
-    def __init__(self, memory: torch.Tensor, filled: Mark, free: Mark) -> None:
+    def __init__(self, memory: torch.Tensor, filled: Event, free: Event) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.filled = filled
@@ -39,37 +39,39 @@ class Slot:
 
 
 class Ring:
-    """`num_slots` slots of `slot_bytes` bytes for one direction, the lane whose queues fill and empty them, and the
-    board for the ids of what passes through. They are 512 bytes more than that, and used once `free` is passed. Before
-    each slice `give_way` is called.
+    """`num_slots` slots of `slot_bytes` bytes for one direction, the `streams` that fill and empty them, and the board
+    for the ids of what passes through. They are 512 bytes more than that, and used once all has run that compute had
+    been given when they were taken. Before each slice `pause` is called.
     """
 
     def __init__(
         self,
         direction: Direction,
-        lane: Lane,
+        streams: StreamPair,
         board: Board,
         num_slots: int,
         slot_bytes: int,
         device: torch.device,
-        free: Mark,
-        give_way: Callable[[], object],
+        compute: Callable[[], Event],
+        pause: Callable[[], object],
     ) -> None:
-        self.lane = lane
+        self.streams = streams
         self.board = board
         self._loads = direction is Direction.LOAD
-        self._give_way = give_way
-        self._fill, self._empty = (lane.copies, lane.kernels) if self._loads else (lane.kernels, lane.copies)
+        self._pause = pause
+        self._fill, self._empty = (
+            (streams.copies, streams.kernels) if self._loads else (streams.kernels, streams.copies)
+        )
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
         self._slots = [
-            Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], self._fill.mark(), self._empty.mark())
+            Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], self._fill.record(), self._empty.record())
             for at in range(num_slots)
         ]
         self._next = 0
         self._count = 0
-        self._crossing: deque[Mark] = deque()
-        free.until_passed()
+        self._crossing: deque[Event] = deque()
+        compute().until_passed()  # who had the memory before may still use it
 
     @property
     def next_slot(self) -> Slot:
@@ -81,30 +83,30 @@ class Ring:
 
         `kernel` is told the slot's memory.
         """
-        self._give_way()
+        self._pause()
         slot = self.next_slot
         slot.free.until_passed()
         self._next = (self._next + 1) % len(self._slots)
         gather_or_scatter = partial(kernel, slot.memory)
         fill, empty = (link, gather_or_scatter) if self._loads else (gather_or_scatter, link)
         self._fill.submit(fill)
-        self._fill.move(slot.filled)
+        self._fill.record_again(slot.filled)
         self._empty.wait(slot.filled)
         self._breathe(self._slots[(self._next - 2) % len(self._slots)].free)
         self._empty.submit(empty)
-        self._empty.move(slot.free)
+        self._empty.record_again(slot.free)
 
     def past(self, link: Callable[[int], object]) -> None:
         """Have a slice cross without a slot."""
-        self._give_way()
+        self._pause()
         if self._crossing:
             self._breathe(self._crossing[-1])
-        self.lane.copies.submit(link)
-        self._crossing.append(self.lane.copies.mark())
+        self.streams.copies.submit(link)
+        self._crossing.append(self.streams.copies.record())
         if len(self._crossing) > DIRECT_AHEAD:
             self._crossing.popleft().until_passed()
 
-    def _breathe(self, last: Mark) -> None:
+    def _breathe(self, last: Event) -> None:
         """Of a store: before one slice in BREATH crosses, wait until the last one has."""
         self._count += 1
         if not self._loads and self._count % BREATH == 0:

@@ -5,7 +5,7 @@ report    ->  all that has ended and no plan has called settled yet, and how man
 
 There is one record for each transfer, from its plan until a plan calls it settled:
 
-    waiting  --taken up-->  being submitted  ---->  moving  --its mark is passed-->  done
+    waiting  --taken up-->  being submitted  ---->  moving  --its event is passed-->  done
         |                          `--raised-->  failed  `--raised, or too late-->  failed
         `--cancelled-->  failed
 
@@ -33,8 +33,8 @@ from functools import partial
 from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark, Passed
-from cpu_prefix_cache.copier.turns import short_turns
+from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.errors import MisuseError
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
@@ -46,6 +46,8 @@ NAP_SECONDS = 100e-6
 TELLING_BYTES = 16 << 20  # a load of so many says how fast loads are; smaller ones spend their time elsewhere
 FASTEST = 1e-12  # seconds a byte: a load that took less was of nothing on this rank
 SLOWER = 1.1  # at most, from one load to the next: that one was late need not mean that the next will be
+RATED_BYTES = 256 << 20  # a load of so many says how fast the link is, within a quarter: the last 62 MiB are not timed
+RATED_LOADS = 3  # so many, of which the fastest counts, as any of them may have been held up
 
 
 class AnnouncedLoadError(RuntimeError):
@@ -56,13 +58,13 @@ class AnnouncedLoadError(RuntimeError):
 class _Copy:
     """One transfer. The thread of its direction sets what it finds when it takes it up, the worker's caller the rest.
 
-    `submission` is waiting, running, cancelled, or over: then there is a `mark` of the transfer's end, which nothing
+    `submission` is waiting, running, cancelled, or over: then there is the `event` of the transfer's end, which nothing
     needs that copies nothing, or `submission` has what the copier raised.
     """
 
     transfer: TransferPlan
     submission: "Future[None]" = field(default_factory=Future)
-    mark: Mark | None = None
+    event: Event | None = None
     began: float = 0.0  # when its plan was, if anybody wants to know; all times are by the worker's clock, in seconds
     taken_up: float | None = None  # of a load in a thread
     submitted_in: float | None = None  # seconds since then, nearly to its end
@@ -73,8 +75,7 @@ class _Copy:
 class CopyWorker:
     """Runs plans with one copier. One per rank, called by one thread.
 
-    Loads are late after `load_seconds` seconds, by `clock`; None: never. `load_bytes_per_second`, if it is known, is
-    passed on with every report.
+    Loads are late after `load_seconds` seconds, by `clock`; None: never.
 
     With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
     ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
@@ -96,13 +97,12 @@ class CopyWorker:
         load_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_done: Callable[[TransferPlan, float], object] | None = None,
-        load_bytes_per_second: float | None = None,
     ) -> None:
         self._rank, self._copier, self._arena = rank, copier, arena
         self._load_seconds, self._clock, self._on_done = load_seconds, clock, on_done
-        self._load_bytes_per_second = load_bytes_per_second
         self._copies: dict[int, _Copy] = {}  # in the order of their plans
         self._seconds_per_byte: float | None = None  # of loads
+        self._rated, self._bytes_per_second = 0, 0.0  # large loads, and the rate of the fastest
         self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
         self._closed = False
         self._end = partial(_end, os.getpid(), list(self._threads.values()), self._copies, arena)
@@ -142,7 +142,8 @@ class CopyWorker:
             frozenset(id for id, copy in self._copies.items() if copy.went_well is well) for well in (True, False)
         )
         late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
-        return RankReport(self._rank, done, failed, ready, late, self._load_bytes_per_second)
+        rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
+        return RankReport(self._rank, done, failed, ready, late, rate)
 
     def ends_soon(self, seconds: float) -> set[int]:
         """The loads that have at most so many seconds to go, by the pace of those before, and half of their time behind
@@ -176,16 +177,16 @@ class CopyWorker:
         """
         waiting = self.still_open(ids)
         while waiting:
-            marks = {id: mark for id in waiting if (mark := self._copies[id].mark) is not None}
-            for id, mark in marks.items():
-                self._hold_compute(id, mark)
-            waiting = self.still_open(waiting - marks.keys())
+            events = {id: event for id in waiting if (event := self._copies[id].event) is not None}
+            for id, event in events.items():
+                self._hold_compute(id, event)
+            waiting = self.still_open(waiting - events.keys())
             if waiting:
                 time.sleep(NAP_SECONDS)
 
-    def _hold_compute(self, id: int, mark: Mark) -> None:
+    def _hold_compute(self, id: int, event: Event) -> None:
         try:
-            self._copier.hold_compute(mark)
+            self._copier.hold_compute(event)
         except Exception as error:
             raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
 
@@ -211,7 +212,7 @@ class CopyWorker:
         for copy in new:
             copy.began = began
 
-    def _begin(self, copy: _Copy, after: Mark) -> None:
+    def _begin(self, copy: _Copy, after: Event) -> None:
         """Unless it is cancelled."""
         transfer = copy.transfer
         if transfer.failed or self._closed:
@@ -233,7 +234,7 @@ class CopyWorker:
         """See what has ended. Those of one direction do so in their order: behind one that moves nobody is asked."""
         moving = set[Direction]()
         for copy in self._copies.values():
-            if copy.went_well is not None or (copy.mark is not None and copy.transfer.direction in moving):
+            if copy.went_well is not None or (copy.event is not None and copy.transfer.direction in moving):
                 continue
             went_well = _ended(copy)
             if went_well is None:
@@ -252,6 +253,9 @@ class CopyWorker:
         taken = seconds / num_bytes
         known = taken if self._seconds_per_byte is None else self._seconds_per_byte
         self._seconds_per_byte = min(taken, known * SLOWER)
+        if num_bytes >= RATED_BYTES:
+            self._rated += 1
+            self._bytes_per_second = max(self._bytes_per_second, 1 / taken)
 
     def _give_up(self) -> bool:
         """End the wait for loads whose time is up. Whether there are any."""
@@ -288,20 +292,20 @@ class _CopyThread(threading.Thread):
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             try:
-                with short_turns():
+                with short_switch_interval():
                     job()
             except BaseException:  # no Exception: the record of the transfer has that already
                 logger.exception("%s was interrupted", self.name)
 
 
-def _submit(copy: _Copy, copier: Copier, after: Mark, clock: Callable[[], float] | None) -> None:
+def _submit(copy: _Copy, copier: Copier, after: Event, clock: Callable[[], float] | None) -> None:
     """What is raised is in the record; what is no Exception goes on, too."""
     if not copy.submission.set_running_or_notify_cancel():
         return
     if clock is not None:
         copy.taken_up = clock()
     try:
-        copy.mark = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
+        copy.event = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
     except BaseException as error:  # whatever it is, the transfer must resolve (rule 11)
         copy.submission.set_exception(error)
         if not isinstance(error, Exception):
@@ -314,11 +318,11 @@ def _submit(copy: _Copy, copier: Copier, after: Mark, clock: Callable[[], float]
 
 def _ended(copy: _Copy) -> bool | None:
     """Whether a transfer has ended well. None: not yet. False: also where nobody can tell any more."""
-    if copy.mark is None and not copy.submission.done():
+    if copy.event is None and not copy.submission.done():
         return None
     try:
-        if copy.mark is not None:  # it is there before the submission is over
-            return copy.mark.passed() or None
+        if copy.event is not None:  # it is there before the submission is over
+            return copy.event.passed() or None
         if copy.submission.cancelled():
             return False
         error = copy.submission.exception()
@@ -333,8 +337,8 @@ def _drain(copies: dict[int, _Copy]) -> None:
     for copy in list(copies.values()):
         try:
             copy.submission.exception()  # once it is over
-            if copy.mark is not None:
-                copy.mark.until_passed()
+            if copy.event is not None:
+                copy.event.until_passed()
         except Exception:  # `report` will hear of it too, and say whom it concerns
             logger.debug("transfer %d cannot be waited for", copy.transfer.id, exc_info=True)
 

@@ -4,7 +4,7 @@ Both go slice by slice, and work out what is in a slice when its turn has come: 
 is busy with it while the host is at the next.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -14,12 +14,12 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup
 from cpu_prefix_cache.copier.board import Page
-from cpu_prefix_cache.copier.link import Link
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling
 from cpu_prefix_cache.memory.layout import PieceLayout
-from cpu_prefix_cache.memory.moves import SEAM_BYTES, Span, columns, moves_of, pieces, whole_blocks
+from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
@@ -34,9 +34,9 @@ FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
 
-class Way(Protocol):
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        """Have the ring's queues carry out `copy`. Device blocks are touched only once `after` is passed."""
+class Path(Protocol):
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+        """Have the ring's streams carry out `copy`. Device blocks are touched only once `after` is passed."""
 
 
 def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
@@ -45,20 +45,6 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
     step = min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
     return pairwise([0, *range(first, count, step), count])
-
-
-class Region:
-    """The host region as both ways see it: where it begins, how large its blocks are, and the link there."""
-
-    def __init__(self, blocks: torch.Tensor, link: Link, seam_bytes: int = SEAM_BYTES) -> None:
-        self.block_bytes = blocks.shape[1]
-        self.link = link
-        self._base = blocks.data_ptr()
-        self._seam_bytes = seam_bytes
-
-    def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
-        """What has a stream copy these spans; there they are addresses."""
-        return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
 
 
 class StagedGroup:
@@ -92,8 +78,8 @@ class Direct:
             for which in range(group.device_blocks)
         ]
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        ring.lane.copies.wait(after)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+        ring.streams.copies.wait(after)
         width = self._group.host_blocks
         for part, which, places in self._parts:
             address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
@@ -150,8 +136,8 @@ class ThroughRing:
         self._group, self._region = group, group.region
         self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        ring.lane.kernels.wait(after)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+        ring.streams.kernels.wait(after)
         host, device = self._group.host_blocks, self._group.device_blocks  # of a piece
         step = ring.board.page_ids // device
         for first in range(0, len(copy.device_blocks) // device, step):
@@ -159,7 +145,7 @@ class ThroughRing:
             host_blocks = copy.host_blocks[first * host : (first + step) * host]
             for section in self._sections:
                 self._submit_section(direction, section, host_blocks, page, ring)
-            page.free = ring.lane.kernels.mark()
+            page.free = ring.streams.kernels.record()
 
     def _submit_section(
         self, direction: Direction, section: _Section, host_blocks: Sequence[int], page: Page, ring: Ring

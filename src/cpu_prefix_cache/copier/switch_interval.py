@@ -1,11 +1,11 @@
-"""Turns at Python while copies are submitted.
+"""Python's switch interval while copies are submitted.
 
 A thread that wants Python's lock from one that computes without a pause gets it after `sys.getswitchinterval()`, 5 ms.
 A copy thread wants it once for each slice, which is on the link for half a millisecond: so most of the time the link
-would wait for it (benchmarks/turns.py, two processors: 140 slices, 80 ms on the link, took 490 ms; with turns of 1, 0.5
-and 0.2 ms 112, 94 and 83 ms).
+would wait for it (benchmarks/switch_interval.py, two processors: 140 slices, 80 ms on the link, took 490 ms; with
+intervals of 1, 0.5 and 0.2 ms 112, 94 and 83 ms).
 
-    nobody submits  --short_turns()-->  turns of TURN_SECONDS  --the last one leaves-->  as it was before
+    nobody submits  --short_switch_interval()-->  INTERVAL_SECONDS  --the last one leaves-->  as it was before
 """
 
 import sys
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TURN_SECONDS = 0.0002
+INTERVAL_SECONDS = 0.0002
 ROUNDING_SECONDS = 3e-6  # Python keeps whole microseconds, and rounds down
 
 _lock = threading.Lock()
@@ -22,7 +22,7 @@ _before = 0.0
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """In this context no thread of this process waits long for Python, unless one keeps its lock in a call."""
     _enter()
     try:
@@ -38,8 +38,8 @@ def _enter() -> None:
         if _inside == 1:
             if not _is_ours():  # somebody may have kept it, and set it again since
                 _before = sys.getswitchinterval()
-            if _before > TURN_SECONDS:
-                sys.setswitchinterval(TURN_SECONDS)
+            if _before > INTERVAL_SECONDS:
+                sys.setswitchinterval(INTERVAL_SECONDS)
 
 
 def _leave() -> None:
@@ -47,9 +47,9 @@ def _leave() -> None:
     global _inside
     with _lock:
         _inside -= 1
-        if _inside == 0 and _before > TURN_SECONDS and _is_ours():
+        if _inside == 0 and _before > INTERVAL_SECONDS and _is_ours():
             sys.setswitchinterval(_before)
 
 
 def _is_ours() -> bool:
-    return abs(sys.getswitchinterval() - TURN_SECONDS) < ROUNDING_SECONDS
+    return abs(sys.getswitchinterval() - INTERVAL_SECONDS) < ROUNDING_SECONDS
