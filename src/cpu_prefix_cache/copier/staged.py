@@ -104,8 +104,10 @@ class StagedCopier(Copier):
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
+        loads_first = self._loads_first if direction is Direction.LOAD else None
+        loading = nullcontext() if loads_first is None else loads_first.loading()
         try:
-            with self._working(), self._loading(direction):
+            with self._working(), loading:
                 for copy in copies:
                     if copy.host_blocks:
                         self._paths[copy.group].submit(direction, copy, ring, after)
@@ -115,11 +117,6 @@ class StagedCopier(Copier):
                 ring.streams.synchronize()
             raise
         return event
-
-    def _loading(self, direction: Direction) -> AbstractContextManager[None]:
-        if self._loads_first is None or direction is Direction.STORE:
-            return nullcontext()
-        return self._loads_first.loading()
 
     def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
         slots, device = num_bytes // slot_bytes if slot_bytes else 0, self._binding.device

@@ -182,22 +182,15 @@ def compute_event(device: torch.device) -> Event:
     return DeviceEvent(torch.accelerator.current_stream(device))
 
 
-def hold_compute(device: torch.device, event: Event) -> None:
-    """What the stream that is current on `device` is given from here on runs after `event`."""
-    if device.type == "cuda":
-        CudaStream(torch.cuda.current_stream(device)).wait(event)
-    else:
-        event.until_passed()
-
-
 def streams_for(device: torch.device) -> Streams:
     """Streams of their own for stores and for loads of a CUDA device, behind compute; else streams that run at once.
 
     Compute is whatever stream is current when a copy is asked for.
     """
 
-    def stream() -> Stream:
-        return CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else ImmediateStream()
-
-    stores, loads = (StreamPair(stream(), stream()) for _ in range(2))
-    return Streams(partial(compute_event, device), stores, loads, partial(hold_compute, device))
+    compute = partial(compute_event, device)
+    if device.type != "cuda":
+        at_once = StreamPair(ImmediateStream(), ImmediateStream())
+        return Streams(compute, at_once, at_once)
+    stores, loads = (StreamPair(*(CudaStream(torch.cuda.Stream(device)) for _ in range(2))) for _ in range(2))
+    return Streams(compute, stores, loads, lambda event: CudaStream(torch.cuda.current_stream(device)).wait(event))

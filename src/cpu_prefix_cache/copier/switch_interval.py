@@ -23,15 +23,10 @@ _before = 0.0
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """In this context no thread of this process waits long for Python, unless one keeps its lock in a call."""
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
+    """In this context no thread of this process waits long for Python, unless one keeps its lock in a call.
 
-
-def _enter() -> None:
+    What somebody else sets meanwhile stays.
+    """
     global _inside, _before
     with _lock:
         _inside += 1
@@ -40,15 +35,13 @@ def _enter() -> None:
                 _before = sys.getswitchinterval()
             if _before > INTERVAL_SECONDS:
                 sys.setswitchinterval(INTERVAL_SECONDS)
-
-
-def _leave() -> None:
-    """What somebody else has set meanwhile stays."""
-    global _inside
-    with _lock:
-        _inside -= 1
-        if _inside == 0 and _before > INTERVAL_SECONDS and _is_ours():
-            sys.setswitchinterval(_before)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0 and _before > INTERVAL_SECONDS and _is_ours():
+                sys.setswitchinterval(_before)
 
 
 def _is_ours() -> bool:

@@ -115,18 +115,19 @@ class CopyWorker:
         """
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
+        is_timed = self._on_done is not None or self._load_seconds is not None
         new = {transfer.id: _Copy(transfer) for transfer in plan.transfers}
         try:
             if self._arena is not None:
                 self._arena.register()
             self._forget(plan)
             after = self._copier.here() if new else Passed()
-            self._note_begin(new.values())
+            began = self._clock() if new and is_timed else 0.0
             self._copies |= new
-            for id in plan.cancelled:
-                if id in self._copies:
-                    self._copies[id].submission.cancel()
+            for id in self._copies.keys() & plan.cancelled:
+                self._copies[id].submission.cancel()
             for copy in new.values():
+                copy.began = began
                 self._begin(copy, after)
         except BaseException:  # an interrupt leaves nothing that nobody will ever report
             for id, copy in new.items():
@@ -135,12 +136,10 @@ class CopyWorker:
 
     def report(self) -> RankReport:
         self._collect()
-        if self._give_up():
-            self._collect()
+        self._give_up()
         ready = None if self._arena is None else self._arena.ready_blocks
-        done, failed = (
-            frozenset(id for id, copy in self._copies.items() if copy.went_well is well) for well in (True, False)
-        )
+        done = frozenset(id for id, copy in self._copies.items() if copy.went_well)
+        failed = frozenset(id for id, copy in self._copies.items() if copy.went_well is False)
         late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
         rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
         return RankReport(self._rank, done, failed, ready, late, rate)
@@ -205,13 +204,6 @@ class CopyWorker:
         self._end()  # and again, if this is interrupted
         self._ending.detach()
 
-    def _note_begin(self, new: Iterable[_Copy]) -> None:
-        if self._on_done is None and self._load_seconds is None:
-            return
-        began = self._clock()
-        for copy in new:
-            copy.began = began
-
     def _begin(self, copy: _Copy, after: Event) -> None:
         """Unless it is cancelled."""
         transfer = copy.transfer
@@ -257,19 +249,16 @@ class CopyWorker:
             self._rated += 1
             self._bytes_per_second = max(self._bytes_per_second, 1 / taken)
 
-    def _give_up(self) -> bool:
-        """End the wait for loads whose time is up. Whether there are any."""
-        if self._load_seconds is None:
-            return False
-        waited_for = [load for load in self._open_loads() if not load.is_late]
-        if not waited_for:
-            return False
-        now = self._clock()
-        over = [load for load in waited_for if now >= load.began + self._load_seconds]
-        for load in over:
-            load.is_late = not load.submission.cancel()
-            logger.error("load %d has not ended in %s s and is given up", load.transfer.id, self._load_seconds)
-        return bool(over)
+    def _give_up(self) -> None:
+        """End the wait for loads whose time is up."""
+        limit = self._load_seconds
+        waited_for = [] if limit is None else [load for load in self._open_loads() if not load.is_late]
+        now = self._clock() if waited_for else 0.0
+        for load in waited_for:
+            if limit is not None and now >= load.began + limit:
+                has_begun = not load.submission.cancel()
+                load.is_late, load.went_well = has_begun, None if has_begun else False
+                logger.error("load %d has not ended in %s s and is given up", load.transfer.id, limit)
 
     def _forget(self, plan: StepPlan) -> None:
         self._collect()
