@@ -1,13 +1,13 @@
 """How the pieces of one group cross: through the slots of a ring, or directly.
 
-Both go slice by slice, and work out what is in a slice when its turn has come: the link waits for the first one, and
-is busy with it while the host is at the next.
+Both have a ring's streams carry out a copy, which touches device blocks only once `after` is passed. They go slice by
+slice, and work out what is in a slice when its turn has come: the link waits for the first one, and is busy with it
+while the host is at the next.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -32,11 +32,6 @@ DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 # scattered, and the first of a store gathered, while the link has nothing to do.
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
-
-
-class Path(Protocol):
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
-        """Have the ring's streams carry out `copy`. Device blocks are touched only once `after` is passed."""
 
 
 def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,7 @@ from cpu_prefix_cache.copier.binding import Binding, Shapes
 from cpu_prefix_cache.copier.board import PAGE_IDS, Board
 from cpu_prefix_cache.copier.link import Pinned, Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
-from cpu_prefix_cache.copier.paths import Direct, Path, StagedGroup, ThroughRing, round_up
+from cpu_prefix_cache.copier.paths import Direct, StagedGroup, ThroughRing, round_up
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
 from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
@@ -87,7 +87,7 @@ class StagedCopier(Copier):
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
-            self._paths: list[Path] = [
+            self._paths = [
                 Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
             ]
         direct = [group.name for group in groups if group.is_direct]

@@ -26,7 +26,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,16 +178,13 @@ class CopyWorker:
         while waiting:
             events = {id: event for id in waiting if (event := self._copies[id].event) is not None}
             for id, event in events.items():
-                self._hold_compute(id, event)
+                try:
+                    self._copier.hold_compute(event)
+                except Exception as error:
+                    raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
             waiting = self.still_open(waiting - events.keys())
             if waiting:
                 time.sleep(NAP_SECONDS)
-
-    def _hold_compute(self, id: int, event: Event) -> None:
-        try:
-            self._copier.hold_compute(event)
-        except Exception as error:
-            raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
 
     @property
     def is_busy(self) -> bool:
@@ -217,10 +214,9 @@ class CopyWorker:
         else:
             _submit(copy, self._copier, after, None)
 
-    def _open_loads(self) -> Iterator[_Copy]:
-        for copy in self._copies.values():
-            if copy.went_well is None and copy.transfer.direction is Direction.LOAD:
-                yield copy
+    def _open_loads(self) -> list[_Copy]:
+        copies = self._copies.values()
+        return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
 
     def _collect(self) -> None:
         """See what has ended. Those of one direction do so in their order: behind one that moves nobody is asked."""
@@ -251,13 +247,13 @@ class CopyWorker:
 
     def _give_up(self) -> None:
         """End the wait for loads whose time is up."""
-        limit = self._load_seconds
-        waited_for = [] if limit is None else [load for load in self._open_loads() if not load.is_late]
-        now = self._clock() if waited_for else 0.0
-        for load in waited_for:
-            if limit is not None and now >= load.began + limit:
-                has_begun = not load.submission.cancel()
-                load.is_late, load.went_well = has_begun, None if has_begun else False
+        if (limit := self._load_seconds) is None or not (loads := self._open_loads()):
+            return
+        now = self._clock()
+        for load in loads:
+            if not load.is_late and now >= load.began + limit:
+                load.is_late = not load.submission.cancel()
+                load.went_well = None if load.is_late else False
                 logger.error("load %d has not ended in %s s and is given up", load.transfer.id, limit)
 
     def _forget(self, plan: StepPlan) -> None:
@@ -289,19 +285,20 @@ class _CopyThread(threading.Thread):
 
 def _submit(copy: _Copy, copier: Copier, after: Event, clock: Callable[[], float] | None) -> None:
     """What is raised is in the record; what is no Exception goes on, too."""
-    if not copy.submission.set_running_or_notify_cancel():
-        return
-    if clock is not None:
-        copy.taken_up = clock()
     try:
-        copy.event = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
+        if not copy.submission.set_running_or_notify_cancel():
+            return
+        if clock is not None:
+            copy.taken_up = clock()
+        event = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
+        if clock is not None and copy.taken_up is not None:
+            copy.submitted_in = clock() - copy.taken_up
+        copy.event = event  # last: from here on somebody may see the end
     except BaseException as error:  # whatever it is, the transfer must resolve (rule 11)
         copy.submission.set_exception(error)
         if not isinstance(error, Exception):
             raise
     else:
-        if clock is not None and copy.taken_up is not None:
-            copy.submitted_in = clock() - copy.taken_up
         copy.submission.set_result(None)
 
 
@@ -325,7 +322,8 @@ def _ended(copy: _Copy) -> bool | None:
 def _drain(copies: dict[int, _Copy]) -> None:
     for copy in list(copies.values()):
         try:
-            copy.submission.exception()  # once it is over
+            if copy.event is None:
+                copy.submission.exception()  # waits until it is over
             if copy.event is not None:
                 copy.event.until_passed()
         except Exception:  # `report` will hear of it too, and say whom it concerns
