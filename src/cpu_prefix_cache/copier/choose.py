@@ -4,13 +4,12 @@ reference   torch indexing, on any device; what every other copier must match
 staged      Triton gather and scatter with a staging ring, for CUDA tensors; large blocks cross without it
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Shapes
+from cpu_prefix_cache.copier.binding import Shapes, Tensors
 from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.errors import ConfigurationError
@@ -29,7 +28,7 @@ class Choice:
 
 def choose_copier(
     shapes: Shapes,
-    tensors: Sequence[Sequence[torch.Tensor]],
+    tensors: Tensors,
     host: torch.Tensor,
     *,
     name: str = "auto",
@@ -55,19 +54,14 @@ def choose_copier(
         from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
     except ImportError as missing:
         raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
+    ring = RING_BYTES if ring_bytes is None else ring_bytes
     copier = StagedCopier(
-        shapes,
-        tensors,
-        host,
-        null_block=null_block,
-        pinned=pinned,
-        ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
-        loads_first=loads_first,
+        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring, loads_first=loads_first
     )
     return Choice(copier, name, f"{reason}; {copier.paths}")
 
 
-def _fitting(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[str, str]:
+def _fitting(tensors: Tensors) -> tuple[str, str]:
     kind = tensors[0][0].device.type if tensors and tensors[0] else "cpu"
     if kind == "cuda":
         return "staged", "the device tensors are on a CUDA device"

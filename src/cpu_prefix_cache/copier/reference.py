@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
 from cpu_prefix_cache.copier.streams import Event, Passed, compute_event
 from cpu_prefix_cache.plan import Direction, GroupCopy
 
@@ -20,14 +20,7 @@ class ReferenceCopier(Copier):
     """Copies with torch indexing, on any device, and has ended when `submit` returns. Arguments and errors are those of
     Binding."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        tensors: Sequence[Sequence[torch.Tensor]],
-        host: torch.Tensor,
-        *,
-        null_block: int | None = None,
-    ) -> None:
+    def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
 
     def here(self) -> Event:

@@ -25,7 +25,7 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, Shapes
+from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
 from cpu_prefix_cache.copier.board import PAGE_IDS, Board
 from cpu_prefix_cache.copier.link import Pinned, Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
@@ -57,7 +57,7 @@ class StagedCopier(Copier):
     def __init__(
         self,
         shapes: Shapes,
-        tensors: Sequence[Sequence[torch.Tensor]],
+        tensors: Tensors,
         host: torch.Tensor,
         *,
         null_block: int | None = None,

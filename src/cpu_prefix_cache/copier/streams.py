@@ -13,6 +13,7 @@ Of an engine's own stream a copier knows where it stands (`compute_event`), on a
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -81,8 +82,7 @@ class Passed:
     def passed(self) -> bool:
         return True
 
-    def until_passed(self) -> None:
-        pass
+    def until_passed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,42 +107,31 @@ class ImmediateStream:
     def record(self) -> Event:
         return Passed()
 
-    def record_again(self, event: Event) -> None:
-        pass
+    def record_again(self, event: Event) -> None: ...
 
-    def wait(self, event: Event) -> None:
-        pass
+    def wait(self, event: Event) -> None: ...
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self) -> None: ...
 
 
 class DeviceEvent:
-    """An event on any device that torch has streams for. Whoever waits for it naps and looks again."""
+    """On any device that torch has streams for; graphs that other threads capture are left alone. Whoever waits for it
+    naps and looks again: CUDA's own wait takes 80 us of a processor."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self.event = torch.Event(stream.device)
+        is_cuda = stream.device.type == "cuda"
+        self.event = torch.cuda.Event() if is_cuda else torch.Event(stream.device)
         self.event.record(stream)
+        self._beside_captures: Callable[[], AbstractContextManager[None]]
+        self._beside_captures = cuda_driver().beside_captures if is_cuda else nullcontext
 
     def passed(self) -> bool:
-        return bool(self.event.query())
+        with self._beside_captures():
+            return bool(self.event.query())
 
     def until_passed(self) -> None:
         while not self.passed():
             time.sleep(NAP_SECONDS)
-
-
-class CudaEvent(DeviceEvent):
-    """Captures of CUDA graphs in other threads go on beside it. CUDA's own wait takes 80 us of a processor."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record(stream)
-        self._driver = cuda_driver()
-
-    def passed(self) -> bool:
-        with self._driver.beside_captures():
-            return bool(self.event.query())
 
 
 class CudaStream:
@@ -152,16 +141,16 @@ class CudaStream:
     def submit(self, work: Callable[[int], object]) -> None:
         work(self._handle)
 
-    def record(self) -> CudaEvent:
-        return CudaEvent(self._stream)
+    def record(self) -> DeviceEvent:
+        return DeviceEvent(self._stream)
 
     def record_again(self, event: Event) -> None:
-        if not isinstance(event, CudaEvent):
+        if not isinstance(event, DeviceEvent):
             raise MisuseError("an event can only be recorded again in its own stream")
         event.event.record(self._stream)
 
     def wait(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
+        if isinstance(event, DeviceEvent):
             self._stream.wait_event(event.event)
         elif isinstance(event, _Both):
             self.wait(event.one)
@@ -177,9 +166,8 @@ def compute_event(device: torch.device) -> Event:
     """Where the stream stands that is current on `device` for the calling thread. Host memory has none."""
     if device.type == "cpu":
         return Passed()
-    if device.type == "cuda":
-        return CudaEvent(torch.cuda.current_stream(device))
-    return DeviceEvent(torch.accelerator.current_stream(device))
+    is_cuda = device.type == "cuda"
+    return DeviceEvent(torch.cuda.current_stream(device) if is_cuda else torch.accelerator.current_stream(device))
 
 
 def streams_for(device: torch.device) -> Streams:

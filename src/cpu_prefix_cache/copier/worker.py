@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 NAP_SECONDS = 100e-6
 TELLING_BYTES = 16 << 20  # a load of so many says how fast loads are; smaller ones spend their time elsewhere
-FASTEST = 1e-12  # seconds a byte: a load that took less was of nothing on this rank
+FASTEST = 1e-12  # seconds a byte: a load that took less has crossed no link
 SLOWER = 1.1  # at most, from one load to the next: that one was late need not mean that the next will be
 RATED_BYTES = 256 << 20  # a load of so many says how fast the link is, within a quarter: the last 62 MiB are not timed
 RATED_LOADS = 3  # so many, of which the fastest counts, as any of them may have been held up
@@ -120,6 +120,7 @@ class CopyWorker:
         try:
             if self._arena is not None:
                 self._arena.register()
+            self._collect()
             self._forget(plan)
             after = self._copier.here() if new else Passed()
             began = self._clock() if new and is_timed else 0.0
@@ -257,7 +258,6 @@ class CopyWorker:
                 logger.error("load %d has not ended in %s s and is given up", load.transfer.id, limit)
 
     def _forget(self, plan: StepPlan) -> None:
-        self._collect()
         settled = set(plan.settled)
         for id, copy in list(self._copies.items()):
             if copy.went_well is not None and (id < plan.settled_below or id in settled):
@@ -265,9 +265,8 @@ class CopyWorker:
 
 
 class _CopyThread(threading.Thread):
-    """Does its `jobs` in order, until it is given None. Whatever they raise: who waits for the next one must not wait
-    for ever. (An executor of the standard library takes 14 us to be given one, this 0.1.)
-    """
+    """Does its `jobs` in order, until it is given None, whatever they raise: somebody waits for the next one. (An
+    executor of the standard library takes 14 us to be given one, this 0.1.)"""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
