@@ -65,7 +65,8 @@ def test_while_one_slot_crosses_the_next_is_packed():
     bench = Bench(DelayedStreams(("pack", "out")))
     bench.delays.ran.clear()
     bench.copy(Direction.STORE, range(4), range(4))
-    assert bench.delays.ran == ["pack", "pack", "out", "pack", "out", "pack", "out", "out"]
+    packed = ["pack"] * 2  # the slice's ids, and the slice
+    assert bench.delays.ran == [*packed, *packed, "out", *packed, "out", *packed, "out", "out"]
 
 
 # What a copy waits for
@@ -219,18 +220,18 @@ def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
     event.until_passed()
 
 
-def test_a_transfer_of_more_blocks_than_a_page_takes_goes_page_by_page(monkeypatch):
-    monkeypatch.setattr(staged, "PAGE_IDS", 4)
+@pytest.mark.parametrize("eager", EAGER)
+def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
+    monkeypatch.setattr(staged, "SLOT_IDS", 4)
+    monkeypatch.setattr(paths, "SLOT_IDS", 4)
     parts = [randoms(60, 8)]
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
-    delays = DelayedStreams(("pack", "in"))
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=32 * 1024, slots=32, streams=delays.streams)
+    delays = DelayedStreams(eager)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, slots=2, streams=delays.streams)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
-    event = copier.submit(
-        Direction.STORE, copies, copier.here()
-    )  # fifteen pages, of which there are four, and more slots than that
-    event.until_passed()
+    copier.submit(Direction.STORE, copies, copier.here()).until_passed()
+    assert delays.ran.count("out") == 15  # of two pieces each, where a slot has room for 64
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
     before = parts[0].clone()

@@ -13,7 +13,6 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup
-from cpu_prefix_cache.copier.board import Page
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
@@ -40,6 +39,10 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
     step = min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
     return pairwise([0, *range(first, count, step), count])
+
+
+# The blocks of a slice through the ring: 64 KiB of ids. A slot of 31 MiB holds fewer if they are larger than 4 KiB.
+SLOT_IDS = 8192
 
 
 class StagedGroup:
@@ -88,7 +91,7 @@ class Direct:
 class _Section:
     """Parts that follow each other in a piece and fit a slot together: all of them, unless the piece is large.
 
-    In a slot, pieces are `pitch` bytes apart, and at most `most` of them.
+    In a slot, pieces are `_pitch` bytes apart, and at most `_most` of them.
     """
 
     def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int, tiling: Tiling) -> None:
@@ -96,30 +99,34 @@ class _Section:
         num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
         tables = triton_staging.part_tables(group.parts[first:last], offsets)
-        self.pitch = round_up(num_bytes, max(table.alignment for table in tables))
-        self.most = slot_bytes // self.pitch
-        self.num_bytes = num_bytes
-        self._block_bytes = group.region.block_bytes
-        self._places = list(columns(begin, num_bytes, self._block_bytes))
+        self._group, self._num_bytes = group, num_bytes
+        self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
+        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // group.device_blocks))
+        self._places = list(columns(begin, num_bytes, group.region.block_bytes))
         # one host block for each piece, all of it, and nothing between pieces in a slot
-        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, self._block_bytes)]
-        self._is_one_block = whole and self.pitch == num_bytes
+        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, group.region.block_bytes)]
+        self._is_one_block = whole and self._pitch == num_bytes
         self._launchers = [
-            Launcher(table, device_blocks=group.device_blocks, pitch=self.pitch, tiling=tiling) for table in tables
+            Launcher(table, device_blocks=group.device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
         ]
 
-    def spans(self, slot: int, host_blocks: Sequence[int], width: int) -> Iterator[Span]:
-        """Pieces with these host blocks, `width` of each, one after another from address `slot` on."""
-        if self._is_one_block:
-            return whole_blocks(slot, host_blocks, self._block_bytes)
-        begins = range(slot, slot + len(host_blocks) // width * self.pitch, self.pitch)
-        return pieces(begins, host_blocks, width, self._places, self._block_bytes)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
+        here, there = self._group.host_blocks, self._group.device_blocks  # of a piece
+        for begin, end in _slices(len(copy.device_blocks) // there, self._num_bytes, self._most):
+            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * here : end * here])
+            ids, kernel = copy.device_blocks[begin * there : end * there], partial(self._launch, direction)
+            ring.through(ids, kernel, self._group.region.crossing(direction, spans))
 
-    def launch(
-        self, direction: Direction, page: Page, first: int, last: int, memory: torch.Tensor, stream: int
-    ) -> None:
-        """Gather the blocks with ids [first, last) of the page into `memory`, or scatter it to them."""
-        ids = page.on_device(stream)[first:last]
+    def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
+        """Pieces with these host blocks, one after another from address `slot` on."""
+        width, block_bytes = self._group.host_blocks, self._group.region.block_bytes
+        if self._is_one_block:
+            return whole_blocks(slot, host_blocks, block_bytes)
+        begins = range(slot, slot + len(host_blocks) // width * self._pitch, self._pitch)
+        return pieces(begins, host_blocks, width, self._places, block_bytes)
+
+    def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
             (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids, stream)
 
@@ -128,29 +135,13 @@ class ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
     def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
-        self._group, self._region = group, group.region
+        self._region = group.region
         self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
         ring.streams.kernels.wait(after)
-        host, device = self._group.host_blocks, self._group.device_blocks  # of a piece
-        step = ring.board.page_ids // device
-        for first in range(0, len(copy.device_blocks) // device, step):
-            page = ring.board.take(copy.device_blocks[first * device : (first + step) * device])
-            host_blocks = copy.host_blocks[first * host : (first + step) * host]
-            for section in self._sections:
-                self._submit_section(direction, section, host_blocks, page, ring)
-            page.free = ring.streams.kernels.record()
-
-    def _submit_section(
-        self, direction: Direction, section: _Section, host_blocks: Sequence[int], page: Page, ring: Ring
-    ) -> None:
-        """Of the pieces whose device blocks are on `page`."""
-        host, device = self._group.host_blocks, self._group.device_blocks
-        for begin, end in _slices(len(host_blocks) // host, section.num_bytes, section.most):
-            spans = section.spans(ring.next_slot.address, host_blocks[begin * host : end * host], host)
-            kernel = partial(section.launch, direction, page, begin * device, end * device)
-            ring.through(kernel, self._region.crossing(direction, spans))
+        for section in self._sections:
+            section.submit(direction, copy, ring)
 
 
 def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

@@ -26,10 +26,9 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
-from cpu_prefix_cache.copier.board import PAGE_IDS, Board
 from cpu_prefix_cache.copier.link import Pinned, Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
-from cpu_prefix_cache.copier.paths import Direct, StagedGroup, ThroughRing, round_up
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, StagedGroup, ThroughRing, round_up
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
 from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
@@ -79,10 +78,10 @@ class StagedCopier(Copier):
         groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
         slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
         self._loads_first = LoadsFirst() if loads_first else None
-        page_ids = max(PAGE_IDS, *(group.device_blocks for group in groups))
+        num_ids = max(SLOT_IDS, *(group.device_blocks for group in groups))
         pairs = {Direction.STORE: self._streams.stores, Direction.LOAD: self._streams.loads}
         self._rings = {
-            direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, page_ids)
+            direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
             for direction, pair in pairs.items()
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
@@ -118,10 +117,10 @@ class StagedCopier(Copier):
             raise
         return event
 
-    def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
+    def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, num_ids: int) -> Ring:
         slots, device = num_bytes // slot_bytes if slot_bytes else 0, self._binding.device
         pause = _no_pause if self._loads_first is None or direction is Direction.LOAD else self._loads_first.pause
-        return Ring(direction, pair, Board(device, page_ids), slots, slot_bytes, device, self._streams.compute, pause)
+        return Ring(direction, pair, slots, slot_bytes, num_ids, device, self._streams.compute, pause)
 
 
 def _no_pause() -> None:
