@@ -25,7 +25,7 @@ import torch
 from common import percentile, print_environment
 from copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
 from cpu_prefix_cache import Direction, TransferPlan
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import StepPlan
@@ -43,9 +43,9 @@ def line(text: str, kept: bool | None = None) -> None:
     print(mark + text, flush=True)
 
 
-def poll(mark: Mark) -> None:
+def poll(event: Event) -> None:
     """Wait, and stay awake, as an engine does: after a sleep of 20 ms the first calls take ten times as long."""
-    while not mark.passed():
+    while not event.passed():
         pass
 
 
@@ -56,9 +56,9 @@ def measured(method: Method, direction: Direction, repeats: int) -> tuple[float,
     for repeat in range(repeats + 1):
         torch.cuda.synchronize()
         start, worked = time.perf_counter(), time.thread_time()
-        mark = method.submit(direction)
+        event = method.submit(direction)
         worked = time.thread_time() - worked
-        poll(mark)
+        poll(event)
         if repeat:
             times.append(time.perf_counter() - start)
             submits.append(worked)
@@ -75,8 +75,8 @@ def sustained(method: Method, directions: Sequence[Direction], seconds: float = 
     def one_way(direction: Direction) -> None:
         torch.cuda.set_device(DEVICE)
         gate.wait()
-        marks = [method.submit(direction) for _ in range(count)]
-        marks[-1].until_passed()
+        events = [method.submit(direction) for _ in range(count)]
+        events[-1].until_passed()
         ends.append(time.perf_counter())
 
     threads = [threading.Thread(target=one_way, args=(direction,)) for direction in directions]
@@ -295,14 +295,14 @@ def copying(method: Method, direction: Direction) -> Iterator[Callable[[], float
     def run() -> None:
         torch.cuda.set_device(DEVICE)
         with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # the loop beside is compute, and not what copies wait for
-            marks: list[Mark] = []
+            events: list[Event] = []
             while not stop.is_set():
-                marks.append(method.submit(direction))
-                if len(marks) > 2:
-                    marks.pop(0).until_passed()
+                events.append(method.submit(direction))
+                if len(events) > 2:
+                    events.pop(0).until_passed()
                     ends[0] += 1
-            for mark in marks:
-                mark.until_passed()
+            for event in events:
+                event.until_passed()
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -22,7 +22,7 @@ from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.bench.measure import OneGroup
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.queues import CudaMark, Mark
+from cpu_prefix_cache.copier.streams import DeviceEvent, Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import STREAM_ORDER, cuda_driver
 
@@ -82,11 +82,11 @@ def _places(placed: str, there: int, wanted: int, rng: random.Random) -> list[in
 
 
 class Method(Protocol):
-    """`submit` hands over all the blocks of a scene, `num_bytes` bytes, and returns a mark of their end."""
+    """`submit` hands over all the blocks of a scene, `num_bytes` bytes, and returns an event of their end."""
 
     num_bytes: int
 
-    def submit(self, direction: Direction) -> Mark: ...
+    def submit(self, direction: Direction) -> Event: ...
 
 
 class Staged:
@@ -95,7 +95,7 @@ class Staged:
         self.num_bytes = scene.num_bytes
         self._copies = scene.copies()
 
-    def submit(self, direction: Direction) -> Mark:
+    def submit(self, direction: Direction) -> Event:
         return self.copier.submit(direction, self._copies, self.copier.here())
 
 
@@ -109,7 +109,7 @@ class Batch:
         self._layers = scene.pinned.data_ptr() + layers * len(scene.pinned) * scene.fragment
         self._streams = {direction: torch.cuda.Stream(DEVICE) for direction in Direction}
 
-    def submit(self, direction: Direction) -> Mark:
+    def submit(self, direction: Direction) -> Event:
         scene, stream = self._scene, self._streams[direction]
         there = (self._bases + torch.tensor(scene.device_blocks) * scene.fragment).flatten()
         here = (self._layers + torch.tensor(scene.host_blocks) * scene.fragment).flatten()
@@ -117,7 +117,7 @@ class Batch:
         to, of, order = (here, there, STREAM_ORDER) if direction is Direction.STORE else (there, here, ANY_ORDER)
         addresses = to.data_ptr(), of.data_ptr(), sizes.data_ptr(), len(sizes)
         cuda_driver().copy_batch(*addresses, stream.cuda_stream, order)
-        return CudaMark(stream)
+        return DeviceEvent(stream)
 
 
 @triton.jit
@@ -144,7 +144,7 @@ class Kernel:
         self._host = scene.pinned.view(-1).view(torch.int64)
         self._streams = {direction: torch.cuda.Stream(DEVICE) for direction in Direction}
 
-    def submit(self, direction: Direction) -> Mark:
+    def submit(self, direction: Direction) -> Event:
         scene, words = self._scene, self._scene.fragment // 8
         with torch.cuda.stream(self._streams[direction]):
             _copy_blocks[(16,)](
@@ -153,7 +153,7 @@ class Kernel:
                 BLOCK=min(4096, triton.next_power_of_2(words)),
                 num_warps=8,
             )
-        return CudaMark(self._streams[direction])
+        return DeviceEvent(self._streams[direction])
 
 
 class Torch:
@@ -167,12 +167,12 @@ class Torch:
         self.num_bytes = scene.num_bytes
         self._streams = {direction: torch.cuda.Stream(DEVICE) for direction in Direction}
 
-    def submit(self, direction: Direction) -> Mark:
+    def submit(self, direction: Direction) -> Event:
         with torch.cuda.stream(self._streams[direction]):
             for there, here in self._pairs:
                 to, of = (here, there) if direction is Direction.STORE else (there, here)
                 to.copy_(of, non_blocking=True)
-        return CudaMark(self._streams[direction])
+        return DeviceEvent(self._streams[direction])
 
 
 class Large:
@@ -186,12 +186,12 @@ class Large:
         }
         self._streams = {direction: torch.cuda.Stream(DEVICE) for direction in Direction}
 
-    def submit(self, direction: Direction) -> Mark:
+    def submit(self, direction: Direction) -> Event:
         here, there = self._sides[direction]
         to, of = (here, there) if direction is Direction.STORE else (there, here)
         with torch.cuda.stream(self._streams[direction]):
             to.copy_(of, non_blocking=True)
-        return CudaMark(self._streams[direction])
+        return DeviceEvent(self._streams[direction])
 
 
 METHODS: dict[str, Callable[[Scene], Method]] = {"staged": Staged, "batch": Batch, "kernel": Kernel, "torch": Torch}

@@ -35,7 +35,9 @@ from connector.transformers import (
 )
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, CacheStatistics, ConfigurationError, GroupKind
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.faults import CorruptingCopier
+from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.memory.parts import block_bytes
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 # Two correct float32 runs with the same prefill cuts differ by 1e-6 of the logits' deviation; one zeroed block of 16
 # tokens among 3,500 by 1e-2 and more.
@@ -55,6 +57,29 @@ PIECES = {  # --corrupt -> the kinds of group that have such a piece
     "window": (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL),
     "state": (GroupKind.STATE,),
 }
+
+
+class CorruptingCopier(Copier):
+    """Copies like `copier`, then zeroes one device block of a group: the first that the first load of it has filled."""
+
+    def __init__(self, copier: Copier, tensors: Sequence[Sequence[torch.Tensor]], group: int) -> None:
+        self._copier, self._group = copier, group
+        self._parts = [block_bytes(tensor) for tensor in tensors[group]]
+        self.corrupted = False
+
+    def here(self) -> Event:
+        return self._copier.here()
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
+        event = self._copier.submit(direction, copies, after)
+        filled = [block for copy in copies if copy.group == self._group for block in copy.device_blocks]
+        if direction is Direction.LOAD and filled and not self.corrupted:
+            event.until_passed()
+            for part in self._parts:
+                part[filled[0]] = 0
+            self.corrupted = True
+            return self.here()
+        return event
 
 
 class UserError(Exception):

@@ -2,7 +2,7 @@
 
 The model is a list of byte addresses on each side. Every copier is held against it over all of the memory there is:
 padding, other blocks, and what a piece leaves of its host blocks. The staged copier runs in Triton's interpreter, with
-small rings, with tiles of any width, and with queues that put work off in any order they may.
+small rings, with tiles of any width, and with streams that put work off in any order they may.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
-from tests.delays import DelayedQueues
+from tests.delays import DelayedStreams
 
 POISON = 0xAB
 MAX_FRAGMENTS = 20  # of one group in one copy: what the interpreter does in some milliseconds
@@ -135,14 +135,14 @@ def build(name, layout, tensors, host, data):
         for part in parts
     )
     least = 4 * -(-largest // 512) * 512
-    delays = DelayedQueues(rng=random.Random(data.draw(st.integers(0, 1000), label="delays")))
+    delays = DelayedStreams(rng=random.Random(data.draw(st.integers(0, 1000), label="delays")))
     return StagedCopier(
         layout,
         tensors,
         host,
         ring_bytes=data.draw(st.sampled_from([least, 2 * least, least + 64 * 512]), label="ring"),
         tiling=data.draw(st.sampled_from(NARROW if largest < 100 else WIDE), label="tiling"),
-        queues=delays.queues,
+        streams=delays.streams,
     )
 
 

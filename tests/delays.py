@@ -1,51 +1,51 @@
-"""Queues that put work off as long as they may: what a stream is allowed to do, a test can make them do.
+"""Streams that put work off as long as they may: what CUDA is allowed to do, a test can make them do.
 
-Nothing runs before somebody drains a queue, and then the queue runs that comes first in `eager`, or that `rng` picks,
-among all that may go on. A queue stops at a wait until its mark is passed, wherever that is.
+Nothing runs before somebody synchronizes with a stream, and then the stream runs that comes first in `eager`, or that
+`rng` picks, among all that may go on. A stream stops at a wait until its event is passed, wherever that is.
 """
 
 import random
 from collections import deque
 
-from cpu_prefix_cache.copier.queues import Lane, Queues
+from cpu_prefix_cache.copier.streams import StreamPair, Streams
 
 
-class DelayedMark:
-    def __init__(self, queue):
-        self.queue, self.has_passed = queue, False
+class DelayedEvent:
+    def __init__(self, stream):
+        self.stream, self.has_passed = stream, False
 
     def passed(self):
         return self.has_passed
 
     def until_passed(self):
         while not self.has_passed:
-            self.queue.world.step()
+            self.stream.world.step()
 
 
-class DelayedQueue:
+class DelayedStream:
     def __init__(self, world, name):
         self.world, self.name, self.entries, self.waited_for = world, name, deque(), []
 
     def submit(self, work):
         self.entries.append(work)
 
-    def mark(self):
-        mark = DelayedMark(self)
-        self.entries.append(mark)
-        return mark
+    def record(self):
+        event = DelayedEvent(self)
+        self.entries.append(event)
+        return event
 
-    def move(self, mark):
-        assert mark.queue is self
-        if mark in self.entries:
-            self.entries.remove(mark)
-        mark.has_passed = False
-        self.entries.append(mark)
+    def record_again(self, event):
+        assert event.stream is self
+        if event in self.entries:
+            self.entries.remove(event)
+        event.has_passed = False
+        self.entries.append(event)
 
-    def wait(self, mark):
-        self.entries.append(("wait", mark))
-        self.waited_for.append(mark.queue)
+    def wait(self, event):
+        self.entries.append(("wait", event))
+        self.waited_for.append(event.stream)
 
-    def drain(self):
+    def synchronize(self):
         while self.entries:
             self.world.step()
 
@@ -55,26 +55,26 @@ class DelayedQueue:
 
     def step(self):
         entry = self.entries.popleft()
-        if isinstance(entry, DelayedMark):
+        if isinstance(entry, DelayedEvent):
             entry.has_passed = True
         elif callable(entry):
             entry(0)
             self.world.ran.append(self.name)
 
 
-class DelayedQueues:
-    """`queues` is what a staged copier takes; `ran` names the queue of each piece of work, in the order it ran."""
+class DelayedStreams:
+    """`streams` is what a staged copier takes; `ran` names the stream of each piece of work, in the order it ran."""
 
     def __init__(self, eager=(), rng=None):
         self.eager, self.rng, self.ran = eager, rng or random.Random(0), []
-        self.compute, *rest = [DelayedQueue(self, name) for name in ("compute", "pack", "out", "in", "unpack")]
+        self.compute, *rest = [DelayedStream(self, name) for name in ("compute", "pack", "out", "in", "unpack")]
         pack, out, into, unpack = rest
         self.all = [self.compute, *rest]
-        self.queues = Queues(self.compute.mark, stores=Lane(pack, out), loads=Lane(unpack, into))
+        self.streams = Streams(self.compute.record, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
 
     def step(self):
-        ready = {queue.name: queue for queue in self.all if queue.may_go_on}
+        ready = {stream.name: stream for stream in self.all if stream.may_go_on}
         if not ready:
-            raise RuntimeError("every queue waits for another")
+            raise RuntimeError("every stream waits for another")
         first = next((name for name in self.eager if name in ready), None)
         ready[first or self.rng.choice(sorted(ready))].step()

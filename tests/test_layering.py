@@ -84,7 +84,7 @@ def test_one_file_knows_triton_and_is_imported_by_staging_alone():
     knows = {file.stem for file in EVERYTHING if "triton" in {name.split(".")[0] for name in imports(file)}}
     assert knows == {"triton_staging"}
     uses = {file.stem for file in EVERYTHING if "triton_staging" in file.read_text()}
-    assert uses == {"staged", "ways"}
+    assert uses == {"staged", "paths"}
 
 
 @pytest.mark.parametrize("file", EVERYTHING, ids=name_of)

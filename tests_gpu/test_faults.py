@@ -34,7 +34,7 @@ def breakable(stage, direction, what):
     """Where a launch, or a copy, of this direction comes by."""
     if what == "launch":
         return triton_staging.Launcher, "gather" if direction is Direction.STORE else "scatter"
-    return stage.copier._ways[0]._region.link, "cross"
+    return stage.copier._paths[0]._region.link, "cross"
 
 
 @pytest.mark.parametrize("direction", Direction)

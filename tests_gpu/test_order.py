@@ -14,7 +14,7 @@ from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import POISON
 

@@ -119,9 +119,10 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
     from connector.vllm import versions
 
     *_, device_blocks, length, options = MODELS[name]
-    extra: dict[str, Any] = {"cpu_bytes_to_use": HOST_BYTES}
+    module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES)
     if variant.startswith("damaged "):
-        extra["test_corrupt_group"] = variant.removeprefix("damaged ")
+        os.environ["DAMAGED_GROUP"] = variant.removeprefix("damaged ")
+        module = "tests_gpu.damaging"
     elif variant == "apart":
         versions.needs_joint_hits = lambda has_mamba: False
     else:
@@ -130,7 +131,7 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         options = options | dict(
             kv_transfer_config=dict(
                 kv_connector="CPUPrefixCacheConnector",
-                kv_connector_module_path="connector.vllm",
+                kv_connector_module_path=module,
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config=extra,

@@ -23,8 +23,9 @@ import connector.vllm.worker as worker_module
 from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.messages.stats import CacheStatistics
+from tests.faults import damaging
 from tests_vllm.models import MODELS, some_tokens
 from tests_vllm.real_engine import BLOCK, PATIENCE, Answer, RealEngine, cold_answers
 
@@ -172,11 +173,13 @@ class Copies:
     holding   what is begun moves its bytes, all of them, only when the test lets it go on
     blocking  the thread that takes up the next copy gets no further until then; what is behind it has not begun
     failing   what is begun fails, and has moved nothing
+    damaged   the name of a group of which every load damages one block: the control of whatever compares answers
 
     Where there are several connectors, it concerns the first alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, damaged: str | None = None) -> None:
+        self.damaged = damaged
         self.begun: list[Direction] = []
         self.held: set[Direction] = set()
         self.blocked: set[Direction] = set()
@@ -186,9 +189,10 @@ class Copies:
     def in_place(self) -> Iterator[None]:
         """An engine that starts meanwhile copies by way of this one."""
         choose, chosen = worker_module.choose_copier, []
+        spoil = choose if self.damaged is None else damaging(choose, self.damaged)
 
         def choose_and_wrap(*arguments, **options):
-            choice = choose(*arguments, **options)
+            choice = (choose if chosen else spoil)(*arguments, **options)
             chosen.append(choice)
             return choice if len(chosen) > 1 else replace(choice, copier=_Copier(self, choice.copier))
 
@@ -231,10 +235,10 @@ class _Copier(Copier):
         self._copies = copies
         self._copier = copier
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self._copier.here()
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._copies.begun.append(direction)
         while direction in self._copies.blocked:
             time.sleep(NAP_SECONDS)
@@ -245,12 +249,12 @@ class _Copier(Copier):
 
 
 class _Held:
-    """The mark of a copy that begins only when it may end: its bytes come as late as they may."""
+    """The event of a copy that begins only when it may end: its bytes come as late as they may."""
 
-    def __init__(self, is_held: Callable[[], bool], begin: Callable[[], Mark]) -> None:
+    def __init__(self, is_held: Callable[[], bool], begin: Callable[[], Event]) -> None:
         self._is_held = is_held
         self._begin = begin
-        self._mark: Mark | None = None
+        self._mark: Event | None = None
 
     def passed(self) -> bool:
         if self._mark is None and not self._is_held():

@@ -288,10 +288,10 @@ def test_a_transfer_is_one_observation_of_seconds_and_one_of_gigabytes_per_secon
     assert board.shows("transfer_seconds:load", engine=1) == 0
 
 
-def test_a_rank_counts_what_it_carries():
-    taken = TransferTimes(lambda transfer: transfer.num_bytes // 4 if transfer.direction is Direction.STORE else 0)
-    taken.observe(plan_of(0, Direction.STORE, 4 * 10**9), 1.0)
-    taken.observe(plan_of(1, Direction.LOAD, 4 * 10**9), 1.0)
+def test_what_was_told_is_told_once_and_of_what_a_rank_has_no_share_nothing():
+    taken = TransferTimes()
+    taken.observe(plan_of(0, Direction.STORE, 10**9), 1.0)
+    taken.observe(plan_of(1, Direction.LOAD, 0), 1.0)
     assert taken.take().data == {"transfer_seconds:store": [1.0], "transfer_gigabytes_per_second:store": [1.0]}
     assert taken.take() is None
 

@@ -139,13 +139,22 @@ def test_a_step_that_computes_nothing_or_is_timed_always_has_something_to_say(tm
     assert said == [(1, None), (1, None), None, (1, 7), None]
 
 
-def test_a_rank_carries_its_share_of_a_store_and_all_of_a_load(tmp_path):
+def test_a_rank_carries_its_share_of_a_store_and_all_of_a_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(ranks, "agree", _raise)
     group = latent()
     halves = [half(tmp_path, group, 2, rank) for rank in range(2)]
     (piece,) = halves[0]._settings.planner.pieces
     first = piece.host_blocks  # of the second piece in the region, and after that the third and the fourth
     copies = (GroupCopy(0, tuple(range(first, 4 * first)), tuple(range(1, 1 + 3 * piece.device_blocks))),)
-    store = TransferPlan(0, Direction.STORE, copies, 3 * piece.num_bytes)
-    assert [each._carried(store) for each in halves] == [piece.num_bytes, 2 * piece.num_bytes]
-    load = TransferPlan(1, Direction.LOAD, copies, 3 * piece.num_bytes)
-    assert [each._carried(load) for each in halves] == [load.num_bytes] * 2
+    plan = StepPlan(
+        0, tuple(TransferPlan(at, direction, copies, 3 * piece.num_bytes) for at, direction in enumerate(Direction))
+    )
+    carried = []
+    for each in halves:
+        each.register_kv_caches(latent_caches(group))
+        with patch.object(each._worker, "run") as run:
+            each.begin(StepMetadata(plan, {}, True))
+        carried.append([transfer.num_bytes // piece.num_bytes for transfer in run.call_args.args[0].transfers])
+        each.close()
+    assert carried == [[1, 3], [2, 3]]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests_vllm.models import WINDOW, save_gemma4, some_tokens
-from tests_vllm.real_cache import CachedEngine
+from tests_vllm.real_cache import CachedEngine, Copies
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 from tests_vllm.test_real_hits import answer_in_pairs
 
@@ -46,7 +46,7 @@ def test_prompts_come_back_at_their_last_boundary(which, folder, expected, offlo
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
 def test_one_damaged_block_of_a_load_shows(folder, expected, group):
     """The control: one wrong block, of any group, would fail the comparison."""
-    with CachedEngine(folder, offload="eager", test_corrupt_group=group) as engine:
+    with CachedEngine(folder, offload="eager", copies=Copies(damaged=group)) as engine:
         answer_in_pairs(engine, PROMPTS)
         engine.flood()
         damaged = answer_in_pairs(engine, PROMPTS)

@@ -394,7 +394,7 @@ def test_loads_that_always_fail_turn_the_cache_off_though_stores_go_well(caplog)
 
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
 def test_one_damaged_block_of_a_load_shows(group):
-    with engine_with(folder_of("gemma3"), test_corrupt_group=group) as engine:
+    with engine_with(folder_of("gemma3"), copies=Copies(damaged=group)) as engine:
         damaged = engine.answer(PROMPTS)
     assert [answer.loaded_tokens for answer in damaged] == [ALL] * 8
     assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of("gemma3"))) >= 7

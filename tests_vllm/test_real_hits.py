@@ -11,7 +11,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from tests_vllm.models import MODELS, some_tokens
-from tests_vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, expected_of, folder_of
+from tests_vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, Answer, RealEngine, cold_answers, differences
 
 
@@ -59,20 +59,13 @@ def test_what_comes_back_is_as_good_as_computed(model, way):
 @pytest.mark.parametrize(("model", "group"), [(model, group) for model in MODELS for group in GROUPS[model]])
 def test_one_damaged_block_of_a_load_shows(model, group):
     """The control of all comparisons in this file: one wrong block, of any group, would fail them."""
-    with CachedEngine(folder_of(model), offload="eager", test_corrupt_group=group) as engine:
+    with CachedEngine(folder_of(model), offload="eager", copies=Copies(damaged=group)) as engine:
         computed = answer_in_pairs(engine, PROMPTS)
         engine.flood()
         damaged = answer_in_pairs(engine, PROMPTS)
     assert max(differences(computed, expected_of(model))) <= TOLERANCE
     assert [answer.loaded_tokens for answer in damaged] == [BLOCKS * BLOCK] * 8
     assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of(model))) >= 7
-
-
-@on_any()
-def test_a_group_to_be_damaged_is_known_by_its_name(model):
-    names = ", ".join(GROUPS[model])
-    with pytest.raises(ConfigurationError, match=f"test_corrupt_group must be one of {names}"):
-        CachedEngine(folder_of(model), test_corrupt_group="prefix-7")
 
 
 # How much

@@ -40,9 +40,11 @@ SILENT = dict(kv_connector="SilentConnector", kv_connector_module_path="tests_vl
 class MultiEngine(CachedEngine):
     """`Copies` are those of the first of ours."""
 
-    def __init__(self, folder: Path, *children: dict[str, object], **engine: object) -> None:
+    def __init__(
+        self, folder: Path, *children: dict[str, object], copies: Copies | None = None, **engine: object
+    ) -> None:
         multi = dict(connector="MultiConnector", module=None, extra=dict(connectors=list(children)), log_stats=True)
-        super().__init__(folder, copies=Copies(), engine=multi | engine)
+        super().__init__(folder, copies=copies or Copies(), engine=multi | engine)
 
     def loaded(self) -> list[int]:
         """How many loads each of ours has made."""
@@ -165,7 +167,7 @@ def test_beside_a_connector_that_knows_one_group_only(tmp_path):
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
 def test_one_damaged_block_of_a_load_shows(group):
     """The control: the first loads, and is damaged; the second has stored what is right."""
-    with MultiEngine(folder_of("gemma3"), ours(test_corrupt_group=group), ours(), blocks=200) as engine:
+    with MultiEngine(folder_of("gemma3"), ours(), ours(), copies=Copies(damaged=group), blocks=200) as engine:
         engine.answer(PROMPTS)
         engine.forget()
         damaged = engine.answer(PROMPTS)
@@ -282,8 +284,8 @@ def test_an_engine_can_end_while_something_is_copied_and_twice(direction, asynch
 
 
 def test_an_engine_that_is_refused_leaves_nothing_behind():
-    with pytest.raises(ConfigurationError, match="test_corrupt_group"):
-        CachedEngine(folder_of("llama"), test_corrupt_group="nobody", host_bytes=HOST_BYTES)
+    with pytest.raises(ConfigurationError, match="policy must be one of"):
+        CachedEngine(folder_of("llama"), policy="nobody", host_bytes=HOST_BYTES)
     gc.collect()
     assert left_behind() == ([], [], [])
 

@@ -12,7 +12,7 @@ import pytest
 
 import connector.vllm.worker as worker_module
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.offload import break_even
 from tests_vllm.models import MODELS, save_long_llama, some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
@@ -311,10 +311,14 @@ def test_loads_that_are_too_short_are_not_made(model):
 
 
 def test_by_default_loads_that_take_longer_than_computing_are_not_made():
-    """Once both are known: what was measured of this machine's link, and how fast the engine has computed."""
-    slow_link = lambda *args, **kwargs: replace(choose_copier(*args, **kwargs), load_bytes_per_second=1.0)  # noqa: E731
+    """Once both are known: how fast large loads were, and how fast the engine has computed."""
+
+    class SlowLink(CopyWorker):
+        def report(self):
+            return replace(super().report(), load_bytes_per_second=1.0)
+
     with (
-        patch.object(worker_module, "choose_copier", slow_link),
+        patch.object(worker_module, "CopyWorker", SlowLink),
         patch.object(break_even, "TELLING_TOKENS", 64),
         CachedEngine(folder_of("llama"), offload="eager") as engine,
     ):
@@ -388,7 +392,7 @@ def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_compu
 
 @pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
 def test_one_damaged_block_of_a_load_shows(group):
-    with CachedEngine(folder_of("gemma3"), offload="eager", test_corrupt_group=group) as engine:
+    with CachedEngine(folder_of("gemma3"), offload="eager", copies=Copies(damaged=group)) as engine:
         engine.answer(PROMPTS)
         engine.forget()
         damaged = engine.answer(PROMPTS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.bench.measure import FRAGMENTS, _direct_from
+from cpu_prefix_cache.bench import measure
 from cpu_prefix_cache.bench.rates import Rate, draw, table
 from cpu_prefix_cache.cli import main
 
@@ -43,28 +43,15 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path):
         draw(str(tmp_path / "no" / "rates.png"), "", RATES, LIMITS)
 
 
-def rates(direct_from):
-    """Direct copies are as good as staged ones from that size on, one way."""
-    found = {}
-    for size in FRAGMENTS:
-        found.update({("staged", size, way): 50.0 for way in LIMITS})
-        found.update({("direct", size, "load"): 50.0, ("direct", size, "store"): 50.0 if size >= direct_from else 48.0})
-    return found
-
-
-@pytest.mark.parametrize("size", FRAGMENTS)
-def test_direct_copies_are_good_from_the_size_on_from_which_they_are_both_ways(size):
-    assert _direct_from(rates(size)) == size
-
-
-def test_if_they_never_are_no_block_is_large_enough():
-    assert _direct_from(rates(1 << 40)) == 2 * FRAGMENTS[-1]
-
-
-def test_a_good_size_below_a_bad_one_does_not_count():
-    found = rates(FRAGMENTS[0])
-    found["direct", FRAGMENTS[3], "load"] = 1.0
-    assert _direct_from(found) == FRAGMENTS[4]
+def test_it_prints_what_was_measured_and_draws_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(measure, "measure", lambda device: measure.Measured("A GPU/9, torch 9", LIMITS, RATES))
+    assert main(["bench", "--plot", str(tmp_path / "rates.svg")]) == 0
+    *_, slowest, link = capsys.readouterr().out.splitlines()
+    assert slowest.split()[:3] == ["4", "KiB", "direct"]
+    assert link == "A GPU/9, torch 9: one large copy, store 50.0 GB/s, load 52.0 GB/s"
+    assert (tmp_path / "rates.svg").exists()
 
 
 def test_without_a_device_it_says_so(capsys, monkeypatch):

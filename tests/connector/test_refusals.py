@@ -13,7 +13,7 @@ from transformers import (
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier.faults import MeddlingCopier
+from tests.faults import MeddlingCopier
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 

@@ -12,7 +12,7 @@ import torch
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
 from cpu_prefix_cache import ConfigurationError, Direction
-from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
+from tests.faults import CorruptingCopier, MeddlingCopier
 from tests.sizes import sizes_of_containers
 
 TOLERANCE = 1e-4

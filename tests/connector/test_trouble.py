@@ -10,9 +10,9 @@ import torch
 from connector.transformers import PrefixCachedGenerator, PromptRefused
 from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, Direction
-from cpu_prefix_cache.copier.faults import CorruptingCopier, MeddlingCopier
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
+from tests.faults import CorruptingCopier, MeddlingCopier
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
 

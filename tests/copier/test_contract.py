@@ -5,9 +5,9 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
 from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
+from tests.faults import CorruptingCopier
 
 RING = 64 * 1024
 
@@ -187,6 +187,10 @@ BAD = {
     "half a piece there": GroupCopy(0, (2, 3), (0,)),
     "half a piece here": GroupCopy(0, (2,), (0, 2)),
     "more here than there": GroupCopy(1, (2, 3), (0,)),
+    "half a block": GroupCopy(1, (1.5,), (0,)),
+    "half a block among many": GroupCopy(1, (*range(300), 1.5), (0,) * 301),
+    "no number": GroupCopy(1, (2,), ("0",)),
+    "more than 64 bits": GroupCopy(1, (1 << 64,), (0,)),
     "no such group": GroupCopy(2, (2,), (0,)),
     "a group before the first": GroupCopy(-1, (2,), (0,)),
 }

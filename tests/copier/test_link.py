@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.copier.link import BatchedLink, MemoryLink, SingleLink
+from cpu_prefix_cache.copier.link import DriverLink, MemoryLink
 from cpu_prefix_cache.memory.moves import moves_of
 from tests.copier.bench import POISON, poisoned, randoms
 
@@ -14,8 +14,8 @@ from tests.copier.bench import POISON, poisoned, randoms
 class Memory:
     """A driver whose copies are done at once. It notes how each was asked for."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, has_batches=True):
+        self.has_batches, self.asked = has_batches, []
 
     def copy(self, destination, source, num_bytes, stream):
         self.asked.append(("one", stream))
@@ -36,17 +36,14 @@ class Pinned:
 def link_of(kind, host, driver):
     if kind == "memory":
         return MemoryLink()
-    if kind == "single":
-        return SingleLink(driver)
-    return BatchedLink(
-        driver, host.data_ptr(), Pinned(*{"batched": (0, True), "pinned": (30,), "pageable": (29,)}[kind])
-    )
+    pinned = {"batched": (0, True), "old": (0, True), "pinned": (30,), "pageable": (29,)}.get(kind)
+    return DriverLink(driver, host.data_ptr(), pinned and Pinned(*pinned))
 
 
-@pytest.mark.parametrize("kind", ["memory", "single", "batched", "pinned", "pageable"])
+@pytest.mark.parametrize("kind", ["memory", "old", "batched", "whole", "pinned", "pageable"])
 @pytest.mark.parametrize("direction", Direction)
 def test_every_link_copies_what_it_is_told_and_nothing_else(kind, direction):
-    device, host, driver = randoms(64), randoms(64, seed=1), Memory()
+    device, host, driver = randoms(64), randoms(64, seed=1), Memory(has_batches=kind != "old")
     before = [device.clone(), host.clone()]
     spans = [(device.data_ptr() + 40, 3, 5), (device.data_ptr() + 7, 20, 10)]
     link_of(kind, host, driver).cross(direction, moves_of(spans, host.data_ptr()), 77)
@@ -58,13 +55,13 @@ def test_every_link_copies_what_it_is_told_and_nothing_else(kind, direction):
         wanted[40:45], wanted[7:17] = before[1][3:8], before[1][20:30]
     assert torch.equal(got, wanted) and same
     one_by_one = [("one", 77), ("one", 77)]
-    assert driver.asked == {"memory": [], "single": one_by_one, "pageable": one_by_one}.get(kind, [(2, 77)])
+    assert driver.asked == {"memory": [], "old": one_by_one, "pageable": one_by_one}.get(kind, [(2, 77)])
 
 
 def test_what_ends_past_the_pinned_bytes_is_not_pinned():
     host, device, driver = poisoned(64), randoms(64), Memory()
     for pinned_bytes, batched in ((29, False), (30, True)):
-        link = BatchedLink(driver, host.data_ptr(), Pinned(pinned_bytes))
+        link = DriverLink(driver, host.data_ptr(), Pinned(pinned_bytes))
         link.cross(Direction.STORE, moves_of([(device.data_ptr(), 10, 20)], host.data_ptr()), 0)
         assert (driver.asked.pop() == (1, 0)) is batched
     assert (host[30:] == POISON).all()

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
-from cpu_prefix_cache.copier import link, ring, staged, triton_staging, ways
-from cpu_prefix_cache.copier.calibration import SHIPPED
+from cpu_prefix_cache.copier import link, paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
-from cpu_prefix_cache.copier.right_of_way import RightOfWay
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from tests.copier.bench import POISON, poisoned, randoms, shapes_of
-from tests.delays import DelayedQueues
+from tests.delays import DelayedStreams
 
 BLOCKS = 24
 
@@ -36,7 +35,7 @@ class Bench:
             self.host,
             ring_bytes=2 * slots * 1024,
             slots=slots,
-            queues=delays.queues,
+            streams=delays.streams,
             **options,
         )
 
@@ -52,7 +51,7 @@ EAGER = [("pack", "in"), ("out", "unpack")]  # as far ahead as it may, and the o
 
 @pytest.mark.parametrize("eager", EAGER)
 def test_a_slot_is_used_again_only_when_its_slice_has_left_it(eager):
-    bench = Bench(DelayedQueues(eager))
+    bench = Bench(DelayedStreams(eager))
     ids = list(range(BLOCKS))
     bench.copy(Direction.STORE, ids, reversed(ids))
     for at, (part, begin) in enumerate(zip(bench.parts, (0, 1000), strict=True)):
@@ -63,61 +62,62 @@ def test_a_slot_is_used_again_only_when_its_slice_has_left_it(eager):
 
 
 def test_while_one_slot_crosses_the_next_is_packed():
-    bench = Bench(DelayedQueues(("pack", "out")))
+    bench = Bench(DelayedStreams(("pack", "out")))
     bench.delays.ran.clear()
     bench.copy(Direction.STORE, range(4), range(4))
-    assert bench.delays.ran == ["pack", "pack", "out", "pack", "out", "pack", "out", "out"]
+    packed = ["pack"] * 2  # the slice's ids, and the slice
+    assert bench.delays.ran == [*packed, *packed, "out", *packed, "out", *packed, "out", "out"]
 
 
 # What a copy waits for
 
 
 def test_a_store_takes_what_compute_wrote_before_it_was_asked_for():  # L5.16
-    bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
+    bench = Bench(DelayedStreams(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
     bench.delays.compute.submit(lambda _: bench.parts[0].fill_(7))
     bench.copy(Direction.STORE, range(4), range(4))
     assert (bench.host[:4, :1000] == 7).all()
 
 
 def test_a_load_comes_after_the_last_reader_and_after_zeroing():
-    bench = Bench(DelayedQueues(("pack", "in", "out", "unpack")))
+    bench = Bench(DelayedStreams(("pack", "in", "out", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
     read = []
     bench.delays.compute.submit(lambda _: read.append(bench.parts[0][8:12].clone()))
     bench.delays.compute.submit(lambda _: bench.parts[0].zero_())
     bench.copy(Direction.LOAD, range(4), range(8, 12))
-    bench.delays.compute.drain()
+    bench.delays.compute.synchronize()
     assert torch.equal(read[0], bench.before[0][8:12])
     assert torch.equal(bench.parts[0][8:12], bench.before[0][:4])
 
 
 def test_blocks_that_cross_as_they_are_wait_for_compute_too():
-    delays = DelayedQueues(("pack", "in", "out", "unpack"))
+    delays = DelayedStreams(("pack", "in", "out", "unpack"))
     part = randoms(6, 64)
     copier = StagedCopier(
-        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), queues=delays.queues, direct_bytes=60
+        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), streams=delays.streams, direct_bytes=60
     )
     delays.compute.submit(lambda _: part.fill_(7))
     copier.copy(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))])
     assert (host[1:3] == 7).all()
     delays.compute.submit(lambda _: part.zero_())
     copier.copy(Direction.LOAD, [GroupCopy(0, (1, 2), (4, 5))])
-    delays.compute.drain()
+    delays.compute.synchronize()
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
-def test_submit_does_not_wait_for_the_end_and_its_mark_is_passed_then():
-    bench = Bench(DelayedQueues(("pack", "in")))
+def test_submit_does_not_wait_for_the_end_and_its_event_is_passed_then():
+    bench = Bench(DelayedStreams(("pack", "in")))
     copies = [GroupCopy(0, (0, 1), (3, 2))]
-    mark = bench.copier.submit(Direction.STORE, copies, bench.copier.here())
-    assert not mark.passed() and (bench.host == POISON).all()
-    mark.until_passed()
-    assert mark.passed()
+    event = bench.copier.submit(Direction.STORE, copies, bench.copier.here())
+    assert not event.passed() and (bench.host == POISON).all()
+    event.until_passed()
+    assert event.passed()
     assert torch.equal(bench.host[:2, :1000], bench.before[0][2:4].flip(0))
 
 
 def test_stores_and_loads_do_not_wait_for_each_other():
-    bench = Bench(DelayedQueues(("in", "unpack")))
+    bench = Bench(DelayedStreams(("in", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
     store = bench.copier.submit(Direction.STORE, [GroupCopy(0, (8, 9), (8, 9))], bench.copier.here())
     bench.copy(Direction.LOAD, range(4), range(12, 16))
@@ -127,7 +127,7 @@ def test_stores_and_loads_do_not_wait_for_each_other():
 
 
 def under_way(bench):
-    return any(queue.entries for queue in bench.delays.all if queue is not bench.delays.compute)
+    return any(stream.entries for stream in bench.delays.all if stream is not bench.delays.compute)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -136,11 +136,11 @@ def under_way(bench):
 def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
     monkeypatch, direction, at, what
 ):  # S7.45, L5.34
-    bench = Bench(DelayedQueues(("pack", "in")))
+    bench = Bench(DelayedStreams(("pack", "in")))
     ids = list(range(BLOCKS))
     bench.copy(Direction.STORE, ids, ids)
-    queue = bench.delays.all[{"kernel": (1, 4), "link": (2, 3)}[what][direction is Direction.LOAD]]
-    submitted, right = [], queue.submit
+    stream = bench.delays.all[{"kernel": (1, 4), "link": (2, 3)}[what][direction is Direction.LOAD]]
+    submitted, right = [], stream.submit
 
     def failing(work):
         submitted.append(work)
@@ -148,7 +148,7 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
             raise RuntimeError("out of resources")
         right(work)
 
-    monkeypatch.setattr(queue, "submit", failing)
+    monkeypatch.setattr(stream, "submit", failing)
     with pytest.raises(RuntimeError, match="out of resources"):
         bench.copy(direction, ids, ids)
     assert not under_way(bench)
@@ -164,16 +164,16 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
 
 
 def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
-    bench = Bench(DelayedQueues(("pack", "out")))
+    bench = Bench(DelayedStreams(("pack", "out")))
     ids = tuple(range(11))
-    mark = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
+    event = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
     assert bench.delays.ran.count("out") == 11 - 2
-    mark.until_passed()
+    event.until_passed()
 
 
-def test_a_store_lets_its_queue_run_empty_now_and_then():
-    """What else is to come to the host waits for the copy engine until there is nothing in that queue."""
-    bench = Bench(DelayedQueues(("pack", "out")))
+def test_a_store_lets_its_stream_run_empty_now_and_then():
+    """What else is to come to the host waits for the copy engine until there is nothing in that stream."""
+    bench = Bench(DelayedStreams(("pack", "out")))
     waited = []
     for slices in range(1, 13):
         ids = tuple(range(slices))
@@ -185,21 +185,21 @@ def test_a_store_lets_its_queue_run_empty_now_and_then():
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_store_gives_way_before_each_slice_and_a_load_takes_the_way(monkeypatch, direct):
+def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
     said = []
-    monkeypatch.setattr(RightOfWay, "give", lambda way: said.append("gives"))
-    monkeypatch.setattr(RightOfWay, "taken", lambda way: said.append("takes") or nullcontext())
-    bench = Bench(DelayedQueues(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
+    monkeypatch.setattr(LoadsFirst, "pause", lambda loads: said.append("pauses"))
+    monkeypatch.setattr(LoadsFirst, "loading", lambda loads: said.append("loads") or nullcontext())
+    bench = Bench(DelayedStreams(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
     bench.copy(Direction.STORE, [0, 1, 2], [0, 1, 2])
-    assert said == ["gives"] * (2 if direct else 3)  # a slice for each part, or for each block
+    assert said == ["pauses"] * (2 if direct else 3)  # a slice for each part, or for each block
     said.clear()
     bench.copy(Direction.LOAD, [0, 1, 2], [0, 1, 2])
-    assert said == ["takes"]
+    assert said == ["loads"]
 
 
-def test_no_queue_is_made_to_wait_for_a_slot():
+def test_no_stream_is_made_to_wait_for_a_slot():
     """What waits at the head of a stream may hold up other streams."""
-    bench = Bench(DelayedQueues(("pack", "out")))
+    bench = Bench(DelayedStreams(("pack", "out")))
     compute, pack, *_ = bench.delays.all
     ids = tuple(range(12))
     bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here()).until_passed()
@@ -207,31 +207,31 @@ def test_no_queue_is_made_to_wait_for_a_slot():
 
 
 def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
-    monkeypatch.setattr(ways, "SMALLEST_SLICE_BYTES", 1)
-    monkeypatch.setattr(ways, "DIRECT_SLICE_BYTES", 64)
-    part, delays, ids = randoms(20, 64), DelayedQueues(("out",)), tuple(range(20))
+    monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
+    monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 64)
+    part, delays, ids = randoms(20, 64), DelayedStreams(("out",)), tuple(range(20))
     shapes = shapes_of([[part]], [1], 64)
-    copier = StagedCopier(shapes, [[part]], poisoned(20, 64), queues=delays.queues, direct_bytes=64)
+    copier = StagedCopier(shapes, [[part]], poisoned(20, 64), streams=delays.streams, direct_bytes=64)
     copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here()).until_passed()
     assert delays.ran.count("out") == 20
     delays.ran.clear()
-    mark = copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here())
+    event = copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here())
     assert delays.ran.count("out") == 20 - ring.DIRECT_AHEAD
-    mark.until_passed()
+    event.until_passed()
 
 
-def test_a_transfer_of_more_blocks_than_a_page_takes_goes_page_by_page(monkeypatch):
-    monkeypatch.setattr(staged, "PAGE_IDS", 4)
+@pytest.mark.parametrize("eager", EAGER)
+def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
+    monkeypatch.setattr(staged, "SLOT_IDS", 4)
+    monkeypatch.setattr(paths, "SLOT_IDS", 4)
     parts = [randoms(60, 8)]
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
-    delays = DelayedQueues(("pack", "in"))
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=32 * 1024, slots=32, queues=delays.queues)
+    delays = DelayedStreams(eager)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, slots=2, streams=delays.streams)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
-    mark = copier.submit(
-        Direction.STORE, copies, copier.here()
-    )  # fifteen pages, of which there are four, and more slots than that
-    mark.until_passed()
+    copier.submit(Direction.STORE, copies, copier.here()).until_passed()
+    assert delays.ran.count("out") == 15  # of two pieces each, where a slot has room for 64
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
     before = parts[0].clone()
@@ -242,14 +242,14 @@ def test_a_transfer_of_more_blocks_than_a_page_takes_goes_page_by_page(monkeypat
 
 @pytest.mark.parametrize("eager", EAGER)
 def test_transfers_submitted_one_behind_another_do_not_mix(eager):
-    bench = Bench(DelayedQueues(eager))
+    bench = Bench(DelayedStreams(eager))
     order = random.Random(5).sample(range(BLOCKS), BLOCKS)
-    marks = [
+    events = [
         bench.copier.submit(Direction.STORE, [GroupCopy(0, (here,), (there,))], bench.copier.here())
         for here, there in enumerate(order)
     ]
-    marks[-1].until_passed()
-    assert all(mark.passed() for mark in marks)
+    events[-1].until_passed()
+    assert all(event.passed() for event in events)
     assert torch.equal(bench.host[:, :1000], bench.before[0][order])
 
 
@@ -302,7 +302,7 @@ def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
             seen.append(moves)
             super().cross(direction, moves, stream)
 
-    monkeypatch.setattr(staged, "MemoryLink", Watching)
+    monkeypatch.setattr(link, "MemoryLink", Watching)
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)
@@ -325,7 +325,7 @@ def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
 
 def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     part = randoms(6, 1024, 1024)
-    assert part[0].numel() >= SHIPPED.direct_bytes
+    assert part[0].numel() >= staged.DIRECT_BYTES
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)

@@ -4,14 +4,16 @@ from itertools import count
 
 import pytest
 
-from cpu_prefix_cache import Direction, StepPlan, TransferPlan
+from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 
+COPIES = (GroupCopy(0, (1,), (2,)),)
 
-class Marked:
-    """A mark that is passed when a test says so."""
+
+class AnEvent:
+    """An event that is passed when a test says so."""
 
     def __init__(self):
         self.ended = False
@@ -23,9 +25,9 @@ class Marked:
         assert self.ended
 
 
-class MarkingCopier(Copier):
+class EventCopier(Copier):
     def __init__(self):
-        self.marks, self.broken = [], False
+        self.events, self.broken = [], False
 
     def here(self):
         return Passed()
@@ -33,8 +35,8 @@ class MarkingCopier(Copier):
     def submit(self, direction, copies, after):
         if self.broken:
             raise RuntimeError("the link is down")
-        self.marks.append(Marked())
-        return self.marks[-1]
+        self.events.append(AnEvent())
+        return self.events[-1]
 
 
 class Timed:
@@ -42,14 +44,14 @@ class Timed:
 
     def __init__(self, **options):
         self.now, self.told = 100.0, []
-        self.copier = MarkingCopier()
+        self.copier = EventCopier()
         self.worker = CopyWorker(0, self.copier, clock=lambda: self.now, on_done=self.hear, **options)
 
     def hear(self, transfer, seconds):
         self.told.append((transfer.id, transfer.direction, transfer.num_bytes, seconds))
 
     def begins(self, *ids, direction=Direction.LOAD, failed=False, **fields):
-        transfers = tuple(TransferPlan(id, direction, (), 1_000 + id, failed) for id in ids)
+        transfers = tuple(TransferPlan(id, direction, COPIES, 1_000 + id, failed) for id in ids)
         self.worker.run(StepPlan(0, transfers, **fields))
 
 
@@ -63,7 +65,7 @@ def test_seconds_run_from_the_plan_to_the_report_that_sees_the_end(timed):
     timed.now = 100.5
     timed.worker.report()
     assert timed.told == []
-    timed.copier.marks[0].ended = True
+    timed.copier.events[0].ended = True
     timed.now = 102.0
     timed.worker.report()
     assert timed.told == [(0, Direction.STORE, 1_000, 2.0)]
@@ -71,8 +73,8 @@ def test_seconds_run_from_the_plan_to_the_report_that_sees_the_end(timed):
 
 def test_each_is_told_once_however_often_it_is_reported(timed):
     timed.begins(0, 1)
-    for mark in timed.copier.marks:
-        mark.ended = True
+    for event in timed.copier.events:
+        event.ended = True
     for _ in range(3):
         assert timed.worker.report().done == {0, 1}
     timed.begins(settled_below=2)
@@ -89,8 +91,8 @@ def test_all_of_a_plan_began_with_it(timed):
 
     timed.copier.submit = slowly
     timed.begins(0, 1)
-    for mark in timed.copier.marks:
-        mark.ended = True
+    for event in timed.copier.events:
+        event.ended = True
     timed.worker.report()
     assert [seconds for *_, seconds in timed.told] == [6.0, 6.0]
 
@@ -103,7 +105,8 @@ def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
     timed.begins(2, cancelled=(2,))
     assert timed.worker.report().failed == {0, 1, 2}
     assert timed.told == []
-    assert not timed.worker._open, "what is over is kept for ever"
+    timed.begins(settled_below=3)
+    assert not timed.worker._copies, "what is over is kept for ever"
 
 
 def test_a_load_that_came_too_late_is_not_told():
@@ -111,14 +114,14 @@ def test_a_load_that_came_too_late_is_not_told():
     timed.begins(0)
     timed.now = 106.0
     assert timed.worker.report().late == {0}
-    timed.copier.marks[0].ended = True
+    timed.copier.events[0].ended = True
     assert timed.worker.report().failed == {0}
     assert timed.told == []
 
 
 def test_nobody_reads_the_clock_for_nobody():
     reads = count()
-    worker = CopyWorker(0, MarkingCopier(), clock=lambda: float(next(reads)))
-    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 8),)))
+    worker = CopyWorker(0, EventCopier(), clock=lambda: float(next(reads)))
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, COPIES, 8),)))
     worker.report()
     assert next(reads) == 0

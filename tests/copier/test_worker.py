@@ -8,9 +8,9 @@ from threading import Semaphore
 
 import pytest
 
-from cpu_prefix_cache import Direction, MisuseError, StepPlan, TransferPlan
+from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Passed
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
 
 
@@ -31,8 +31,11 @@ class CountingCopier(Copier):
         return Passed()
 
 
-def plan(*ids, failed=False, direction=Direction.LOAD, **fields):
-    return StepPlan(0, tuple(TransferPlan(id, direction, (), 0, failed) for id in ids), **fields)
+COPIES = (GroupCopy(0, (1,), (2,)),)
+
+
+def plan(*ids, failed=False, direction=Direction.LOAD, copies=COPIES, **fields):
+    return StepPlan(0, tuple(TransferPlan(id, direction, copies, 0, failed) for id in ids), **fields)
 
 
 @pytest.fixture
@@ -82,6 +85,14 @@ def test_a_cancelled_load_is_not_started(worker, copier):
     assert copier.copied == 1
 
 
+def test_a_transfer_that_copies_nothing_here_is_done_at_once(worker, copier):
+    worker.run(plan(0, copies=()))
+    worker.run(plan(1, copies=(), failed=True))
+    worker.run(plan(2, copies=(), cancelled=(2,)))
+    assert worker.report().done == {0} and worker.report().failed == {1, 2}
+    assert copier.copied == 0
+
+
 def test_a_plan_of_another_version_is_refused_whole(worker, copier):
     with pytest.raises(MisuseError, match="version"):
         worker.run(plan(0, version=2))
@@ -110,7 +121,7 @@ def test_an_interrupt_leaves_nothing_that_nobody_will_report(worker, copier):
 
 
 class HeldCopier(CountingCopier):
-    """Every submission waits until it is let through; its marks are passed when `passed` says so."""
+    """Every submission waits until it is let through; its events are passed when `passed` says so."""
 
     def __init__(self):
         super().__init__()
@@ -121,10 +132,10 @@ class HeldCopier(CountingCopier):
         self.began.release()
         assert self.let_through.acquire(timeout=10)
         super().submit(direction, copies, after)
-        return HeldMark(self.ended, self.copied - 1)
+        return HeldEvent(self.ended, self.copied - 1)
 
 
-class HeldMark:
+class HeldEvent:
     def __init__(self, ended, number):
         self.ended, self.number = ended, number
 
@@ -177,6 +188,15 @@ def test_a_load_does_not_wait_for_the_submission_of_stores(threaded, held):
     assert held.began.acquire(timeout=10) and held.began.acquire(timeout=10)
     assert {direction for direction, _ in held.threads} == set(Direction)
     assert len({name for _, name in held.threads}) == 2
+
+
+def test_what_copies_nothing_here_waits_for_nothing(threaded, held):
+    threaded.run(plan(0))
+    threaded.run(plan(1, copies=()))
+    assert threaded.report().done == {1}
+    held.let_through.release()
+    held.ended.add(0)
+    assert eventually(lambda: threaded.report().done == {0, 1})
 
 
 def test_a_load_that_is_cancelled_while_it_waits_is_not_begun(threaded, held):
@@ -278,10 +298,12 @@ def test_a_transfer_whose_end_cannot_be_seen_has_failed_and_the_others_have_not(
     assert eventually(lambda: threaded.report().done == {1})
 
 
-def test_what_was_cancelled_is_forgotten_when_it_is_settled(threaded):
-    threaded.run(plan(cancelled=(3, 4)))
-    threaded.run(plan(settled_below=4, settled=(4,)))
-    assert not threaded._cancelled
+def test_what_is_settled_is_forgotten(worker, copier):
+    worker.run(plan(0, 1, 2, 3, cancelled=(2, 9)))
+    worker.run(plan(4, failed=True))
+    assert worker.report().failed == {2, 4}
+    worker.run(plan(settled_below=3, settled=(4,)))
+    assert set(worker._copies) == {3}
 
 
 @pytest.mark.parametrize("end", ["drain", "close"])
@@ -320,11 +342,40 @@ def test_a_fork_waits_for_no_threads(threaded, held, monkeypatch):
 
 def test_a_worker_that_nobody_keeps_ends_its_threads():
     worker = CopyWorker(5, CountingCopier(), threads=True)
-    names = {f"{direction.value}-5" for direction in Direction}
-    assert names <= {thread.name for thread in threading.enumerate()}
+    assert {name.split("-")[0] for name in names_of_rank(5)} == {"store", "load"}
     del worker
     gc.collect()
-    assert not names & {thread.name for thread in threading.enumerate()}
+    assert not names_of_rank(5)
+
+
+def names_of_rank(rank):
+    """Of the threads of its worker."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.split("_")[0] in (f"store-{rank}", f"load-{rank}")]
+
+
+def test_a_worker_that_is_collected_in_its_own_copy_thread_ends_its_threads():
+    """Where CPython collects garbage nobody chooses, and a thread cannot wait for its own end."""
+    dropped, came_back = threading.Event(), threading.Event()
+
+    class Collecting(CountingCopier):
+        def submit(self, direction, copies, after):
+            assert dropped.wait(10)
+            gc.collect()
+            came_back.set()
+            return super().submit(direction, copies, after)
+
+    gc.disable()
+    try:
+        cycle = [CopyWorker(6, Collecting(), threads=True)]
+        cycle.append(cycle)
+        cycle[0].run(plan(0))
+        del cycle
+        dropped.set()
+        assert came_back.wait(10)
+        assert eventually(lambda: not names_of_rank(6))
+    finally:
+        gc.enable()
 
 
 def test_all_of_a_plan_goes_behind_the_same_point_of_compute(copier):
@@ -335,10 +386,16 @@ def test_all_of_a_plan_goes_behind_the_same_point_of_compute(copier):
     assert len(asked) == 1 and len(set(map(id, given))) == 1
 
 
-def test_a_report_that_is_interrupted_is_made_again(worker):
+def test_a_report_that_is_interrupted_is_made_again(worker, copier):
+    class Interrupted(Passed):
+        def passed(self):
+            del Interrupted.passed
+            raise KeyboardInterrupt
+
+    copier.submit = lambda direction, copies, after: Interrupted()
     worker.run(plan(0, 1))
-    submitter = worker._submitters[Direction.LOAD]
-    next(submitter.ended())  # and then nothing more: an interrupt
+    with pytest.raises(KeyboardInterrupt):
+        worker.report()
     assert worker.report().done == {0, 1}
 
 
@@ -352,7 +409,7 @@ def paced(held):
     """A worker whose first load, of 64 MiB, took 10 s; its second, of 32 MiB, was begun at second 100."""
     worker = CopyWorker(0, held, threads=True, load_seconds=60, clock=lambda: worker.now)
     for id, worker.now, num_bytes in ((0, 0.0, 64 * MEGA), (1, 100.0, 32 * MEGA)):
-        worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, (), num_bytes),)))
+        worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, COPIES, num_bytes),)))
         assert held.began.acquire(timeout=10)
         if id == 0:
             worker.now = 10.0
@@ -394,7 +451,7 @@ def test_who_goes_by_it_waits_for_the_end(paced, held):
 def test_once_it_is_submitted_compute_alone_waits(paced, held):
     """Where it can: a staged copier has the engine's stream wait."""
     behind = []
-    held.hold_compute = lambda mark: behind.append(mark.number)
+    held.hold_compute = lambda event: behind.append(event.number)
     threading.Timer(0.05, held.let_through.release).start()
     paced.hold_compute({1})
     assert behind == [1] and paced.report().done == {0}
@@ -427,7 +484,7 @@ def test_so_is_one_that_has_not_ended_by_its_deadline(paced):
 
 
 def test_of_what_has_not_begun_nobody_knows(paced):
-    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), MEGA),)))
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, MEGA),)))
     paced.now = 104.9
     assert paced.ends_soon(1000) == {1}
 
@@ -437,7 +494,7 @@ def test_one_slow_load_does_not_change_much(paced, held):
     end(held)
     assert eventually(lambda: paced.report().done == {0, 1})
     paced.now = 200.0
-    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), 64 * MEGA),)))
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
     paced.now = 210.5
     assert paced.ends_soon(0.4) == set()  # a tenth slower than the fastest
@@ -449,16 +506,39 @@ def test_nor_does_one_that_took_no_time(paced, held):
     paced.now = 100.0 + 1e-6
     end(held)
     assert eventually(lambda: paced.report().done == {0, 1})
-    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, (), 64 * MEGA),)))
+    paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
     paced.now += 1
     assert paced.ends_soon(1) == set()
 
 
 def test_before_a_load_has_ended_nobody_knows(threaded, held):
-    threaded.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, (), 64 * MEGA),)))
+    threaded.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
     assert threaded.ends_soon(1e9) == set()
+
+
+def load_of(worker, held, id, num_bytes, seconds):
+    worker.now = 1000.0 * id
+    worker.run(StepPlan(0, (TransferPlan(id, Direction.LOAD, COPIES, num_bytes),)))
+    assert held.began.acquire(timeout=10)
+    worker.now += seconds
+    end(held, held.copied)
+    assert eventually(lambda: id in worker.report().done)
+    return worker.report().load_bytes_per_second
+
+
+def test_how_fast_the_link_is_three_large_loads_tell(held):
+    """The fastest of them does; of smaller ones a large part is not timed."""
+    worker = CopyWorker(0, held, threads=True, clock=lambda: worker.now)
+    told = [
+        load_of(worker, held, id, num_bytes, seconds)
+        for id, (num_bytes, seconds) in enumerate(
+            [(256 * MEGA, 8.0), (128 * MEGA, 1.0), (256 * MEGA, 2.0), (256 * MEGA, 4.0), (256 * MEGA, 16.0)]
+        )
+    ]
+    worker.close()
+    assert told == [None, None, None, 128 * MEGA, 128 * MEGA]
 
 
 # The host region
@@ -510,6 +590,25 @@ def test_a_plan_whose_beginning_fails_is_reported_as_failed(copier):
     with pytest.raises(RuntimeError):
         worker.run(plan(0, 1))
     assert worker.report().failed == {0, 1}
+
+
+def test_a_close_that_is_interrupted_can_be_made_again(held, monkeypatch):
+    arena = FakeArena()
+    worker = CopyWorker(7, held, arena, threads=True)
+    held.let_through.release()
+    worker.run(plan(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldEvent, "until_passed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.close()
+    assert names_of_rank(7) and "close" not in arena.log
+    held.ended.add(0)
+    worker.close()
+    assert not names_of_rank(7) and arena.log[-1] == "close"
+
+
+def interrupted(event):
+    raise KeyboardInterrupt
 
 
 def test_without_one_it_says_nothing_of_blocks(worker):

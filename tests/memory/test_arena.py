@@ -1,6 +1,7 @@
 """The host region: the right shape, refused in time when too large, pinned from the first block up, given back."""
 
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier.link import BatchedLink
+from cpu_prefix_cache.copier.link import DriverLink
 from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
@@ -242,10 +243,56 @@ def test_a_forked_process_unpins_nothing(driver):
     arena.close()
 
 
+def eventually(condition):
+    for _ in range(1000):
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+@pytest.mark.parametrize("name", ["pin-host-memory", "take-pages"])
+def test_a_region_that_is_collected_in_a_thread_of_its_own_is_unpinned_all_the_same(driver, monkeypatch, name):
+    """Where CPython collects garbage nobody chooses, and a thread cannot wait for its own end."""
+    dropped = threading.Event()
+
+    def collecting(call):
+        def called(*arguments):
+            if threading.current_thread().name == name and driver.registered:
+                assert dropped.wait(10)
+                gc.collect()
+            return call(*arguments)
+
+        return called
+
+    driver.register = collecting(driver.register)
+    populate = collecting(pages._populate)
+
+    def after_the_first(region, first, num_bytes):  # which is pinned by then
+        assert not first or eventually(lambda: driver.registered)
+        return populate(region, first, num_bytes)
+
+    monkeypatch.setattr(pages, "_populate", after_the_first)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)  # where a finalizer's error goes
+    gc.disable()
+    try:
+        cycle = [arena_of(driver)]
+        cycle.append(cycle)
+        cycle[0].register()
+        assert eventually(lambda: driver.registered)
+        del cycle
+        dropped.set()
+        threads = {"pin-host-memory", "take-pages"}
+        assert eventually(lambda: not threads & {thread.name for thread in threading.enumerate()})
+        assert eventually(lambda: not driver.registered)
+    finally:
+        gc.enable()
+
+
 def test_whoever_copies_keeps_the_region(driver):
     arena = arena_of(driver)
     arena.wait_until_ready()
-    link = BatchedLink(driver, 0, arena)
+    link = DriverLink(driver, 0, arena)
     del arena
     gc.collect()
     assert driver.registered and link._pinned.is_pinned
@@ -328,6 +375,70 @@ def test_pages_are_taken_by_threads_near_the_device(monkeypatch):
     assert seen and all(each == near for each in seen)
 
 
+# Beside other processes
+
+
+FORK = """
+import gc, mmap, os
+from cpu_prefix_cache.memory.arena import HostArena
+arena = HostArena(64, 1 << 20)
+arena.blocks.fill_(7)
+child = os.fork()
+if not child:  # in which torch may use one thread
+    own = [mmap.mmap(-1, 8 << 20) for _ in range(20)]
+    for each in own:
+        each[:] = bytes([9]) * len(each)
+    del arena
+    gc.collect()
+    os._exit(not all(each[:] == bytes([9]) * len(each) for each in own))
+_, status = os.waitpid(child, 0)
+print(status, bool((arena.blocks == 7).all()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork shares the region until it is written to")
+def test_a_fork_that_forgets_the_region_keeps_what_it_has_itself():
+    """Its own mappings must not lie where the region is: forgetting the region would unmap them."""
+    forked = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
+    assert forked.stdout.split() == ["0", "True"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is pinned")
+def test_a_fork_takes_part_in_no_page_of_the_region():
+    """A page that both have is copied when one of them writes, and what is pinned would lie elsewhere then."""
+    arena = HostArena(4, 1 << 20)
+    arena.blocks.fill_(7)
+    child = os.fork()
+    if not child:
+        os._exit(int(arena.blocks[3, 5]))  # of all of it torch's threads would be asked
+    assert os.waitpid(child, 0)[1] == 0
+    assert (arena.blocks == 7).all()
+
+
+@pytest.fixture
+def macos(monkeypatch, tmp_path):
+    """As far as a region can tell."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(limits, "MEMINFO", tmp_path / "missing")
+    monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "missing", raising=False)
+    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        monkeypatch.delattr(mmap, name)
+
+
+def test_without_linux_there_are_regions_too(macos):
+    arena = HostArena(3, 1000)
+    arena.blocks.fill_(7)
+    assert arena.ready_blocks == 3
+    with pytest.raises(ConfigurationError, match=r"ask for at most \d+ bytes"):
+        HostArena(1 << 30, 1 << 20)
+
+
+def test_but_none_that_ranks_share(macos, monkeypatch, tmp_path):
+    monkeypatch.setattr(mapping, "SHARED", tmp_path / "missing")
+    with pytest.raises(ConfigurationError, match="has no shared memory at"):
+        HostArena(3, 1000, shared_as="somebody")
+
+
 # Shared by several ranks
 
 
@@ -391,6 +502,73 @@ def test_a_control_group_counts_what_is_used_already(tmp_path, monkeypatch):
     (tmp_path / "memory.current").write_text("600000000\n")
     monkeypatch.setattr(limits, "CGROUP", tmp_path)
     assert limits.usable_bytes() == 400_000_000 - limits.RESERVED_BYTES
+
+
+GB = 10**9
+
+
+@pytest.fixture
+def group(tmp_path, monkeypatch):
+    """Writes a control group's files: `version` 1 or 2, a folder below the root, and what is in them."""
+
+    def write(version, folder, limit, used, **stat):
+        root = tmp_path / "memory" if version == 1 else tmp_path
+        where = root / folder
+        where.mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        for name, value in zip(names, (limit, used), strict=True):
+            (where / f"memory.{name}").write_text(f"{value}\n")
+        (where / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "membership", raising=False)
+    monkeypatch.setattr(limits, "_available_bytes", lambda: 900 * GB)
+    return write
+
+
+def in_group(tmp_path, *lines):
+    (tmp_path / "membership").write_text("".join(f"{line}\n" for line in lines))
+
+
+def usable():
+    return limits.usable_bytes() + limits.RESERVED_BYTES
+
+
+def test_files_that_were_read_and_can_be_read_again_are_not_used(tmp_path, group):
+    """A process that has just read its weights, 140 GB of files, and takes 20 itself."""
+    in_group(tmp_path, "0::/")
+    group(2, "", 200 * GB, 160 * GB, anon=20 * GB, file=140 * GB, inactive_file=138 * GB)
+    assert usable() == 178 * GB
+
+
+def test_a_group_of_version_1_is_one_too(tmp_path, group):
+    in_group(tmp_path, "9:name=systemd:/", "4:cpu,memory:/pod/engine", "3:cpuset:/", "0::/")
+    group(1, "pod/engine", 100 * GB, 60 * GB, inactive_file=1 * GB, total_inactive_file=10 * GB)
+    assert usable() == 50 * GB
+
+
+def test_one_without_a_limit_of_version_1_is_none(tmp_path, group):
+    in_group(tmp_path, "4:memory:/engine")
+    group(1, "engine", 9223372036854771712, 60 * GB, total_inactive_file=0)
+    assert usable() == 900 * GB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_is_above_a_group_limits_it(tmp_path, group, version):
+    in_group(tmp_path, {1: "4:memory:/slice/engine/worker", 2: "0::/slice/engine/worker"}[version])
+    group(version, "slice", 300 * GB, 100 * GB)
+    group(version, "slice/engine", 100 * GB, 90 * GB)
+    group(version, "slice/engine/worker", "max" if version == 2 else 1 << 62, 80 * GB)
+    group(version, "slice/other", 1 * GB, 1 * GB)
+    assert usable() == 10 * GB
+
+
+@pytest.mark.parametrize("path", ["/docker/0123", "/../../slice"])
+def test_a_group_named_from_outside_of_its_container_is_the_one_at_the_root(tmp_path, group, path):
+    """A container without a namespace of its own has its group where others have the root."""
+    in_group(tmp_path, f"4:memory:{path}", f"0::{path}")
+    group(1, "", 100 * GB, 60 * GB)
+    assert usable() == 40 * GB
 
 
 def test_a_control_group_without_a_limit_is_none(tmp_path, monkeypatch):

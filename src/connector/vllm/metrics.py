@@ -9,9 +9,8 @@ What travels is a flat dict: a key for each series, with a number, or with a lis
 """
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -202,20 +201,18 @@ class CacheCounts:
 
 
 class TransferTimes:
-    """A worker's half. `carried` says how many bytes of a transfer this rank carries."""
+    """A worker's half. The `num_bytes` of a transfer are those that this rank carries."""
 
-    def __init__(self, carried: Callable[[TransferPlan], int] = attrgetter("num_bytes")) -> None:
-        self._carried = carried
+    def __init__(self) -> None:
         self._stats = CacheStats()
 
     def observe(self, transfer: TransferPlan, seconds: float) -> None:
         """A transfer ended well. One that carried nothing, or took no time, says nothing about the link."""
-        carried = self._carried(transfer)
-        if seconds > 0 and carried:
+        if seconds > 0 and transfer.num_bytes:
             direction = transfer.direction.value
             data = self._stats.data
             data.setdefault(f"transfer_seconds:{direction}", []).append(seconds)
-            data.setdefault(f"transfer_gigabytes_per_second:{direction}", []).append(carried / seconds / 1e9)
+            data.setdefault(f"transfer_gigabytes_per_second:{direction}", []).append(transfer.num_bytes / seconds / 1e9)
 
     def take(self) -> CacheStats | None:
         """None when nothing has ended."""

@@ -30,9 +30,8 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
     "store_after": (1, "prompts"),
     "min_store_tokens": (0, "tokens"),
 }
-TEXTS = ("offload", "policy", "test_corrupt_group")
+TEXTS = ("offload", "policy")
 OPTIONS = (*NUMBERS, *TEXTS)
-OURS = ("test_corrupt_group",)  # not the cache's
 THRESHOLDS = ("store_after", "min_store_tokens")
 LOAD_DEADLINE_SECONDS = 30.0
 STUCK_SECONDS = 300.0  # where a load cannot be given up, the engine can only be stopped: not for a pause of the machine
@@ -59,7 +58,6 @@ class Settings:
         options = checked_options(vllm_config)
         planner = planner_for(vllm_config, kv_cache_config)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
-        _check_corrupt_group(options.get("test_corrupt_group"), planner)
         parallel = vllm_config.parallel_config
         _check_launcher(parallel)
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
@@ -82,14 +80,9 @@ class Settings:
             options=options,
         )
 
-    @property
-    def corrupt_group(self) -> str | None:
-        """The group whose loads are damaged, for tests."""
-        return self.options.get("test_corrupt_group")
-
     def build(self, device: Device) -> CPUPrefixCache:
-        passed_on = {name: value for name, value in self.options.items() if name not in OURS}
-        thresholds = {name: passed_on.pop(name) for name in THRESHOLDS if name in passed_on}
+        thresholds = {name: value for name, value in self.options.items() if name in THRESHOLDS}
+        rest = {name: value for name, value in self.options.items() if name not in THRESHOLDS}
         return CPUPrefixCache(
             self.planner,
             device,
@@ -99,7 +92,7 @@ class Settings:
             steps=self.steps,
             thresholds=Thresholds(**thresholds),
             log_boundaries=self.tells_events,
-            **{"min_load_tokens": None, **passed_on},
+            **{"min_load_tokens": None, **rest},
         )
 
 
@@ -116,12 +109,6 @@ def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config
         blocks_per_chunk=device_blocks_per_chunk(planner, kv_cache_config),
         asks_in_decode=False,
     )
-
-
-def _check_corrupt_group(name: str | None, planner: HybridChunkPlanner) -> None:
-    names = [group.name for group in planner.groups]
-    if name is not None and name not in names:
-        raise ConfigurationError(f"test_corrupt_group must be one of {', '.join(names)}")
 
 
 def _check_launcher(parallel: ParallelConfig) -> None:

@@ -26,20 +26,15 @@ from connector.vllm import versions
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TransferTimes
-from connector.vllm.regions import Shapes, arena_of, shapes_of
+from connector.vllm.regions import arena_of, shapes_of
+from connector.vllm.retry import RetryingCopier
 from connector.vllm.settings import LOAD_DEADLINE_SECONDS, STUCK_SECONDS, Settings
+from connector.vllm.shares import Share
 from connector.vllm.tensors import Registered, group_rows
 from cpu_prefix_cache import RankReport
-from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.dealt import DealtCopier, share_bytes
-from cpu_prefix_cache.copier.faults import CorruptingCopier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
-from cpu_prefix_cache.copier.second_try import SecondTryCopier
-from cpu_prefix_cache.copier.some_groups import SomeGroupsCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.messages.plan import Direction, TransferPlan
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -69,6 +64,7 @@ class WorkerHalf:
         self._takes_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
         self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._takes_blocks
         self._worker: CopyWorker | None = None
+        self._share: Share | None = None
         self._waiting: dict[int, str] = {}  # load -> the request that vLLM wants to hear of
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
@@ -77,7 +73,7 @@ class WorkerHalf:
         self._announced: set[int] = set()  # loads that vLLM takes to be over
         self._computes = self._is_awaited = False
         self._timed: int | None = None  # the number of the step under way, if its output is to be known by it
-        self._times = TransferTimes(self._carried)
+        self._times = TransferTimes()
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
 
@@ -101,25 +97,28 @@ class WorkerHalf:
         )
         choice = _in_a_thread(choose, device)
         logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
-        copier = self._wrapped(choice.copier, shapes, tensors, arena)
+        copier = choice.copier
+        if not self.can_fail_loads:
+            copier = RetryingCopier(copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK))
+        ranks = parallel.tensor_parallel_size if self._settings.is_shared else 1
+        self._share = Share(shapes.pieces, here, len(all_tensors), self._rank % ranks, ranks)
         self._worker = CopyWorker(
             self._rank,
-            copier if len(here) == len(all_tensors) else SomeGroupsCopier(copier, here),
+            copier,
             arena,
             threads=True,
             load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else STUCK_SECONDS,
             on_done=self._times.observe,
-            load_bytes_per_second=choice.load_bytes_per_second,
         )
 
     def begin(self, metadata: StepMetadata) -> None:
-        """Carry out a step's plan, behind what compute has been given."""
-        if self._worker is None or metadata.plan is None:
+        """Carry out this rank's share of a step's plan, behind what compute has been given."""
+        if self._worker is None or self._share is None or metadata.plan is None:
             return
         self._waiting |= metadata.requests
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
-        plan = metadata.plan
+        plan = self._share.of_plan(metadata.plan)
         if self._takes_blocks:
             for transfer in plan.transfers:
                 if transfer.id in metadata.requests:
@@ -206,27 +205,6 @@ class WorkerHalf:
                 "vLLM cannot be told so for a model with several KV cache groups: stopping before wrong bytes are used"
             )
         logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
-
-    def _carried(self, transfer: TransferPlan) -> int:
-        """The bytes of a transfer that this rank carries: of a store to a shared region, its share."""
-        if not self._settings.is_shared or transfer.direction is Direction.LOAD:
-            return transfer.num_bytes
-        size = self._vllm_config.parallel_config.tensor_parallel_size
-        return share_bytes(transfer.copies, self._settings.planner.pieces, self._rank % size, size)
-
-    def _wrapped(
-        self, copier: Copier, shapes: Shapes, tensors: Sequence[Sequence[torch.Tensor]], arena: HostArena
-    ) -> Copier:
-        """What this rank has to do beside copying."""
-        if not self.can_fail_loads:
-            copier = SecondTryCopier(copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK))
-        if self._settings.is_shared:
-            size = self._vllm_config.parallel_config.tensor_parallel_size
-            copier = DealtCopier(copier, shapes, self._rank % size, size)
-        names = [piece.group.name for piece in shapes.pieces]
-        if self._settings.corrupt_group in names:
-            copier = CorruptingCopier(copier, tensors, names.index(self._settings.corrupt_group), loads=None)
-        return copier
 
 
 def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:

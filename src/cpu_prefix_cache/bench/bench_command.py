@@ -1,7 +1,7 @@
 """`cpu-prefix-cache bench`: which share of this machine's link our copies reach.
 
-Measures the CUDA device in some seconds, prints a table, and stores what `choose_copier` goes by from then on. A store
-is a copy from the device to host memory, a load one from there. GB are 1e9 bytes.
+Measures the CUDA device in some seconds and prints a table. A store is a copy from the device to host memory, a load
+one from there. GB are 1e9 bytes.
 """
 
 import argparse
@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from cpu_prefix_cache.bench.measure import measure
-        from cpu_prefix_cache.copier.calibration import save
     except ImportError as missing:
         sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
         raise ConfigurationError(sentence) from missing
@@ -39,11 +38,8 @@ def run(args: argparse.Namespace) -> int:
     torch.cuda.set_device(args.device)
     measured = measure(torch.device("cuda", args.device))
     print(table(measured.rates, measured.limits))
-    print(measured.calibration)
-    try:
-        print(f"stored in {save(measured.calibration)}")
-    except OSError as error:
-        raise ConfigurationError(f"the calibration cannot be stored in {error.filename}: {error.strerror}") from error
+    link = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in measured.limits.items())
+    print(f"{measured.device}: one large copy, {link}")
     if args.plot is not None:
-        draw(args.plot, measured.calibration.device, measured.rates, measured.limits)
+        draw(args.plot, measured.device, measured.rates, measured.limits)
     return 0

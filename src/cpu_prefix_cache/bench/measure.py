@@ -1,7 +1,6 @@
 """Measures a CUDA device in some seconds: the link with one large copy, and our copies of blocks of 2 MiB at random.
 
 A block consists of fragments of one size. `staged` brings them through the ring, `direct` across the link one by one.
-From which size on `direct` is as good is what `choose_copier` needs to know.
 """
 
 import random
@@ -16,9 +15,8 @@ import torch
 
 from cpu_prefix_cache.bench.rates import Rate
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.calibration import Calibration, versions
-from cpu_prefix_cache.copier.queues import Mark
 from cpu_prefix_cache.copier.staged import StagedCopier
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.groups import Group, GroupKind
@@ -29,22 +27,19 @@ T = TypeVar("T")
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 2 * MIB
 FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB)
-FRAGMENT_OF_CALIBRATION = 16 * KIB
 HOST_BYTES, TRANSFER_BYTES = 1024 * MIB, 256 * MIB
 MANY = 16  # transfers one after another: 80 ms
 REPEATS = 5
-AS_GOOD = 0.99
 NEVER = 1 << 62  # a block is never so large
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    calibration: Calibration
-    rates: list[Rate]
+    """Of a device, with the versions that its name goes with; `limits` are one large copy's, in GB/s by direction."""
 
-    @property
-    def limits(self) -> dict[str, float]:
-        return {"store": self.calibration.link_store, "load": self.calibration.link_load}
+    device: str
+    limits: dict[str, float]
+    rates: list[Rate]
 
 
 class OneGroup:
@@ -61,35 +56,12 @@ def measure(device: torch.device) -> Measured:
     arena = HostArena(HOST_BYTES // BLOCK_BYTES, BLOCK_BYTES, pinned_for=device)
     try:
         arena.wait_until_ready()
-        link = {direction: _link_rate(device, direction) for direction in Direction}
+        limits = {direction.value: _link_rate(device, direction) for direction in Direction}
         rates = [rate for fragment in FRAGMENTS for rate in _rates(device, arena, fragment)]
     finally:
         arena.close()
-    found = {(rate.method, rate.fragment_bytes, rate.direction): rate.gb_per_s for rate in rates}
-    calibration = Calibration(
-        device=torch.cuda.get_device_name(device),
-        versions=versions(),
-        link_store=round(link[Direction.STORE], 1),
-        link_load=round(link[Direction.LOAD], 1),
-        staged_store=round(found["staged", FRAGMENT_OF_CALIBRATION, "store"], 1),
-        staged_load=round(found["staged", FRAGMENT_OF_CALIBRATION, "load"], 1),
-        direct_bytes=_direct_from(found),
-    )
-    return Measured(calibration, rates)
-
-
-def _direct_from(found: dict[tuple[str, int, str], float]) -> int:
-    """The smallest size from which on direct copies are as good as staged ones, both ways.
-
-    Twice the largest where none is.
-    """
-    least = 2 * FRAGMENTS[-1]
-    for fragment in reversed(FRAGMENTS):
-        for direction in ("store", "load"):
-            if found["direct", fragment, direction] < AS_GOOD * found["staged", fragment, direction]:
-                return least
-        least = fragment
-    return least
+    name = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return Measured(name, limits, rates)
 
 
 def _link_rate(device: torch.device, direction: Direction) -> float:
@@ -119,12 +91,12 @@ def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Ra
             yield Rate(method, fragment, direction.value, transfers * TRANSFER_BYTES / seconds / 1e9)
 
 
-def _submit(copier: Copier, direction: Direction, copies: Sequence[GroupCopy], transfers: int) -> list[Mark]:
+def _submit(copier: Copier, direction: Direction, copies: Sequence[GroupCopy], transfers: int) -> list[Event]:
     return [copier.submit(direction, copies, copier.here()) for _ in range(transfers)]
 
 
-def _until_last_passed(marks: list[Mark]) -> None:
-    marks[-1].until_passed()
+def _until_last_passed(events: list[Event]) -> None:
+    events[-1].until_passed()
 
 
 def _seconds(submit: Callable[[], T], wait: Callable[[T], object]) -> float:

@@ -4,14 +4,12 @@ reference   torch indexing, on any device; what every other copier must match
 staged      Triton gather and scatter with a staging ring, for CUDA tensors; large blocks cross without it
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Shapes
-from cpu_prefix_cache.copier.calibration import calibration_for
+from cpu_prefix_cache.copier.binding import Shapes, Tensors
 from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -21,18 +19,16 @@ COPIERS = ("auto", "reference", "staged")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The copier, its name, and in a clause for the log why it was chosen; what it is known to load at on this machine,
-    None if nobody has measured it here."""
+    """The copier, its name, and in a clause for the log why it was chosen."""
 
     copier: Copier
     name: str
     reason: str
-    load_bytes_per_second: float | None = None
 
 
 def choose_copier(
     shapes: Shapes,
-    tensors: Sequence[Sequence[torch.Tensor]],
+    tensors: Tensors,
     host: torch.Tensor,
     *,
     name: str = "auto",
@@ -43,7 +39,7 @@ def choose_copier(
 ) -> Choice:
     """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
     `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be. With `loads_first`
-    staged stores give way to loads.
+    staged stores pause for loads (loads_first.py).
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """
@@ -54,48 +50,21 @@ def choose_copier(
         name, reason = _fitting(tensors)
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
-    return _staged(shapes, tensors, host, null_block, pinned, ring_bytes, loads_first, reason)
+    try:
+        from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
+    except ImportError as missing:
+        raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
+    ring = RING_BYTES if ring_bytes is None else ring_bytes
+    copier = StagedCopier(
+        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring, loads_first=loads_first
+    )
+    return Choice(copier, name, f"{reason}; {copier.paths}")
 
 
-def _fitting(tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[str, str]:
+def _fitting(tensors: Tensors) -> tuple[str, str]:
     kind = tensors[0][0].device.type if tensors and tensors[0] else "cpu"
     if kind == "cuda":
         return "staged", "the device tensors are on a CUDA device"
     if kind == "cpu":
         return "reference", "the device tensors are in host memory, where there is no link to keep busy"
     return "reference", f"staging is for CUDA devices, and the tensors are on {kind!r}"
-
-
-def _staged(
-    shapes: Shapes,
-    tensors: Sequence[Sequence[torch.Tensor]],
-    host: torch.Tensor,
-    null_block: int | None,
-    pinned: Pinned | None,
-    ring_bytes: int | None,
-    loads_first: bool,
-    reason: str,
-) -> Choice:
-    try:
-        from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
-    except ImportError as missing:
-        raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
-    calibration, origin = calibration_for(tensors[0][0].device)
-    copier = StagedCopier(
-        shapes,
-        tensors,
-        host,
-        null_block=null_block,
-        pinned=pinned,
-        ring_bytes=RING_BYTES if ring_bytes is None else ring_bytes,
-        direct_bytes=calibration.direct_bytes,
-        loads_first=loads_first,
-    )
-    device = tensors[0][0].device
-    is_of_here = device.type == "cuda" and torch.cuda.get_device_name(device) == calibration.device
-    return Choice(
-        copier,
-        "staged",
-        f"{reason}; {copier.ways}; calibration: {calibration} ({origin})",
-        calibration.staged_load * 1e9 if is_of_here else None,
-    )

@@ -1,17 +1,19 @@
 """Copies between device memory and the host region: the moves of one slice, by their addresses.
 
-    MemoryLink   memory to memory, at once: for tensors that are in host memory too
-    SingleLink   one call of the driver for each move, pinned or not: 3 us of the host each
-    BatchedLink  one call for all of them, if they are pinned (cuMemcpyBatchAsync): 12 us, and 0.4 us each (one H200)
-
-The last two only ask for them: they are carried out by a stream, in its order.
+MemoryLink   memory to memory, at once: for tensors that are in host memory too
+DriverLink   in a stream, in its order. If all of them are pinned, and the driver has batches (cuMemcpyBatchAsync),
+             by one call: 12 us of the host, and 0.4 us each; else by one call each: 3 us (one H200)
 """
 
 import ctypes
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
-from cpu_prefix_cache.memory.driver import Driver
-from cpu_prefix_cache.memory.moves import Moves
+import torch
+
+from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
 from cpu_prefix_cache.messages.plan import Direction
 
 
@@ -37,31 +39,42 @@ class MemoryLink:
             ctypes.memmove(*_to_and_of(direction, there, here), size)
 
 
-class SingleLink:
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+class DriverLink:
+    """Of a region from address `base` on. `pinned` None: all of it is."""
+
+    def __init__(self, driver: Driver, base: int, pinned: Pinned | None) -> None:
+        self._driver, self._base, self._pinned = driver, base, pinned
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
+        if self._driver.has_batches and self._are_pinned(moves):
+            addresses = _to_and_of(direction, moves.device, moves.host)
+            self._driver.copy_batch(*addresses, moves.size, moves.count, stream)
+            return
         for there, here, size in moves.listed():
             self._driver.copy(*_to_and_of(direction, there, here), size, stream)
 
-
-class BatchedLink:
-    """Of a region from address `base` on. What is not pinned by now goes move by move."""
-
-    def __init__(self, driver: Driver, base: int, pinned: Pinned) -> None:
-        self._driver, self._base, self._pinned = driver, base, pinned
-        self._single = SingleLink(driver)
-
-    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        if not self._pinned.is_pinned and not self._are_pinned(moves):
-            self._single.cross(direction, moves, stream)
-            return
-        self._driver.copy_batch(*_to_and_of(direction, moves.device, moves.host), moves.size, moves.count, stream)
-
     def _are_pinned(self, moves: Moves) -> bool:
+        """By now."""
+        if self._pinned is None or self._pinned.is_pinned:
+            return True
         end = self._base + self._pinned.pinned_bytes
         return all(here + size <= end for _, here, size in moves.listed())
+
+
+class Region:
+    """The host region `blocks`, uint8 [host blocks, bytes], as copies see it: its link to `device`, and its seams."""
+
+    def __init__(
+        self, blocks: torch.Tensor, device: torch.device, pinned: Pinned | None, seam_bytes: int = SEAM_BYTES
+    ) -> None:
+        self.block_bytes = blocks.shape[1]
+        self._base = blocks.data_ptr()
+        self.link: Link = DriverLink(cuda_driver(), self._base, pinned) if device.type == "cuda" else MemoryLink()
+        self._seam_bytes = seam_bytes
+
+    def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
+        """What has a stream copy these spans; there they are addresses."""
+        return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
 
 
 def _to_and_of(direction: Direction, there: int, here: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes
-from cpu_prefix_cache.copier.queues import Mark, Passed, compute_mark
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.streams import Event, Passed, compute_event
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
@@ -20,20 +20,13 @@ class ReferenceCopier(Copier):
     """Copies with torch indexing, on any device, and has ended when `submit` returns. Arguments and errors are those of
     Binding."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        tensors: Sequence[Sequence[torch.Tensor]],
-        host: torch.Tensor,
-        *,
-        null_block: int | None = None,
-    ) -> None:
+    def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
 
-    def here(self) -> Mark:
-        return compute_mark(self._binding.device)
+    def here(self) -> Event:
+        return compute_event(self._binding.device)
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
         after.until_passed()
         try:

@@ -7,11 +7,11 @@ hundred KiB at a time. So a transfer is cut into slices that fit a slot, and eac
     load    copies    wait for the slot, host blocks into it        |   kernels   wait for that, scatter to fragments
 
 While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
-queues each, and a thread each may submit them. Blocks that are large in every part cross the link as they are.
+streams each, and a thread each may submit them. Blocks that are large in every part cross the link as they are.
 
 The gather of a store waits for all that compute had been given when the copy was asked for, so for what wrote the
 blocks. So does the scatter of a load: for the last reader of the blocks, and for whoever zeroes them (rule 12).
-`submit` waits for slots only; nobody uses the blocks before the mark it returns.
+`submit` waits for slots only; nobody uses the blocks before the event it returns.
 
 When a step cannot be submitted, what has been is waited for, so that every slot is free again and nothing of the
 transfer can touch a block later; then the error goes on to whoever asked.
@@ -25,15 +25,13 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, Shapes
-from cpu_prefix_cache.copier.board import PAGE_IDS, Board
-from cpu_prefix_cache.copier.calibration import SHIPPED
-from cpu_prefix_cache.copier.link import BatchedLink, Link, MemoryLink, Pinned, SingleLink
-from cpu_prefix_cache.copier.queues import Lane, Mark, Queues, queues_for
-from cpu_prefix_cache.copier.right_of_way import RightOfWay
+from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
+from cpu_prefix_cache.copier.link import Pinned, Region
+from cpu_prefix_cache.copier.loads_first import LoadsFirst
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, StagedGroup, ThroughRing, round_up
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
+from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
-from cpu_prefix_cache.copier.ways import Direct, Region, StagedGroup, ThroughRing, Way, round_up
 from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -41,6 +39,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
 SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
+DIRECT_BYTES = 1024 * 1024  # from there on direct copies are 99 % of the link, and take less of the host (one H200)
 
 
 class StagedCopier(Copier):
@@ -50,22 +49,22 @@ class StagedCopier(Copier):
 
     Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
     largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
-    With `loads_first` stores give way to loads (right_of_way.py). `queues`, `tiling` and `seam_bytes` are for tests and
+    With `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
     measurements.
     """
 
     def __init__(
         self,
         shapes: Shapes,
-        tensors: Sequence[Sequence[torch.Tensor]],
+        tensors: Tensors,
         host: torch.Tensor,
         *,
         null_block: int | None = None,
         pinned: Pinned | None = None,
         ring_bytes: int = RING_BYTES,
         slots: int = SLOTS,
-        direct_bytes: int = SHIPPED.direct_bytes,
-        queues: Queues | None = None,
+        direct_bytes: int = DIRECT_BYTES,
+        streams: Streams | None = None,
         tiling: Tiling | None = None,
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
@@ -74,60 +73,58 @@ class StagedCopier(Copier):
         device = self._binding.device
         _check_machine(device, host, pinned)
         self._working = _working_on(device)
-        self._queues = queues_for(device) if queues is None else queues
-        region = Region(host, _link(device, host, pinned), seam_bytes)
+        self._streams = streams_for(device) if streams is None else streams
+        region = Region(host, device, pinned, seam_bytes)
         groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
         slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
-        self._way = RightOfWay() if loads_first else None
-        page_ids = max(PAGE_IDS, *(group.device_blocks for group in groups))
-        lanes = {Direction.STORE: self._queues.stores, Direction.LOAD: self._queues.loads}
+        self._loads_first = LoadsFirst() if loads_first else None
+        num_ids = max(SLOT_IDS, *(group.device_blocks for group in groups))
+        pairs = {Direction.STORE: self._streams.stores, Direction.LOAD: self._streams.loads}
         self._rings = {
-            direction: self._ring(direction, lane, ring_bytes // 2, slot_bytes, page_ids)
-            for direction, lane in lanes.items()
+            direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
+            for direction, pair in pairs.items()
         }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
-            self._ways: list[Way] = [
+            self._paths = [
                 Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
             ]
         direct = [group.name for group in groups if group.is_direct]
-        self.ways = f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
-
-    def here(self) -> Mark:
-        return self._queues.compute()
-
-    def hold_compute(self, mark: Mark) -> None:
-        self._queues.hold_compute(mark)
-
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
-        self._binding.check(direction, copies)
-        ring = self._rings[direction]
-        try:
-            with self._working(), self._taken(direction):
-                for copy in copies:
-                    if copy.host_blocks:
-                        self._ways[copy.group].submit(direction, copy, ring, after)
-                mark = ring.lane.mark()
-        except BaseException:
-            with self._working():
-                ring.lane.drain()
-            raise
-        return mark
-
-    def _taken(self, direction: Direction) -> AbstractContextManager[None]:
-        return nullcontext() if self._way is None or direction is Direction.STORE else self._way.taken()
-
-    def _ring(self, direction: Direction, lane: Lane, num_bytes: int, slot_bytes: int, page_ids: int) -> Ring:
-        slots = num_bytes // slot_bytes if slot_bytes else 0
-        device = self._binding.device
-        give_way = self._way.give if self._way is not None and direction is Direction.STORE else _nobody
-        return Ring(
-            direction, lane, Board(device, page_ids), slots, slot_bytes, device, self._queues.compute(), give_way
+        self.paths = (
+            f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
         )
 
+    def here(self) -> Event:
+        return self._streams.compute()
 
-def _nobody() -> None:
-    """To give way to."""
+    def hold_compute(self, event: Event) -> None:
+        self._streams.hold_compute(event)
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
+        self._binding.check(direction, copies)
+        ring = self._rings[direction]
+        loads_first = self._loads_first if direction is Direction.LOAD else None
+        loading = nullcontext() if loads_first is None else loads_first.loading()
+        try:
+            with self._working(), loading:
+                for copy in copies:
+                    if copy.host_blocks:
+                        self._paths[copy.group].submit(direction, copy, ring, after)
+                event = ring.streams.record()
+        except BaseException:
+            with self._working():
+                ring.streams.synchronize()
+            raise
+        return event
+
+    def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, num_ids: int) -> Ring:
+        slots, device = num_bytes // slot_bytes if slot_bytes else 0, self._binding.device
+        pause = _no_pause if self._loads_first is None or direction is Direction.LOAD else self._loads_first.pause
+        return Ring(direction, pair, slots, slot_bytes, num_ids, device, self._streams.compute, pause)
+
+
+def _no_pause() -> None:
+    pass
 
 
 def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> None:
@@ -152,24 +149,6 @@ def _working_on(device: torch.device) -> Callable[[], AbstractContextManager[Non
         return nullcontext
     driver = cuda_driver()
     return partial(driver.working_in, driver.primary_context(device.index))
-
-
-def _link(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> Link:
-    if device.type != "cuda":
-        return MemoryLink()
-    driver = cuda_driver()
-    if not driver.has_batches:
-        return SingleLink(driver)
-    return BatchedLink(driver, host.data_ptr(), _Whole(host.numel()) if pinned is None else pinned)
-
-
-class _Whole:
-    """A region that torch has pinned."""
-
-    is_pinned = True
-
-    def __init__(self, num_bytes: int) -> None:
-        self.pinned_bytes = num_bytes
 
 
 def _slot_bytes(groups: Sequence[StagedGroup], ring_bytes: int, slots: int) -> int:

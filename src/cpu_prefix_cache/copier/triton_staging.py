@@ -6,7 +6,8 @@ j of piece i has the id `ids[i*d + j]`, and for each part p there is one *fragme
     on the device   from bases[p] + ids[i*d + j] * strides[p] on      lengths[p] bytes
     in the slot     from i * pitch + offsets[p] + j * lengths[p] on   as many
 
-`gather` copies every fragment into the slot, `scatter` out of it. Nothing between fragments is read or written.
+`gather` copies every fragment into the slot, `scatter` out of it: one kernel, compiled for each. Nothing between
+fragments is read or written.
 
 A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Programs are few: HBM is
 tens of times faster than the link they serve. A word is as large as the alignment of everything about a part lets it
@@ -31,60 +32,39 @@ from triton.runtime.jit import JITFunction
 VARIES = ["table", "ids", "num_parts", "num_fragments", "device_blocks", "pitch", "chunks"]
 
 
-@triton.jit
-def _tile(
-    slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks, tile,
-    FRAGMENTS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """The addresses of tile number `tile` on the device and in the slot, and which of its words exist."""
-    fragment = (tile // chunks) * FRAGMENTS + tl.arange(0, FRAGMENTS)
-    exists = fragment < num_fragments
-    piece = fragment // (num_parts * device_blocks)
-    part = fragment % (num_parts * device_blocks) // device_blocks
-    which = fragment % device_blocks
-    block = tl.load(ids + piece * device_blocks + which, mask=exists, other=0)
-    base = tl.load(table + part, mask=exists, other=0)
-    stride = tl.load(table + num_parts + part, mask=exists, other=0)
-    length = tl.load(table + 2 * num_parts + part, mask=exists, other=0)
-    offset = tl.load(table + 3 * num_parts + part, mask=exists, other=0)
-    on_device = (base + block * stride).to(tl.pointer_type(WORD))
-    in_slot = slot + (piece.to(tl.int64) * pitch + offset + which * length)
-    on_device = tl.multiple_of(on_device, ALIGNMENT)
-    in_slot = tl.multiple_of(in_slot.to(tl.pointer_type(WORD)), ALIGNMENT)
-    word = (tile % chunks) * WORDS + tl.arange(0, WORDS)
-    words = tl.multiple_of(length // BYTES, ALIGNMENT // BYTES)
-    mask = exists[:, None] & (word[None, :] < words[:, None])
-    return on_device[:, None] + word[None, :], in_slot[:, None] + word[None, :], mask
-
-
 @triton.jit(do_not_specialize=VARIES)
-def _gather(
-    slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks,
-    FRAGMENTS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
+def _copy(
+    slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks, FRAGMENTS: tl.constexpr,
+    WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(num_fragments, FRAGMENTS) * chunks, tl.num_programs(0)):
-        on_device, in_slot, mask = _tile(
-            slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks, tile,
-            FRAGMENTS, WORDS, WORD, BYTES, ALIGNMENT,
-        )  # fmt: skip
-        tl.store(in_slot, tl.load(on_device, mask=mask), mask=mask)
-
-
-@triton.jit(do_not_specialize=VARIES)
-def _scatter(
-    slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks,
-    FRAGMENTS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    for tile in range(tl.program_id(0), tl.cdiv(num_fragments, FRAGMENTS) * chunks, tl.num_programs(0)):
-        on_device, in_slot, mask = _tile(
-            slot, table, ids, num_parts, num_fragments, device_blocks, pitch, chunks, tile,
-            FRAGMENTS, WORDS, WORD, BYTES, ALIGNMENT,
-        )  # fmt: skip
-        tl.store(on_device, tl.load(in_slot, mask=mask), mask=mask)
+        # the addresses of its words on the device and in the slot, and which of them exist
+        fragment = (tile // chunks) * FRAGMENTS + tl.arange(0, FRAGMENTS)
+        exists = fragment < num_fragments
+        piece = fragment // (num_parts * device_blocks)
+        part = fragment % (num_parts * device_blocks) // device_blocks
+        which = fragment % device_blocks
+        block = tl.load(ids + piece * device_blocks + which, mask=exists, other=0)
+        base = tl.load(table + part, mask=exists, other=0)
+        stride = tl.load(table + num_parts + part, mask=exists, other=0)
+        length = tl.load(table + 2 * num_parts + part, mask=exists, other=0)
+        offset = tl.load(table + 3 * num_parts + part, mask=exists, other=0)
+        on_device = (base + block * stride).to(tl.pointer_type(WORD))
+        in_slot = slot + (piece.to(tl.int64) * pitch + offset + which * length)
+        on_device = tl.multiple_of(on_device, ALIGNMENT)
+        in_slot = tl.multiple_of(in_slot.to(tl.pointer_type(WORD)), ALIGNMENT)
+        word = (tile % chunks) * WORDS + tl.arange(0, WORDS)
+        words = tl.multiple_of(length // BYTES, ALIGNMENT // BYTES)
+        mask = exists[:, None] & (word[None, :] < words[:, None])
+        on_device, in_slot = on_device[:, None] + word[None, :], in_slot[:, None] + word[None, :]
+        if GATHER:
+            tl.store(in_slot, tl.load(on_device, mask=mask), mask=mask)
+        else:
+            tl.store(on_device, tl.load(in_slot, mask=mask), mask=mask)
 
 
 # Whether Triton was told to interpret kernels (TRITON_INTERPRET=1) when this module was imported.
-INTERPRETED = not isinstance(_gather, JITFunction)
+INTERPRETED = not isinstance(_copy, JITFunction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,42 +128,42 @@ class Launcher:
         self._fragments = max(1, tiling.words // self._words)  # of a tile
         self._chunks = triton.cdiv(table.most_words, self._words)
         self._sizes = (device_blocks, pitch, self._chunks)
-        self._compiled = {} if INTERPRETED else {kernel: self._compile(kernel) for kernel in (_gather, _scatter)}
+        self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
     def gather(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Copy the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8 [bytes].
 
         `stream` is a handle of CUDA's.
         """
-        self._launch(_gather, slot, ids, stream)
+        self._launch(True, slot, ids, stream)
 
     def scatter(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Copy what `gather` put into `slot` to the blocks with these `ids`."""
-        self._launch(_scatter, slot, ids, stream)
+        self._launch(False, slot, ids, stream)
 
-    def _launch(self, kernel: Any, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+    def _launch(self, gathers: bool, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         num_fragments = len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
         sizes = (self._parts, num_fragments, *self._sizes)
         if INTERPRETED:  # a tile is no wider than needed: there is nothing to compile
             fragments = min(self._fragments, triton.next_power_of_2(num_fragments))
-            kernel[(programs,)](slot, self.table.rows, ids, *sizes, *self._constants(fragments))
+            _copy[(programs,)](slot, self.table.rows, ids, *sizes, *self._constants(fragments, gathers))
         else:  # by addresses, which nobody looks up
             addresses = slot.data_ptr(), self.table.rows.data_ptr(), ids.data_ptr()
-            constants = self._constants(self._fragments)
-            self._compiled[kernel][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
+            constants = self._constants(self._fragments, gathers)
+            self._compiled[gathers][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
 
-    def _compile(self, kernel: Any) -> Any:
+    def _compile(self, gathers: bool) -> Any:
         """By a launch that copies nothing."""
         device = self.table.rows.device
         slot = torch.empty(0, dtype=torch.uint8, device=device)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        sizes, constants = (self._parts, 0, *self._sizes), self._constants(self._fragments)
-        return kernel[(1,)](slot, self.table.rows, nothing, *sizes, *constants, num_warps=self._tiling.warps)
+        sizes, constants = (self._parts, 0, *self._sizes), self._constants(self._fragments, gathers)
+        return _copy[(1,)](slot, self.table.rows, nothing, *sizes, *constants, num_warps=self._tiling.warps)
 
-    def _constants(self, fragments: int) -> tuple[Any, ...]:
+    def _constants(self, fragments: int, gathers: bool) -> tuple[Any, ...]:
         alignment = self.table.alignment
-        return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment
+        return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment, gathers
 
 
 def _word_bytes(alignment: int) -> int:

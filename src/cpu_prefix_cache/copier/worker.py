@@ -3,6 +3,16 @@
 StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts included (rule 11)
 report    ->  all that has ended and no plan has called settled yet, and how many host blocks are ready
 
+There is one record for each transfer, from its plan until a plan calls it settled:
+
+    waiting  --taken up-->  being submitted  ---->  moving  --its event is passed-->  done
+        |                          `--raised-->  failed  `--raised, or too late-->  failed
+        `--cancelled-->  failed
+
+A transfer is taken up or cancelled, and never both: that is the promise of a Future. Each direction has a thread, which
+takes up its transfers in order; whatever is raised fails the transfer it is about, and the next one is taken up.
+Without threads `run` submits them itself, and an interrupt goes on to the caller after it has failed its transfer.
+
 A load has a deadline. One that has not begun by then never will: it has failed. One that is moving cannot be called
 back: it is reported as late, so that nobody waits for it any more, and as failed when it has ended.
 
@@ -13,15 +23,20 @@ before anything reads what it loads.
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark
-from cpu_prefix_cache.copier.submitter import Submitter
+from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
 
@@ -29,30 +44,44 @@ logger = logging.getLogger(__name__)
 
 NAP_SECONDS = 100e-6
 TELLING_BYTES = 16 << 20  # a load of so many says how fast loads are; smaller ones spend their time elsewhere
-FASTEST = 1e-12  # seconds a byte: a load that took less was of nothing on this rank
+FASTEST = 1e-12  # seconds a byte: a load that took less has crossed no link
 SLOWER = 1.1  # at most, from one load to the next: that one was late need not mean that the next will be
+RATED_BYTES = 256 << 20  # a load of so many says how fast the link is, within a quarter: the last 62 MiB are not timed
+RATED_LOADS = 3  # so many, of which the fastest counts, as any of them may have been held up
 
 
 class AnnouncedLoadError(RuntimeError):
     """A load that was said to end soon has not ended well: its device blocks do not hold what they are taken for."""
 
 
-class _Open(NamedTuple):
-    """A transfer that has not ended, and when its plan began, if anybody wants to know."""
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One transfer. The thread of its direction sets what it finds when it takes it up, the worker's caller the rest.
+
+    `submission` is waiting, running, cancelled, or over: then there is the `event` of the transfer's end, which nothing
+    needs that copies nothing, or `submission` has what the copier raised.
+    """
 
     transfer: TransferPlan
-    began: float
+    submission: "Future[None]" = field(default_factory=Future)
+    event: Event | None = None
+    began: float = 0.0  # when its plan was, if anybody wants to know; all times are by the worker's clock, in seconds
+    taken_up: float | None = None  # of a load in a thread
+    submitted_in: float | None = None  # seconds since then, nearly to its end
+    went_well: bool | None = None  # once it has ended
+    is_late: bool = False
 
 
 class CopyWorker:
     """Runs plans with one copier. One per rank, called by one thread.
 
-    Loads are late after `load_seconds`, by `clock`; None: never. `load_bytes_per_second`, if it is known, is passed on
-    with every report.
+    Loads are late after `load_seconds` seconds, by `clock`; None: never.
 
     With `threads`, stores and loads are submitted by a thread each, and `run` returns at once; a report says what has
     ended by then. Without, `run` submits them itself. `arena` is pinned from the first plan on, whatever is in it, and
-    belongs to the worker: both end with `close`.
+    belongs to the worker: both end with `close`, at the latest when nobody keeps the worker, or with the process.
+
+    A transfer without copies is done at once: this rank has no share of it.
 
     `on_done` is told of each transfer that ended well, and in how many seconds: from when its plan began until it was
     seen to have ended, which is when somebody asks for a report.
@@ -68,32 +97,16 @@ class CopyWorker:
         load_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_done: Callable[[TransferPlan, float], object] | None = None,
-        load_bytes_per_second: float | None = None,
     ) -> None:
-        self._rank = rank
-        self._copier = copier
-        self._arena = arena
-        self._cancelled: set[int] = set()
-        self._submitters = {
-            direction: Submitter(
-                copier,
-                self._cancelled.__contains__,
-                f"{direction.value}-{rank}" if threads else None,
-                clock if threads and direction is Direction.LOAD else None,
-            )
-            for direction in Direction
-        }
-        self._load_seconds = load_seconds
-        self._clock = clock
-        self._on_done = on_done
-        self._load_bytes_per_second = load_bytes_per_second
-        self._open: dict[int, _Open] = {}  # in their order
-        self._late: set[int] = set()
-        self._seconds_per_byte: float | None = None  # that loads took, until they were submitted: nearly to their end
-        self._done: set[int] = set()
-        self._failed: set[int] = set()
-        # at exit at the latest
-        self._ending = weakref.finalize(self, _end, os.getpid(), list(self._submitters.values()), arena)
+        self._rank, self._copier, self._arena = rank, copier, arena
+        self._load_seconds, self._clock, self._on_done = load_seconds, clock, on_done
+        self._copies: dict[int, _Copy] = {}  # in the order of their plans
+        self._seconds_per_byte: float | None = None  # of loads
+        self._rated, self._bytes_per_second = 0, 0.0  # large loads, and the rate of the fastest
+        self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
+        self._closed = False
+        self._end = partial(_end, os.getpid(), list(self._threads.values()), self._copies, arena)
+        self._ending = weakref.finalize(self, self._end)
 
     def run(self, plan: StepPlan) -> None:
         """Begin one step's transfers, behind what compute has been given by now.
@@ -102,47 +115,48 @@ class CopyWorker:
         """
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
-        waiting = {transfer.id: transfer for transfer in plan.transfers}
+        is_timed = self._on_done is not None or self._load_seconds is not None
+        new = {transfer.id: _Copy(transfer) for transfer in plan.transfers}
         try:
             if self._arena is not None:
                 self._arena.register()
+            self._collect()
             self._forget(plan)
-            self._cancelled.update(plan.cancelled)
-            after = self._copier.here() if waiting else None
-            is_timed = self._on_done is not None or self._load_seconds is not None
-            began = self._clock() if waiting and is_timed else 0.0
-            for id, transfer in list(waiting.items()):
-                if after is None or transfer.failed or id in plan.cancelled:
-                    continue
-                self._open[id] = _Open(transfer, began)
-                try:
-                    self._submitters[transfer.direction].put(transfer, after)
-                finally:  # from here on the submitter says what became of it
-                    del waiting[id]
-        finally:  # an interrupt leaves nothing that nobody will ever report
-            self._failed.update(waiting)
+            after = self._copier.here() if new else Passed()
+            began = self._clock() if new and is_timed else 0.0
+            self._copies |= new
+            for id in self._copies.keys() & plan.cancelled:
+                self._copies[id].submission.cancel()
+            for copy in new.values():
+                copy.began = began
+                self._begin(copy, after)
+        except BaseException:  # an interrupt leaves nothing that nobody will ever report
+            for id, copy in new.items():
+                self._copies.setdefault(id, copy).submission.cancel()
+            raise
 
     def report(self) -> RankReport:
         self._collect()
-        if self._give_up():
-            self._collect()
+        self._give_up()
         ready = None if self._arena is None else self._arena.ready_blocks
-        ended = frozenset(self._done), frozenset(self._failed)
-        return RankReport(self._rank, *ended, ready, frozenset(self._late), self._load_bytes_per_second)
+        done = frozenset(id for id, copy in self._copies.items() if copy.went_well)
+        failed = frozenset(id for id, copy in self._copies.items() if copy.went_well is False)
+        late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
+        rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
+        return RankReport(self._rank, done, failed, ready, late, rate)
 
     def ends_soon(self, seconds: float) -> set[int]:
         """The loads that have at most so many seconds to go, by the pace of those before, and half of their time behind
         them. None without threads. For the ledger they end when `report` says so.
         """
         pace, soon = self._seconds_per_byte, set[int]()
-        for load, _ in self._open_loads():  # one at a time is on the link
-            begun = self._submitters[Direction.LOAD].taken_up(load.id)
-            if pace is None or begun is None or load.id in self._late:
+        for load in self._open_loads():  # one at a time is on the link
+            if pace is None or load.taken_up is None or load.is_late:
                 break
-            gone, all_in_all = self._clock() - begun, load.num_bytes * pace
+            gone, all_in_all = self._clock() - load.taken_up, load.transfer.num_bytes * pace
             if gone < max(all_in_all - seconds, all_in_all / 2):
                 break
-            soon.add(load.id)
+            soon.add(load.transfer.id)
         return soon
 
     def still_open(self, ids: Iterable[int]) -> set[int]:
@@ -154,7 +168,7 @@ class CopyWorker:
         lost = sorted((report.failed | report.late).intersection(ids))
         if lost:
             raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
-        return {id for id in ids if id in self._open}
+        return {id for id in ids if id in self._copies and self._copies[id].went_well is None}
 
     def hold_compute(self, ids: Iterable[int]) -> None:
         """Have what compute is given from here on run after these loads. Returns once they have been submitted.
@@ -163,84 +177,168 @@ class CopyWorker:
         """
         waiting = self.still_open(ids)
         while waiting:
-            marks = {id: self._submitters[Direction.LOAD].mark(id) for id in waiting}
-            submitted = {id: mark for id, mark in marks.items() if mark is not None}
-            for id, mark in submitted.items():
-                self._hold_compute(id, mark)
-            waiting = self.still_open(waiting - submitted.keys())
+            events = {id: event for id in waiting if (event := self._copies[id].event) is not None}
+            for id, event in events.items():
+                try:
+                    self._copier.hold_compute(event)
+                except Exception as error:
+                    raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
+            waiting = self.still_open(waiting - events.keys())
             if waiting:
                 time.sleep(NAP_SECONDS)
 
-    def _hold_compute(self, id: int, mark: Mark) -> None:
-        try:
-            self._copier.hold_compute(mark)
-        except Exception as error:
-            raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
-
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer has not ended, or its end was not reported."""
-        return any(submitter.is_busy for submitter in self._submitters.values())
+        """Whether a transfer has not ended, or nobody has asked for a report since."""
+        return any(copy.went_well is None for copy in self._copies.values())
 
     def drain(self) -> None:
         """Until all that was begun has ended."""
-        for submitter in self._submitters.values():
-            submitter.drain()
+        _drain(self._copies)
 
     def close(self) -> None:
-        """End the threads and give the host region back, once all that was begun has ended."""
-        self._ending()
+        """End the threads and give the host region back, once all that was begun has ended. What comes later fails."""
+        self._closed = True
+        self._end()  # and again, if this is interrupted
+        self._ending.detach()
+
+    def _begin(self, copy: _Copy, after: Event) -> None:
+        """Unless it is cancelled."""
+        transfer = copy.transfer
+        if transfer.failed or self._closed:
+            copy.submission.cancel()
+        elif not transfer.copies and not copy.submission.cancelled():
+            copy.submission.set_result(None)
+        elif self._threads:
+            clock = self._clock if transfer.direction is Direction.LOAD else None
+            self._threads[transfer.direction].jobs.put(partial(_submit, copy, self._copier, after, clock))
+        else:
+            _submit(copy, self._copier, after, None)
+
+    def _open_loads(self) -> list[_Copy]:
+        copies = self._copies.values()
+        return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
 
     def _collect(self) -> None:
-        for submitter in self._submitters.values():
-            for id, went_well in submitter.ended():
-                is_done = went_well and id not in self._late  # what came too late is of no use to anybody
-                (self._done if is_done else self._failed).add(id)
-                ended = self._open.pop(id, None)  # None: an interrupt has it said again
-                if ended is not None:
-                    self._learn(ended.transfer.num_bytes, submitter.submitted_in(id))
-                    if is_done and self._on_done is not None:
-                        self._on_done(ended.transfer, self._clock() - ended.began)
+        """See what has ended. Those of one direction do so in their order: behind one that moves nobody is asked."""
+        moving = set[Direction]()
+        for copy in self._copies.values():
+            if copy.went_well is not None or (copy.event is not None and copy.transfer.direction in moving):
+                continue
+            went_well = _ended(copy)
+            if went_well is None:
+                moving.add(copy.transfer.direction)
+                continue
+            copy.went_well = went_well and not copy.is_late  # what came too late is of no use to anybody
+            self._learn(copy)
+            if copy.went_well and self._on_done is not None:
+                self._on_done(copy.transfer, self._clock() - copy.began)
 
-    def _learn(self, num_bytes: int, seconds: float | None) -> None:
+    def _learn(self, copy: _Copy) -> None:
         """How fast loads are; of stores nobody knows the seconds."""
+        seconds, num_bytes = copy.submitted_in, copy.transfer.num_bytes
         if seconds is None or num_bytes < TELLING_BYTES or seconds < num_bytes * FASTEST:
             return
         taken = seconds / num_bytes
         known = taken if self._seconds_per_byte is None else self._seconds_per_byte
         self._seconds_per_byte = min(taken, known * SLOWER)
+        if num_bytes >= RATED_BYTES:
+            self._rated += 1
+            self._bytes_per_second = max(self._bytes_per_second, 1 / taken)
 
-    def _open_loads(self) -> list[_Open]:
-        return [each for each in self._open.values() if each.transfer.direction is Direction.LOAD]
-
-    def _give_up(self) -> bool:
-        """End the wait for loads whose time is up. Whether there are any."""
-        if self._load_seconds is None:
-            return False
-        waited_for = [each for each in self._open_loads() if each.transfer.id not in self._late]
-        if not waited_for:
-            return False
+    def _give_up(self) -> None:
+        """End the wait for loads whose time is up."""
+        if (limit := self._load_seconds) is None or not (loads := self._open_loads()):
+            return
         now = self._clock()
-        over = [each.transfer.id for each in waited_for if now >= each.began + self._load_seconds]
-        for id in over:
-            if not self._submitters[Direction.LOAD].abandon(id):
-                self._late.add(id)
-            logger.error("load %d has not ended in %s s and is given up", id, self._load_seconds)
-        return bool(over)
+        for load in loads:
+            if not load.is_late and now >= load.began + limit:
+                load.is_late = not load.submission.cancel()
+                load.went_well = None if load.is_late else False
+                logger.error("load %d has not ended in %s s and is given up", load.transfer.id, limit)
 
     def _forget(self, plan: StepPlan) -> None:
-        self._collect()
         settled = set(plan.settled)
-        self._done = {id for id in self._done if id >= plan.settled_below} - settled
-        self._failed = {id for id in self._failed if id >= plan.settled_below} - settled
-        self._late = {id for id in self._late if id >= plan.settled_below} - settled
-        self._cancelled -= {id for id in self._cancelled if id < plan.settled_below} | settled
+        for id, copy in list(self._copies.items()):
+            if copy.went_well is not None and (id < plan.settled_below or id in settled):
+                del self._copies[id]
 
 
-def _end(process: int, submitters: Sequence[Submitter], arena: HostArena | None) -> None:
-    if os.getpid() != process:
-        return  # a fork has none of the threads, and would wait for them for ever
-    for submitter in submitters:
-        submitter.close()
-    if arena is not None:
-        arena.close()
+class _CopyThread(threading.Thread):
+    """Does its `jobs` in order, until it is given None, whatever they raise: somebody waits for the next one. (An
+    executor of the standard library takes 14 us to be given one, this 0.1.)"""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                with short_switch_interval():
+                    job()
+            except BaseException:  # no Exception: the record of the transfer has that already
+                logger.exception("%s was interrupted", self.name)
+
+
+def _submit(copy: _Copy, copier: Copier, after: Event, clock: Callable[[], float] | None) -> None:
+    """What is raised is in the record; what is no Exception goes on, too."""
+    try:
+        if not copy.submission.set_running_or_notify_cancel():
+            return
+        if clock is not None:
+            copy.taken_up = clock()
+        event = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
+        if clock is not None and copy.taken_up is not None:
+            copy.submitted_in = clock() - copy.taken_up
+        copy.event = event  # last: from here on somebody may see the end
+    except BaseException as error:  # whatever it is, the transfer must resolve (rule 11)
+        copy.submission.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        copy.submission.set_result(None)
+
+
+def _ended(copy: _Copy) -> bool | None:
+    """Whether a transfer has ended well. None: not yet. False: also where nobody can tell any more."""
+    if copy.event is None and not copy.submission.done():
+        return None
+    try:
+        if copy.event is not None:  # it is there before the submission is over
+            return copy.event.passed() or None
+        if copy.submission.cancelled():
+            return False
+        error = copy.submission.exception()
+    except Exception as raised:
+        error = raised
+    if error is not None:
+        logger.error("transfer %d failed", copy.transfer.id, exc_info=error)
+    return error is None  # it copied nothing
+
+
+def _drain(copies: dict[int, _Copy]) -> None:
+    for copy in list(copies.values()):
+        try:
+            if copy.event is None:
+                copy.submission.exception()  # waits until it is over
+            if copy.event is not None:
+                copy.event.until_passed()
+        except Exception:  # `report` will hear of it too, and say whom it concerns
+            logger.debug("transfer %d cannot be waited for", copy.transfer.id, exc_info=True)
+
+
+def _end(process: int, threads: Sequence[_CopyThread], copies: dict[int, _Copy], arena: HostArena | None) -> None:
+    """See `close`."""
+
+    def end() -> None:
+        _drain(copies)
+        for thread in threads:
+            thread.jobs.put(None)
+            thread.join()
+        if arena is not None:
+            arena.close()
+
+    if os.getpid() == process:  # a fork has none of the threads, and would wait for them for ever
+        end_outside_of(threads, end)

@@ -13,6 +13,7 @@ import torch
 
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.numa import processors_near
 from cpu_prefix_cache.memory.pages import Pages
@@ -58,7 +59,7 @@ class HostArena:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
             near = processors_near(driver.pci_address(device))
             self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, device, slice_bytes)
-            self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
+            self._closing = weakref.finalize(self, _unpin, self.registration)  # at the end of the process at the latest
 
     @property
     def pinned_bytes(self) -> int:
@@ -101,6 +102,10 @@ class HostArena:
             self._closing()
         self.registration = None
         self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8)
+
+
+def _unpin(registration: Registration) -> None:
+    end_outside_of(registration.threads, registration.close)
 
 
 def _driver_for(device: torch.device) -> Driver:

@@ -10,6 +10,8 @@ A call that CUDA refuses raises DriverError, with its name and CUDA's number for
 import ctypes
 from functools import cache
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
 STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream comes to the copy
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 BATCH_SINCE = 12080  # the version of CUDA whose cuMemcpyBatchAsync is called here; newer drivers keep it
@@ -54,6 +56,7 @@ class Driver:
         self._library = library
         self._quick = quick
         self._batch = _batch_entry(library)
+        self._contexts: dict[int, int] = {}
 
     @property
     def has_batches(self) -> bool:
@@ -84,9 +87,11 @@ class Driver:
 
     def primary_context(self, device: int) -> int:
         """The context that torch works in on a device: made if it is not there, and kept."""
-        context = _POINTER()
-        self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        return context.value or 0
+        if device not in self._contexts:
+            context = _POINTER()
+            self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+            self._contexts[device] = context.value or 0
+        return self._contexts[device]
 
     def beside_captures(self) -> "BesideCaptures":
         """What this thread does meanwhile leaves alone the CUDA graphs that other threads capture, and they it.
@@ -146,11 +151,17 @@ class Working(BesideCaptures):
 
     def __enter__(self) -> None:
         self._driver.push(self._context)
-        super().__enter__()
+        try:
+            super().__enter__()
+        except BaseException:
+            self._driver.pop()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__()
-        self._driver.pop()
+        try:
+            super().__exit__()
+        finally:
+            self._driver.pop()
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
@@ -165,5 +176,11 @@ def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
 
 @cache
 def cuda_driver() -> Driver:
-    """Raises OSError where there is none."""
-    return Driver(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
+    """Raises ConfigurationError where there is none."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
+    except OSError as missing:
+        raise ConfigurationError(
+            f"tensors on a device that torch calls cuda are copied by NVIDIA's driver, which is not here ({missing}); "
+            "AMD's is not supported yet"
+        ) from missing

@@ -1,14 +1,38 @@
-"""How much memory a host region may take, by what the system, the control group and /dev/shm say."""
+"""How much memory a host region may take, by what the system, the control groups and /dev/shm say.
+
+The system    MemAvailable; where there is no Linux, all the memory the machine has.
+Groups        A control group limits all that is below it, so every group from this process's own up to the root counts,
+              of both versions of cgroup. Of what a group uses, files that were read and not used again lately do not
+              count: the kernel takes their pages back before it refuses any. (A process that has just read 140 GB of
+              weights could have no region otherwise. Kubernetes calls the rest the working set.) Nothing of a tmpfs,
+              such as /dev/shm, is among them.
+"""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to everybody else on the machine when the region is sized: one mistake here ends in the kernel killing us.
 RESERVED_BYTES = 256 * 1024 * 1024
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+
+class _Files(NamedTuple):
+    """What a version of cgroup calls a group's limit, its use, and in `memory.stat` the files that count as free."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def check_fits(num_bytes: int, shared: int | None = None) -> None:
@@ -29,19 +53,48 @@ def check_fits(num_bytes: int, shared: int | None = None) -> None:
 
 
 def usable_bytes() -> int:
-    """What the system has available and the control group still allows, less a reserve."""
-    limits = [_available_bytes()]
-    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        limits.append(limit - used)
-    return max(0, min(limits) - RESERVED_BYTES)
+    """What the system has available and every control group still allows, less a reserve."""
+    return max(0, min(_available_bytes(), *_allowed_bytes()) - RESERVED_BYTES)
 
 
 def _available_bytes() -> int:
+    if sys.platform != "linux":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigurationError(f"{MEMINFO} does not say how much memory is available")
+
+
+def _allowed_bytes() -> Iterator[int]:
+    """What each group that this process is in, or below, still allows; at least one number, which may be no limit."""
+    yield sys.maxsize
+    for folder, files in _groups():
+        limit, used = _number(folder / files.limit), _number(folder / files.used)
+        if limit is not None and used is not None:
+            yield limit - max(0, used - _reclaimable_bytes(folder, files))
+
+
+def _groups() -> Iterator[tuple[Path, _Files]]:
+    """From this process's own groups, one in each hierarchy, up to the roots.
+
+    A container may see its group at the root, and be told the name that it has outside: what is not there is no limit.
+    """
+    lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUP / "memory", VERSION_1) if controllers else (CGROUP, VERSION_2)
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root) and ".." not in folder.parts:
+                yield folder, files
+
+
+def _reclaimable_bytes(folder: Path, files: _Files) -> int:
+    stat = folder / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == files.reclaimable)
 
 
 def _number(file: Path) -> int | None:

@@ -6,28 +6,33 @@ Block numbers mean the same in every process that maps the file: where it lies d
 import contextlib
 import mmap
 import os
+import sys
 from pathlib import Path
 
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 SHARED = Path("/dev/shm")
+MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 
 
 def private(num_bytes: int) -> mmap.mmap:
     """Raises ConfigurationError, with the number that fits, when that is more than this process may use."""
     check_fits(num_bytes)
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_DONTFORK)  # a child's copy-on-write must not part pinned pages from their addresses
+    _keep_pages_from_forks(region)
     return _with_huge_pages(region)
 
 
 def shared(name: str, num_bytes: int) -> mmap.mmap:
     """The region of that name, made by whoever comes first. It has no name any more once somebody called `forget`.
 
-    Raises ConfigurationError for a name that is not one, a region of another size, and like `private`.
+    Raises ConfigurationError for a name that is not one, a region of another size, a system without /dev/shm, and like
+    `private`.
     """
     path = _path(name)
+    if not SHARED.is_dir():
+        raise ConfigurationError(f"this system has no shared memory at {SHARED}; give each process a region of its own")
     file, is_new = _open(path)
     try:
         there = os.fstat(file).st_size
@@ -68,7 +73,22 @@ def _path(name: str) -> Path:
     return SHARED / name
 
 
+def _keep_pages_from_forks(region: mmap.mmap) -> None:
+    """A page that parent and child both have is copied when one of them writes to it: what is pinned would then not lie
+    where the region is. So a child has the same addresses with zeros, which it may unmap as its own.
+
+    Where the kernel cannot do that a child has nothing there, and must not unmap it: it may be the child's own by then.
+    """
+    if sys.platform != "linux":
+        return  # nothing is pinned
+    try:
+        region.madvise(MADV_WIPEONFORK)
+    except OSError:
+        region.madvise(mmap.MADV_DONTFORK)
+
+
 def _with_huge_pages(region: mmap.mmap) -> mmap.mmap:
-    with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
-        region.madvise(mmap.MADV_HUGEPAGE)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+            region.madvise(mmap.MADV_HUGEPAGE)
     return region

@@ -36,9 +36,9 @@ class Pages:
         self._missing: set[int] = set(range(0, self._end, slice_bytes))
         self._changed = threading.Condition()
         workers = min(THREADS, len(os.sched_getaffinity(0)))
-        self._threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
+        self.threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
         try:
-            for thread in self._threads:
+            for thread in self.threads:
                 thread.start()
         except RuntimeError:  # the system has no more threads: those there are would work for nobody
             self._shorten(0)
@@ -53,7 +53,7 @@ class Pages:
     def close(self) -> None:
         """Take no more."""
         self._shorten(0)
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
     def _run(self) -> None:

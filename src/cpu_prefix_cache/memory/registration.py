@@ -44,6 +44,11 @@ class Registration:
     def is_whole(self) -> bool:
         return self.num_bytes == self._region.numel()
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that take pages and pin them: `close` waits for their end."""
+        return [*self._pages.threads, *([] if self._thread is None else [self._thread])]
+
     def start(self) -> None:
         """Begin, in a thread of its own. A second call does nothing."""
         if self._thread is None:

@@ -1,6 +1,6 @@
-"""What a copy thread waits for Python beside a thread that computes, and what turns of other lengths change.
+"""What a copy thread waits for Python beside a thread that computes, and what other switch intervals change.
 
-    python benchmarks/turns.py
+    python benchmarks/switch_interval.py
 
 No GPU: the link is a clock. 140 slices are 0.57 ms each on it, two at a time are on their way, and each takes 0.05 ms
 of Python. The other thread counts in a loop; what it does alone in the same time is 1.
@@ -64,11 +64,12 @@ def alone(seconds: float) -> float:
 def main() -> None:
     print_environment(["torch"])
     print(f"on the link {SLICES * ON_LINK * 1e3:.0f} ms")
-    for turn in (5e-3, 1e-3, 5e-4, 2e-4, 1e-4):
-        sys.setswitchinterval(turn)
+    for interval in (5e-3, 1e-3, 5e-4, 2e-4, 1e-4):
+        sys.setswitchinterval(interval)
         seconds: list[float] = []
         share = beside(seconds) / alone(seconds[-1])
-        print(f"turns of {turn * 1e3:.1f} ms: copied in {seconds[-1] * 1e3:.0f} ms, the other thread at {share:.2f}")
+        copied = f"copied in {seconds[-1] * 1e3:.0f} ms, the other thread at {share:.2f}"
+        print(f"interval of {interval * 1e3:.1f} ms: {copied}")
 
 
 if __name__ == "__main__":

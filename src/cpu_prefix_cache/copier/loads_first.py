@@ -1,12 +1,12 @@
 """Loads go first: for a load a request waits, and for a store nobody does.
 
-    free   --a load is submitted-->   taken   --STEP_SECONDS after the last of them-->   free
+    no load   --a load is submitted-->   loads   --STEP_SECONDS after the last of them-->   no load
 
-Between two slices a store waits while the way is taken. Else the two share the link (a load then takes a seventh
+Between two slices a store pauses while there are loads. Else the two share the link (a load then takes a seventh
 longer), and the engine, about to compute what the load was for, shares Python and the driver with the store: that step
 took 16 to 23 ms of the host, and 8 without (vLLM 0.26, one H200).
 
-A store has patience, and loads without pause must not use up the blocks that it holds: it waits PATIENCE_SECONDS in
+A store has patience, and loads without pause must not use up the blocks that it holds: it pauses PATIENCE_SECONDS in
 all, and gets back REGAINED seconds of that in each second. Then both go on at once.
 """
 
@@ -21,8 +21,8 @@ REGAINED = 0.1
 NAP_SECONDS = 0.5e-3
 
 
-class RightOfWay:
-    """Of the loads of one copier before its stores. `clock` and `sleep` are in seconds."""
+class LoadsFirst:
+    """The loads of one copier before its stores. `clock` and `sleep` are in seconds."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
@@ -35,7 +35,7 @@ class RightOfWay:
         self._asked_at = clock()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def loading(self) -> Iterator[None]:
         """While a load is submitted. One thread submits loads."""
         self._loads += 1
         self._loader = threading.get_ident()
@@ -45,15 +45,15 @@ class RightOfWay:
             self._until = self._clock() + STEP_SECONDS
             self._loads -= 1
 
-    def give(self) -> None:
-        """Before a slice of a store. A thread that submits both gives way to nobody."""
+    def pause(self) -> None:
+        """Before a slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
         self._patience = min(PATIENCE_SECONDS, self._patience + (now - self._asked_at) * REGAINED)
-        while self._patience > 0 and self._is_taken(now):
+        while self._patience > 0 and self._has_loads(now):
             self._sleep(NAP_SECONDS)
             before, now = now, self._clock()
             self._patience -= now - before
         self._asked_at = now
 
-    def _is_taken(self, now: float) -> bool:
+    def _has_loads(self, now: float) -> bool:
         return (self._loads > 0 or now < self._until) and self._loader != threading.get_ident()

@@ -1,14 +1,17 @@
 """Copiers that stand around another one: the negative control of every test that compares outputs.
 
-A comparison that passes while a CorruptingCopier is in place compares nothing.
+A comparison that passes while a CorruptingCopier is in place compares nothing. `damaging` puts one where an engine's
+connector chooses its copier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.queues import Mark, Passed
+from cpu_prefix_cache.copier.choose import Choice
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
@@ -19,10 +22,10 @@ class MeddlingCopier(Copier):
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
 
-    def here(self) -> Mark:
+    def here(self) -> Event:
         return self.copier.here()
 
-    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Mark) -> Mark:
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         after.until_passed()
         self.copy(direction, copies)
         return Passed()
@@ -64,3 +67,17 @@ class CorruptingCopier(MeddlingCopier):
                     part[list(copy.device_blocks[self._blocks])] = 0
                 self.corrupted += 1
         self.here().until_passed()
+
+
+def damaging(choose_copier: Callable[..., Choice], name: str) -> Callable[..., Choice]:
+    """In place of `choose_copier`: one block of the group of that name is damaged by every load.
+
+    It raises ValueError where no group has that name.
+    """
+
+    def choose_and_damage(shapes, tensors, *arguments, **options):
+        choice = choose_copier(shapes, tensors, *arguments, **options)
+        group = [piece.group.name for piece in shapes.pieces].index(name)
+        return replace(choice, copier=CorruptingCopier(choice.copier, tensors, group, loads=None))
+
+    return choose_and_damage

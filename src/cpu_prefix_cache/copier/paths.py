@@ -1,25 +1,24 @@
 """How the pieces of one group cross: through the slots of a ring, or directly.
 
-Both go slice by slice, and work out what is in a slice when its turn has come: the link waits for the first one, and
-is busy with it while the host is at the next.
+Both have a ring's streams carry out a copy, which touches device blocks only once `after` is passed. They go slice by
+slice, and work out what is in a slice when its turn has come: the link waits for the first one, and is busy with it
+while the host is at the next.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup
-from cpu_prefix_cache.copier.board import Page
-from cpu_prefix_cache.copier.link import Link
-from cpu_prefix_cache.copier.queues import Mark
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling
 from cpu_prefix_cache.memory.layout import PieceLayout
-from cpu_prefix_cache.memory.moves import SEAM_BYTES, Span, columns, moves_of, pieces, whole_blocks
+from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
@@ -34,11 +33,6 @@ FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
 
-class Way(Protocol):
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        """Have the ring's queues carry out `copy`. Device blocks are touched only once `after` is passed."""
-
-
 def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     """`count` pieces of `num_bytes` each, in slices [begin, end) of at most `most`."""
     least = -(-SMALLEST_SLICE_BYTES // num_bytes)
@@ -47,18 +41,8 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise([0, *range(first, count, step), count])
 
 
-class Region:
-    """The host region as both ways see it: where it begins, how large its blocks are, and the link there."""
-
-    def __init__(self, blocks: torch.Tensor, link: Link, seam_bytes: int = SEAM_BYTES) -> None:
-        self.block_bytes = blocks.shape[1]
-        self.link = link
-        self._base = blocks.data_ptr()
-        self._seam_bytes = seam_bytes
-
-    def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
-        """What has a stream copy these spans; there they are addresses."""
-        return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
+# The blocks of a slice through the ring: 64 KiB of ids. A slot of 31 MiB holds fewer if they are larger than 4 KiB.
+SLOT_IDS = 8192
 
 
 class StagedGroup:
@@ -92,8 +76,8 @@ class Direct:
             for which in range(group.device_blocks)
         ]
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        ring.lane.copies.wait(after)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+        ring.streams.copies.wait(after)
         width = self._group.host_blocks
         for part, which, places in self._parts:
             address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
@@ -107,7 +91,7 @@ class Direct:
 class _Section:
     """Parts that follow each other in a piece and fit a slot together: all of them, unless the piece is large.
 
-    In a slot, pieces are `pitch` bytes apart, and at most `most` of them.
+    In a slot, pieces are `_pitch` bytes apart, and at most `_most` of them.
     """
 
     def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int, tiling: Tiling) -> None:
@@ -115,30 +99,34 @@ class _Section:
         num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
         tables = triton_staging.part_tables(group.parts[first:last], offsets)
-        self.pitch = round_up(num_bytes, max(table.alignment for table in tables))
-        self.most = slot_bytes // self.pitch
-        self.num_bytes = num_bytes
-        self._block_bytes = group.region.block_bytes
-        self._places = list(columns(begin, num_bytes, self._block_bytes))
+        self._group, self._num_bytes = group, num_bytes
+        self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
+        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // group.device_blocks))
+        self._places = list(columns(begin, num_bytes, group.region.block_bytes))
         # one host block for each piece, all of it, and nothing between pieces in a slot
-        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, self._block_bytes)]
-        self._is_one_block = whole and self.pitch == num_bytes
+        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, group.region.block_bytes)]
+        self._is_one_block = whole and self._pitch == num_bytes
         self._launchers = [
-            Launcher(table, device_blocks=group.device_blocks, pitch=self.pitch, tiling=tiling) for table in tables
+            Launcher(table, device_blocks=group.device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
         ]
 
-    def spans(self, slot: int, host_blocks: Sequence[int], width: int) -> Iterator[Span]:
-        """Pieces with these host blocks, `width` of each, one after another from address `slot` on."""
-        if self._is_one_block:
-            return whole_blocks(slot, host_blocks, self._block_bytes)
-        begins = range(slot, slot + len(host_blocks) // width * self.pitch, self.pitch)
-        return pieces(begins, host_blocks, width, self._places, self._block_bytes)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
+        here, there = self._group.host_blocks, self._group.device_blocks  # of a piece
+        for begin, end in _slices(len(copy.device_blocks) // there, self._num_bytes, self._most):
+            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * here : end * here])
+            ids, kernel = copy.device_blocks[begin * there : end * there], partial(self._launch, direction)
+            ring.through(ids, kernel, self._group.region.crossing(direction, spans))
 
-    def launch(
-        self, direction: Direction, page: Page, first: int, last: int, memory: torch.Tensor, stream: int
-    ) -> None:
-        """Gather the blocks with ids [first, last) of the page into `memory`, or scatter it to them."""
-        ids = page.on_device(stream)[first:last]
+    def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
+        """Pieces with these host blocks, one after another from address `slot` on."""
+        width, block_bytes = self._group.host_blocks, self._group.region.block_bytes
+        if self._is_one_block:
+            return whole_blocks(slot, host_blocks, block_bytes)
+        begins = range(slot, slot + len(host_blocks) // width * self._pitch, self._pitch)
+        return pieces(begins, host_blocks, width, self._places, block_bytes)
+
+    def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
             (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids, stream)
 
@@ -147,29 +135,13 @@ class ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
     def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
-        self._group, self._region = group, group.region
+        self._region = group.region
         self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Mark) -> None:
-        ring.lane.kernels.wait(after)
-        host, device = self._group.host_blocks, self._group.device_blocks  # of a piece
-        step = ring.board.page_ids // device
-        for first in range(0, len(copy.device_blocks) // device, step):
-            page = ring.board.take(copy.device_blocks[first * device : (first + step) * device])
-            host_blocks = copy.host_blocks[first * host : (first + step) * host]
-            for section in self._sections:
-                self._submit_section(direction, section, host_blocks, page, ring)
-            page.free = ring.lane.kernels.mark()
-
-    def _submit_section(
-        self, direction: Direction, section: _Section, host_blocks: Sequence[int], page: Page, ring: Ring
-    ) -> None:
-        """Of the pieces whose device blocks are on `page`."""
-        host, device = self._group.host_blocks, self._group.device_blocks
-        for begin, end in _slices(len(host_blocks) // host, section.num_bytes, section.most):
-            spans = section.spans(ring.next_slot.address, host_blocks[begin * host : end * host], host)
-            kernel = partial(section.launch, direction, page, begin * device, end * device)
-            ring.through(kernel, self._region.crossing(direction, spans))
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+        ring.streams.kernels.wait(after)
+        for section in self._sections:
+            section.submit(direction, copy, ring)
 
 
 def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache.copier.queues import Passed
-from cpu_prefix_cache.copier.second_try import SecondTryCopier
+from connector.vllm.retry import RetryingCopier
+from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 COPIES = [GroupCopy(0, (1,), (2,))]
@@ -26,7 +26,7 @@ class Asked:
 
 
 def submitted(first, plain, direction):
-    copier = SecondTryCopier(first, plain)
+    copier = RetryingCopier(first, plain)
     return copier.submit(direction, COPIES, copier.here())
 
 

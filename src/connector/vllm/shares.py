@@ -1,0 +1,67 @@
+"""What one rank copies of a plan that is the same for all of them.
+
+groups   A stage of a pipeline has some of the model's groups, and numbers them from 0. Copies of others are left out.
+pieces   Ranks that hold the same bytes have one host region: of a store each piece has one writer, by where it lies in
+         the region, so that all links carry an equal share. Loads are read whole by every rank.
+
+A transfer of which nothing is left copies nothing on this rank, and its worker says at once that it is done.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.model.planner import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of rank number `rank` among `ranks` that share a region, 0 of 1 if none do. `pieces` are those of this rank's own
+    groups, and `groups` says for each which of the plan's groups it is; there are `num_groups` of those.
+    """
+
+    pieces: Sequence[Piece]
+    groups: Sequence[int]
+    num_groups: int
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def is_everything(self) -> bool:
+        return self.ranks == 1 and len(self.groups) == self.num_groups
+
+    def of_plan(self, plan: StepPlan) -> StepPlan:
+        if self.is_everything or not plan.transfers:
+            return plan
+        return replace(plan, transfers=tuple(map(self.of_transfer, plan.transfers)))
+
+    def of_transfer(self, transfer: TransferPlan) -> TransferPlan:
+        """With this rank's numbers of groups, and the bytes that it carries."""
+        mine = {group: at for at, group in enumerate(self.groups)}
+        copies = [replace(copy, group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
+        if transfer.direction is Direction.STORE and self.ranks > 1:
+            dealt = (written_by(copy, self.pieces[copy.group], self.rank, self.ranks) for copy in copies)
+            copies = [copy for copy in dealt if copy.host_blocks]
+        carried = sum(_num_bytes(copy, self.pieces[copy.group]) for copy in copies)
+        return replace(transfer, copies=tuple(copies), num_bytes=carried)
+
+
+def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
+    """The pieces of `copy` that one of several ranks writes.
+
+    >>> from cpu_prefix_cache.model.groups import Group, GroupKind
+    >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)
+    >>> written_by(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
+    GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))
+    """
+    here, there = piece.host_blocks, piece.device_blocks
+    mine = [at for at, block in enumerate(copy.host_blocks[::here]) if block // here % ranks == rank]
+    return GroupCopy(
+        copy.group,
+        tuple(block for at in mine for block in copy.host_blocks[at * here : (at + 1) * here]),
+        tuple(block for at in mine for block in copy.device_blocks[at * there : (at + 1) * there]),
+    )
+
+
+def _num_bytes(copy: GroupCopy, piece: Piece) -> int:
+    return len(copy.host_blocks) // piece.host_blocks * piece.num_bytes

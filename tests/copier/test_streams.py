@@ -1,0 +1,73 @@
+"""Two streams of a direction are waited for both, whatever becomes of one; and every device has a place of compute."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cpu_prefix_cache.copier import streams
+from cpu_prefix_cache.copier.streams import StreamPair, compute_event
+
+
+class Stream:
+    def __init__(self, error=None):
+        self.error, self.is_synchronized, self.has_passed = error, False, False
+
+    def synchronize(self):
+        self.is_synchronized = True
+        if self.error is not None:
+            raise self.error
+
+    def record(self):
+        return self
+
+    def passed(self):
+        return self.has_passed
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_stream_that_cannot_be_waited_for_does_not_keep_the_other_from_it(broken):
+    both = [Stream(RuntimeError("gone") if at == broken else None) for at in range(2)]
+    with pytest.raises(RuntimeError, match="gone"):
+        StreamPair(*both).synchronize()
+    assert all(stream.is_synchronized for stream in both)
+
+
+def test_the_event_of_a_pair_is_passed_when_both_streams_have_come_there():
+    kernels, copies = Stream(), Stream()
+    event = StreamPair(kernels, copies).record()
+    for kernels.has_passed, copies.has_passed in ((False, False), (True, False), (False, True), (True, True)):
+        assert event.passed() is (kernels.has_passed and copies.has_passed)
+
+
+class Event:
+    """One of torch's, that is passed when it has been looked at three times."""
+
+    def __init__(self, device):
+        self.device, self.looks = device, 0
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        self.looks += 1
+        return self.looks > 3
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "hpu"])
+def test_compute_on_a_device_that_is_not_cuda_is_asked_where_it_stands_too(monkeypatch, kind):
+    """It runs behind the host's back, as CUDA does: a store would read what was not written yet."""
+    device = torch.device(kind, 0)
+    current = SimpleNamespace(device=device)
+    monkeypatch.setattr(torch.accelerator, "current_stream", {device: current}.__getitem__)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(streams, "NAP_SECONDS", 0)
+    event = compute_event(device)
+    assert not event.passed()
+    event.until_passed()
+    assert event.passed()
+    assert (event.event.device, event.event.stream, event.event.looks) == (device, current, 5)
+
+
+def test_host_memory_has_no_stream_to_wait_for():
+    assert compute_event(torch.device("cpu")).passed()

@@ -1,0 +1,68 @@
+"""The driver's calls, with a library that keeps book: what is asked for once, and what is given back on an error."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.memory import driver as driver_module
+from cpu_prefix_cache.memory.driver import Driver, DriverError, cuda_driver
+
+
+class Library:
+    """Notes the calls that it is asked for; those in `refused` it refuses."""
+
+    def __init__(self):
+        self.asked, self.refused = [], set()
+
+    def __getattr__(self, name):
+        if name == "cuGetProcAddress_v2":
+            raise AttributeError(name)
+
+        def call(*arguments):
+            self.asked.append(name)
+            return 1 if name in self.refused else 0
+
+        return call
+
+
+@pytest.fixture
+def library():
+    return Library()
+
+
+@pytest.fixture
+def driver(library):
+    return Driver(library, library)
+
+
+def test_a_context_is_retained_once(driver, library):
+    for device in (0, 0, 1):
+        driver.primary_context(device)
+    assert library.asked == ["cuDevicePrimaryCtxRetain"] * 2
+
+
+PUSH, MODE, POP = "cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent_v2"
+
+
+def test_a_context_is_left_when_it_cannot_be_worked_in(driver, library):
+    library.refused.add(MODE)
+    with pytest.raises(DriverError, match="capture mode"), driver.working_in(7):
+        raise AssertionError("it was entered")
+    assert library.asked == [PUSH, MODE, POP]
+
+
+def test_and_when_the_capture_mode_cannot_be_set_back(driver, library):
+    with pytest.raises(DriverError, match="capture mode"), driver.working_in(7):
+        library.refused.add(MODE)
+    assert library.asked == [PUSH, MODE, MODE, POP]
+
+
+def test_without_a_driver_a_sentence_says_so(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver_module, "ctypes", SimpleNamespace(CDLL=missing, PyDLL=missing))
+    cuda_driver.cache_clear()
+    with pytest.raises(ConfigurationError, match="AMD's is not supported yet"):
+        cuda_driver()
