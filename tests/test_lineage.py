@@ -2,7 +2,10 @@
 
 import pytest
 
+from cpu_prefix_cache.hashing import checkpoint_key
 from cpu_prefix_cache.lineage import Lineage
+from cpu_prefix_cache.request import CheckpointAt
+from tests.sizes import sizes_of_containers
 from tests.story import chain
 
 
@@ -45,6 +48,49 @@ def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
     family.hears("wxyz")
     assert b"abc" not in family.lineage and b"wxyz" in family.lineage
     assert family.lineage.lost == 2  # "a" was saved
+
+
+class Kept:
+    """A lineage where every boundary needs a checkpoint, beside a device that has both or neither of a chunk."""
+
+    def __init__(self):
+        self.device, self.host = set(), set()
+        self.lineage = Lineage(
+            lambda keys: [key in self.device for key in keys],
+            self.host.__contains__,
+            has_checkpoint=lambda checkpoint: checkpoint.tail[-1] in self.device,
+            needs_checkpoint=lambda depth: True,
+        )
+
+    def hears(self, prompt):
+        self.device.update(chain(prompt))
+        self.lineage.add(chain(prompt), 0, len(prompt), saved=0)
+        self.lineage.add_checkpoint(CheckpointAt(len(prompt), tuple(chain(prompt))))
+        self.lineage.sweep()
+
+
+def test_a_checkpoint_that_nobody_saved_is_lost_and_its_chunks_are_not():
+    kept = Kept()
+    kept.host.add(checkpoint_key(b"xyz"))
+    kept.hears("abc")
+    kept.hears("xyz")
+    kept.device.clear()
+    for prompt in "mnopq":
+        kept.hears(prompt)
+    assert checkpoint_key(b"abc") not in kept.lineage and checkpoint_key(b"xyz") not in kept.lineage
+    assert kept.lineage.lost == 1
+
+
+@pytest.mark.parametrize("new", [Family, Kept])
+def test_nothing_is_kept_of_what_was_lost(new):
+    family = new()
+    for number in range(300):
+        family.device.clear()
+        family.hears(chr(200 + number) * 10)
+    assert family.lineage.lost > 200
+    assert sum(sizes_of_containers(family.lineage).values()) < 200
+    family.lineage.clear()
+    assert not sum(sizes_of_containers(family.lineage).values())
 
 
 def test_it_holds_at_most_twice_what_the_device_does():
