@@ -63,11 +63,11 @@ class Running:
     request: Request
     n0: int
     touch: Any
+    due: int  # the step in which it may have crossed a boundary again; 0: that is not asked
     resumed: int = 0
     kept: frozenset[int] = frozenset()
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
-    due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
     decodes: bool = False  # by what was reported last
     load: Transfer | None = None
     stale: bool = False  # it stores nothing: it does not want to, or what it computes is from before a reset
@@ -342,10 +342,7 @@ class CPUPrefixCache:
             self._counts["union_misses"] += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
-        running = Running(
-            request, n0, touch, resumed, kept, due=self._steps + 1, stale=self.is_off or not request.stores
-        )
-        self._counts["admitted"] += 1
+        running = Running(request, n0, touch, self._steps + 1, resumed, kept, stale=self.is_off or not request.stores)
         self._running[request.id] = running
         self._counts["hit_tokens"] += end - n0
         self._offload.used(self.planner.full_chunks(n0))

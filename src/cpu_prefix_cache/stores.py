@@ -67,7 +67,7 @@ class _Sources:
     """What of a chain can be stored now: the device blocks of its first chunks, and of its checkpoint's pieces."""
 
     chunks: list[Sequence[int]]
-    pieces: Sequence[Sequence[int]] | None = None
+    pieces: Sequence[Sequence[int]] = ()
     stopped_by: Stop | None = None
 
 
@@ -146,7 +146,7 @@ class StorePlanner:
         """
         pin, taken = self._hang(chain.parent_key)  # before anything is evicted for the children
         sources = self._sources(chain)
-        if not sources.chunks and sources.pieces is None:
+        if not sources.chunks and not sources.pieces:
             if pin is not None:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
@@ -156,7 +156,7 @@ class StorePlanner:
         taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(chunk_blocks))
         waiting, in_use = self._sides(sources.chunks) if in_place else ([], chunk_blocks)
         (waiting if in_place else in_use).extend(held)
-        if sources.pieces is not None and chain.checkpoint is not None:
+        if chain.checkpoint is not None:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
         transfer = Transfer(
             self._ledger.new_plan(
@@ -220,7 +220,7 @@ class StorePlanner:
     def _take(self, chain: Chain, sources: _Sources, taken: _Taken) -> tuple[list[int], list[int]]:
         """Host chunks for what is to be stored, and the device blocks of the pieces that are copied."""
         keys = list(chain.keys[: len(sources.chunks)])
-        if sources.pieces is None or chain.checkpoint is None:
+        if chain.checkpoint is None:
             return self._pool.allocate(len(keys), keys), []
         needs = self._coordinator.needs(chain.checkpoint)
         for need in needs:
