@@ -488,4 +488,4 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 TestCheckpoints = CheckpointMachine.TestCase
-TestCheckpoints.settings = settings(max_examples=250)
+TestCheckpoints.settings = settings(max_examples=750)

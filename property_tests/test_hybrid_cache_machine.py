@@ -411,4 +411,4 @@ class HybridCacheMachine(PrefixCacheMachine):
 
 
 TestHybridCache = HybridCacheMachine.TestCase
-TestHybridCache.settings = settings(max_examples=250)
+TestHybridCache.settings = settings(max_examples=750)
