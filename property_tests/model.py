@@ -86,6 +86,10 @@ class SlowPool:
             chunk.touch = touch
         return order
 
+    def accepts(self, names: Sequence[str], count: int) -> int:
+        """How many of the chunks that are to come are wanted, where `count` of them find no room."""
+        return len(names)
+
     def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
         """Make room for `count` chunks more. `names`: all that are to come, if that is known."""
         return [chunk.name for chunk in islice(self._evictions(), count)]
@@ -124,6 +128,13 @@ class Foretold(SlowPool):
     def __init__(self, pool: Any) -> None:
         super().__init__()
         self.pool = pool
+
+    def accepts(self, names: Sequence[str], count: int) -> int:
+        """What the pool says, if it leaves out no more than find no room."""
+        above = self.cached(names[0][:-1])
+        accepted: int = self.pool.accepted(above.block if above else self.pool.root, [name.encode() for name in names])
+        assert len(names) - count <= accepted <= len(names)
+        return accepted
 
     def _evictions(self) -> Iterator[Chunk]:
         for block in list(self.pool.soonest_evicted()):
@@ -190,6 +201,14 @@ class SlowArc(SlowPool):
         for chunk, where in lists:
             chunk.goes_to = where
         return order
+
+    def accepts(self, names: Sequence[str], count: int) -> int:
+        """Strangers may take what is free, what T1 has here, and what T1 lacks of p or of a fifth of the pool."""
+        lacking = max(int(self.p) + 1, self.capacity // 5) - self.size("T1")
+        here = sum(chunk.goes_to == "T1" for chunk in self.chunks if chunk.state == "cached")
+        room = len(names) - count + here + max(0, lacking)
+        strangers = [at for at, name in enumerate(names) if name not in self.ghosts["B1"] + self.ghosts["B2"]]
+        return strangers[room] if room < len(strangers) else len(names)
 
     def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
         """One name after the other, as the paper has it for one page. Those before the last `count` find room."""

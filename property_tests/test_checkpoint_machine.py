@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State, resume
+from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State
+from cpu_prefix_cache.index import nearest_checkpoint
 from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
 from property_tests.listener import Listener
@@ -53,7 +54,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self, per_chunk: int, blocks: int, late: bool, period: int, layout: list[tuple[int, int, int]], segment: int
     ) -> None:
         """`layout`: for each group, how many chunks a checkpoint reaches back, pieces to a chunk, blocks to a piece."""
-        self.segment_before, resume.SEGMENT = resume.SEGMENT, segment
+        self.segment_before, nearest_checkpoint.SEGMENT = nearest_checkpoint.SEGMENT, segment
         self.layout = layout
         self.per_chunk = per_chunk
         self.ready = blocks // 2 if late else blocks
@@ -75,7 +76,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
-        resume.SEGMENT = self.segment_before
+        nearest_checkpoint.SEGMENT = self.segment_before
         while self.pins:
             self.a_pin_ends(0)
         while self.stores:
@@ -136,7 +137,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         """Each builds on pieces that the one before it is still writing."""
         if land:
             for store in list(self.stores):
-                self.doom(store)
+                self.cancel(store)
                 self.give_up(store)
         chunks = self.begin(prompt, len(prompt), False)
         if chunks is not None:
@@ -296,11 +297,11 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(store.phase == "writing" for store in self.stores))
     @rule(which=positions)
-    def a_store_is_doomed(self, which: int) -> None:
-        """Its writer goes on; who built on it is doomed too."""
-        self.doom(pick([store for store in self.stores if store.phase == "writing"], which))
+    def a_store_is_cancelled(self, which: int) -> None:
+        """Its writer goes on; who built on it is cancelled too."""
+        self.cancel(pick([store for store in self.stores if store.phase == "writing"], which))
 
-    def doom(self, store: Store) -> None:
+    def cancel(self, store: Store) -> None:
         if store.phase != "writing":
             return
         store.phase = "failed"
@@ -309,7 +310,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             node.state = "retired"
         for each in self.stores:
             if store in each.follows:
-                self.doom(each)
+                self.cancel(each)
 
     @precondition(lambda self: self.stores)
     @rule(which=positions)
@@ -320,7 +321,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         if store.phase == "writing":
             for each in list(self.stores):
                 if store in each.follows:
-                    self.doom(each)
+                    self.cancel(each)
         store.phase = "failed"
         self.stores.remove(store)
         self.pool.abort([node.number for node in store.nodes])
@@ -390,23 +391,23 @@ class CheckpointMachine(RuleBasedStateMachine):
         node = pick(sorted(self.model.in_state("cached"), key=lambda node: -len(node.name)), which)
         self.pool.withdraw(node.number)
         self.model.withdraw(node.name)
-        self.doom_orphans()
+        self.cancel_orphans()
 
     @precondition(lambda self: len(self.model.in_state("cached")) > 4)
     @rule(sure=st.integers(0, 3))
     def everything_is_withdrawn(self, sure: int) -> None:
         if sure == 3:
             for store in list(self.stores):
-                self.doom(store)
+                self.cancel(store)
             self.pool.reset()
             self.model.withdraw("")
             self.epoch += 1
             assert self.pool.statistics().cached == self.pool.statistics().writing == 0
 
-    def doom_orphans(self) -> None:
+    def cancel_orphans(self) -> None:
         for store in list(self.stores):
             if store.parent_node is not None and store.parent_node.state != "cached":
-                self.doom(store)
+                self.cancel(store)
 
     @rule(more=st.integers(0, 4))
     def the_pool_grows(self, more: int) -> None:
@@ -488,4 +489,4 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 TestCheckpoints = CheckpointMachine.TestCase
-TestCheckpoints.settings = settings(max_examples=250)
+TestCheckpoints.settings = settings(max_examples=750)

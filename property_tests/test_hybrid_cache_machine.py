@@ -28,7 +28,7 @@ from cpu_prefix_cache import (
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.engines import HybridSlots
 from property_tests.strategies import chain, pick, positions, prompts
-from property_tests.test_prefix_cache_machine import ALL_NAMES, GRID, NOTHING, PrefixCacheMachine, Sequence
+from property_tests.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine, Sequence
 
 
 def prefix(name: str = "full", tokens: int = GRID, size: int = 3_000, ahead: int = 0) -> Group:
@@ -82,6 +82,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         interval=st.sampled_from([None, None, 1, 2]),
         policy=st.sampled_from(sorted(POLICIES)),
+        failures=FAILURES,
     )
     def build(
         self,
@@ -93,6 +94,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         portion: int,
         interval: int | None,
         policy: str,
+        failures: int,
     ) -> None:
         """`host_room` and `device_room` are in tenths of what a prompt of 6 chunks takes with a few checkpoints."""
         self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000)
@@ -114,7 +116,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             checkpoint_interval=interval and interval * GRID,
             log_boundaries=True,
         )
-        self.begin_with_nothing(ranks, portion)
+        self.begin_with_nothing(ranks, portion, failures)
         self.stages = 0
 
     # what the bytes should be
@@ -409,4 +411,4 @@ class HybridCacheMachine(PrefixCacheMachine):
 
 
 TestHybridCache = HybridCacheMachine.TestCase
-TestHybridCache.settings = settings(max_examples=250)
+TestHybridCache.settings = settings(max_examples=750)

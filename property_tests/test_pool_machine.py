@@ -55,14 +55,30 @@ class PoolMachine(RuleBasedStateMachine):
         self.now += pause
         self.requests.append((prompt, self.pool.touch(block, chain(prompt), self.now), self.model.touch(matched)))
 
-    @rule(prompt=prompts)
-    def a_request_stores_its_prompt(self, prompt: str) -> None:
-        """The whole story at once, so that a run gets somewhere."""
+    @rule(prompt=prompts, asks=st.booleans())
+    def a_request_stores_its_prompt(self, prompt: str, asks: bool) -> None:
+        """The whole story at once, so that a run gets somewhere. Who asks pins what it stores below, like a cache."""
         self.a_request_comes(prompt, 0, 1.0)
-        missing = len(prompt) - len(self.model.longest(prompt))
-        self.allocate(missing, self.names_of(prompt)[:missing])
-        if len(self.in_state("writing")) >= missing:
-            self.a_request_commits(0, missing)
+        names = self.names_of(prompt)
+        above = self.model.cached(prompt[: len(prompt) - len(names)])
+        if asks and above is not None:
+            self.pin(above)
+        if asks and names:
+            names = names[: self.accepted(names)]
+        self.allocate(len(names), names)
+        if len(self.in_state("writing")) >= len(names):
+            self.a_request_commits(0, len(names))
+        if asks and above is not None:
+            self.a_pin_ends(-1)
+
+    def accepted(self, names: Sequence[str]) -> int:
+        """How many chunks of a request the policy wants."""
+        above = self.model.cached(names[0][:-1])
+        before = self.pool.statistics(), list(self.pool.soonest_evicted())
+        accepted = self.pool.accepted(above.block if above else self.pool.root, [name.encode() for name in names])
+        assert accepted == self.model.accepts(names, max(0, len(names) - self.free_chunks))
+        assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))
+        return accepted
 
     @rule(count=st.integers(0, 6))
     def chunks_are_allocated(self, count: int) -> None:
@@ -152,8 +168,10 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.chunks)
     @rule(which=positions, also=positions)
     def blocks_are_pinned(self, which: int, also: int) -> None:
-        chunks = [pick(self.model.chunks, which), pick(self.model.chunks, also)]
-        self.pins.append((self.pool.pin(*(chunk.block for chunk in chunks)), chunks))
+        self.pin(pick(self.model.chunks, which), pick(self.model.chunks, also))
+
+    def pin(self, *chunks: Chunk) -> None:
+        self.pins.append((self.pool.pin(*(chunk.block for chunk in chunks)), list(chunks)))
         for chunk in chunks:
             chunk.pins += 1
 

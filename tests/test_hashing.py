@@ -7,7 +7,8 @@ import numpy
 import pytest
 import xxhash
 
-from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError, MultimodalItem, hashing
+from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError, MultimodalItem
+from cpu_prefix_cache.model import hashing
 from cpu_prefix_cache.model.hashing import checkpoint_key
 
 TOKENS = [0, 1, 2, 3, 2**32 - 1, 5, 6]

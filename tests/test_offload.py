@@ -7,6 +7,7 @@ import pytest
 from cpu_prefix_cache import (
     POLICIES,
     BlockPool,
+    ConfigurationError,
     CPUPrefixCache,
     EngineSteps,
     Group,
@@ -508,6 +509,12 @@ def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for(
     cache.report(RankReport(0, frozenset([transfer.id])))
     order = [key for _, key in device.soonest_evicted() if key is not None]
     assert order.index(b"abcde") < order.index(b"abc") < order.index(b"ab") < order.index(b"a")
+
+
+@pytest.mark.parametrize("per_chunk", [2, 3])
+def test_a_device_pool_has_at_most_one_block_to_a_chunk(per_chunk):
+    with pytest.raises(ConfigurationError, match=f"1 block to a chunk, not {per_chunk}"):
+        PooledDevice(BlockPool(12, blocks_per_chunk=per_chunk))
 
 
 def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():

@@ -86,32 +86,32 @@ def test_keys_are_known_while_they_move():
     assert not ledger.writing and not ledger.loading
 
 
-def test_a_doomed_store_takes_its_followers_along():
+def test_a_cancelled_store_takes_its_followers_along():
     ledger = Ledger(1)
     first = ledger.store(b"a")
     second = ledger.store(b"ab", follows=[first])
     third, other = ledger.store(b"abc", follows=[second]), ledger.store(b"x")
-    assert ledger.doom(first) == [first, second, third]
-    assert ledger.doom(first) == []
+    assert ledger.cancel(first) == [first, second, third]
+    assert ledger.cancel(first) == []
     assert not (first.succeeded or third.succeeded) and other.succeeded
     assert list(ledger.writing) == [b"x"]  # nobody waits for what will not come
 
 
-def test_a_doomed_store_forgets_only_its_own_keys():
+def test_a_cancelled_store_forgets_only_its_own_keys():
     ledger = Ledger(1)
     old = ledger.store(b"a")
-    ledger.doom(old)
+    ledger.cancel(old)
     new = ledger.store(b"a")
     ledger.remove(old)
     assert ledger.writing == {b"a": new}
 
 
-def test_a_doomed_load_is_cancelled_once_and_still_resolves():
+def test_a_cancelled_load_is_told_once_and_still_resolves():
     """S7.41"""
     ledger = Ledger(1)
     load = ledger.load(b"a")
-    ledger.doom(load)
-    ledger.doom(load)
+    ledger.cancel(load)
+    ledger.cancel(load)
     plans, cancelled = ledger.launch()
     assert plans == (load.plan,) and cancelled == (load.id,)
     assert ledger.launch() == ((), ())

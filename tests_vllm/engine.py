@@ -706,6 +706,7 @@ class Engine:
         assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
         assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
         assert not (self.half._admitted or self.half._on_device or self.half._loads or self.half._readmitted)
+        assert not (self.half._seen or self.half._has_failed)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         self.cache.check_valid()
 
@@ -879,6 +880,9 @@ class Engine:
             return
         here, first = after.index(place), 0 if neighbour is None else after.index(neighbour) + 1
         between = after[first:here] if first <= here else after[:here]
+        if between and between[-1] in self._used_again:
+            self.counts["came back behind what was used again"] += 1
+            return
         assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
         self.counts["released in place"] += 1
 

@@ -27,15 +27,19 @@ SEEN = 7  # of 8 damaged prompts
 
 families = pytest.mark.parametrize("family", FAMILIES)
 modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
-policies = pytest.mark.parametrize("policy", sorted(POLICIES))
+# Which blocks leave is the pool's affair, whatever they hold: every policy with one kind of group and with several.
+ALL_POLICIES = ("llama", "qwen3_next")
+served = pytest.mark.parametrize(
+    ("family", "policy"),
+    [(family, policy) for family in FAMILIES for policy in POLICIES if policy == "lru" or family in ALL_POLICIES],
+)
 
 
 # --- stories -----------------------------------------------------------------------------------------------------
 
 
-@families
+@served
 @modes
-@policies
 def test_documents_come_back_up_to_their_last_boundary(family, mode, policy):  # S7.27, O8.11
     pair = Pair(family, mode, policy)
     for length in LENGTHS:
@@ -48,9 +52,8 @@ def test_documents_come_back_up_to_their_last_boundary(family, mode, policy):  #
     assert pair.is_at_rest()
 
 
-@families
+@served
 @modes
-@policies
 def test_a_conversation_goes_on_behind_its_own_answer(family, mode, policy):
     pair = Pair(family, mode, policy)
     for length, new_tokens in ((37, 20), (37, 12), (48, 17), (33, 1)):  # the KV of the last token is not there yet

@@ -188,7 +188,8 @@ def _qwen3_5(hidden: int, layers: int, window: int) -> PreTrainedModel:
 
 def _mamba2(hidden: int, layers: int) -> dict[str, Any]:
     heads = dict(mamba_n_heads=8, mamba_d_head=hidden // 4, mamba_expand=2, mamba_n_groups=1)
-    return dict(**_common(hidden, layers), **heads, mamba_d_state=STATE_WIDTH)
+    # Without kernels a forward computes whole chunks, and of these models' 256 tokens most would be padding.
+    return dict(**_common(hidden, layers), **heads, mamba_d_state=STATE_WIDTH, mamba_chunk_size=32)
 
 
 def _bamba(hidden: int, layers: int, window: int) -> PreTrainedModel:

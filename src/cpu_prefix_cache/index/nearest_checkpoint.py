@@ -38,7 +38,6 @@ class ResumeIndex:
             self._here.extend(bytes(missing))
         starts = self._forest.depth[chunk] % SEGMENT == 1
         self._head[chunk] = chunk if starts else self._head[self._forest.parent[chunk]]
-        self._count[chunk] = 0
         self._here[chunk] = False
 
     def set(self, chunk: int, resumable: bool) -> None:

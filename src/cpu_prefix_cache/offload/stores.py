@@ -73,7 +73,7 @@ class _Sources:
     """What of a chain can be stored now: the device blocks of its first chunks, and of its checkpoint's pieces."""
 
     chunks: list[Sequence[int]]
-    pieces: Sequence[Sequence[int]] | None = None
+    pieces: Sequence[Sequence[int]] = ()
     stopped_by: Stop | None = None
 
 
@@ -143,7 +143,7 @@ class StorePlanner:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none."""
         pin, taken = self._hang(chain.parent_key)  # before anything is evicted for the children
         sources = self._sources(chain)
-        if not sources.chunks and sources.pieces is None:
+        if not sources.chunks and not sources.pieces:
             if pin is not None:
                 self._pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
@@ -152,7 +152,7 @@ class StorePlanner:
         device_blocks = [block for blocks in sources.chunks for block in blocks]
         taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(device_blocks))
         device_blocks += piece_blocks
-        if sources.pieces is not None and chain.checkpoint is not None:
+        if chain.checkpoint is not None:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
         carried = num_bytes(self.planner, taken.copies)
         transfer = Transfer(
@@ -214,7 +214,7 @@ class StorePlanner:
     def _take(self, chain: Chain, sources: _Sources, taken: _Taken) -> tuple[list[int], list[int]]:
         """Host chunks for what is to be stored, and the device blocks of the pieces that are copied."""
         keys = list(chain.keys[: len(sources.chunks)])
-        if sources.pieces is None or chain.checkpoint is None:
+        if chain.checkpoint is None:
             return self._pool.allocate(len(keys), keys), []
         needs = self._coordinator.needs(chain.checkpoint)
         for need in needs:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache.offload.retries import Postponed
+from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
@@ -18,7 +18,7 @@ class Story:
     def __init__(self, most_chunks: int = 100) -> None:
         self.pool = BlockPool(10, ready=0)
         self.asked = 0
-        self.postponed = Postponed(self.pool, most_chunks, self.missing)
+        self.postponed = Retries(self.pool, most_chunks, self.missing)
 
     def missing(self, request: Left) -> int:
         self.asked += 1
