@@ -52,7 +52,8 @@ def test_one_tier(trace, capsys):
 
 def test_it_says_what_min_is(trace, capsys):
     main(["replay", trace])
-    assert "a reference for prefix hits and not a proven ceiling" in capsys.readouterr().out
+    sentence = "a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time"
+    assert sentence in capsys.readouterr().out
 
 
 def test_without_a_choice_every_policy_and_a_sweep_of_capacities_are_replayed(tmp_path, capsys):

@@ -14,7 +14,7 @@ from cpu_prefix_cache.replay.units import show_bytes
 
 MIN_NOTE = """\
 min: keeps what is used again soonest, which only who knows the future can, and never stores what is not worth it. It
-     decides block by block, so it is a reference for prefix hits and not a proven ceiling.
+     is a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
 infinite: a cache without a limit."""
 TWO_TIERS_NOTE = """\
 In two tiers, min is one cache as large as device and host together.
