@@ -154,6 +154,14 @@ def test_a_size_of_blocks_that_does_not_fit_is_asked_about(trace, capsys):
     assert "requests with more or fewer blocks than their input_length takes: 4" in capsys.readouterr().out
 
 
+def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, capsys):
+    sentence = "timestamps are taken for seconds, 50.0 minutes in all; with --time-unit ms they would be 3.0 s"
+    main(["replay", trace])
+    assert sentence in capsys.readouterr().out
+    main(["replay", trace, "--time-unit", "ms"])
+    assert "timestamps are taken" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -186,7 +194,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
     [
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
-        *(["--store-after", "0"], ["--min-store-tokens", "-1"]),
+        *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
     ],
     ids=str,
 )
