@@ -1,5 +1,6 @@
 """`adaptive` as a story: what it learns, what it declines, and what it asks for."""
 
+import heapq
 import random
 from math import inf, nan
 from unittest import mock
@@ -22,16 +23,66 @@ def test_conversations_stay_and_one_off_prompts_go():
 
 def share_of_hits(policy):
     shelf, hits, chunks = Shelf(60, policy=policy), 0, 0
+    for turn, prompt, pause in conversations():
+        if turn > 30 and prompt[0] < "z":
+            hits += shelf.pool.resident_run(chain(prompt), 0, len(prompt))
+            chunks += len(prompt)
+        shelf.put(prompt, after=pause)
+    return hits / chunks
+
+
+def conversations():
+    """Turn, prompt, and seconds since the one before."""
     for turn in range(60):
         for number in range(10):
-            prompt = chr(ord("a") + number) * min(3 + turn // 20, 5)
-            if turn > 30:
-                hits += shelf.pool.resident_run(chain(prompt), 0, len(prompt))
-                chunks += len(prompt)
-            shelf.put(prompt, after=3.0)
+            yield turn, chr(ord("a") + number) * min(3 + turn // 20, 5), 3.0
             for once in range(2):
-                shelf.put(chr(1000 + turn * 20 + number * 2 + once) * 5, after=1.5)
-    return hits / chunks
+                yield turn, chr(1000 + turn * 20 + number * 2 + once) * 5, 1.5
+
+
+def test_what_comes_in_bursts_of_one_moment_is_told_apart_all_the_same():
+    """150 requests have the time of the first of them. With a clock that waits for the next burst nothing is hit."""
+    shelf, now, found, asked = Shelf(50, policy="adaptive"), 0.0, 0, 0
+    for number, (turn, prompt, pause) in enumerate(conversations()):
+        now += pause
+        if turn > 30 and prompt[0] < "z":
+            found += prompt in shelf.names
+            asked += 1
+        shelf.put(prompt, after=now - shelf.now if number % 150 == 0 else 0.0)
+    assert found > 0.7 * asked
+
+
+def test_times_in_whole_minutes_find_nine_tenths_of_what_exact_ones_do():
+    """Some 50 requests to a minute, of agents that come back after 5 to 60 seconds, or never."""
+    exact, rounded = (hits_of_agents(unit) for unit in (None, 60))
+    assert rounded > 0.9 * exact
+
+
+def hits_of_agents(unit):
+    """With all times, or those rounded to so many seconds."""
+    shelf, chance, hits, others = Shelf(40, policy="adaptive"), random.Random(1), 0, 1000
+    agents = [(chance.random() * 60, number, 3) for number in range(25)]  # when, who, with how many chunks
+    heapq.heapify(agents)
+    for number in range(3_000):
+        now, who, length = heapq.heappop(agents)
+        prompt = chr(1000 + who) * length
+        hits += number > 1_500 and shelf.pool.resident_run(chain(prompt), 0, length)
+        shelf.put(prompt, after=(now if unit is None else now // unit * unit) - shelf.now)
+        goes_on = chance.random() < 0.9
+        others += not goes_on
+        after = now + chance.uniform(5, 60)
+        heapq.heappush(agents, (after, who, min(12, length + 1)) if goes_on else (after, others, 3))
+    return hits
+
+
+@pytest.mark.parametrize("step", [1.0, 0.05], ids=["a log in whole seconds", "the steps of an engine"])
+def test_many_requests_a_step_do_not_let_its_clock_run_away(step):
+    """40 at each. In the first of them they count a second each, as nothing is known yet; from then on as they come."""
+    pool = BlockPool(50, "adaptive")
+    for number in range(4_000):
+        now = number // 40 * step
+        asks_alone(pool, number, now)
+        assert 0 <= pool._policy._now - now <= 40
 
 
 @pytest.mark.parametrize("length", [1, 5, 40, 200])

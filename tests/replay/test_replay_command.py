@@ -52,7 +52,8 @@ def test_one_tier(trace, capsys):
 
 def test_it_says_what_min_is(trace, capsys):
     main(["replay", trace])
-    assert "a reference for prefix hits and not a proven ceiling" in capsys.readouterr().out
+    sentence = "a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time"
+    assert sentence in capsys.readouterr().out
 
 
 def test_without_a_choice_every_policy_and_a_sweep_of_capacities_are_replayed(tmp_path, capsys):
@@ -153,6 +154,14 @@ def test_a_size_of_blocks_that_does_not_fit_is_asked_about(trace, capsys):
     assert "requests with more or fewer blocks than their input_length takes: 4" in capsys.readouterr().out
 
 
+def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, capsys):
+    sentence = "timestamps are taken for seconds, 50.0 minutes in all; with --time-unit ms they would be 3.0 s"
+    main(["replay", trace])
+    assert sentence in capsys.readouterr().out
+    main(["replay", trace, "--time-unit", "ms"])
+    assert "timestamps are taken" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -185,7 +194,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
     [
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
-        *(["--store-after", "0"], ["--min-store-tokens", "-1"]),
+        *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
     ],
     ids=str,
 )

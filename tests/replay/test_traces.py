@@ -37,7 +37,7 @@ def test_a_gz_file_reads_like_the_plain_one(tmp_path):
 def test_ids_of_different_files_are_different_blocks_and_requests_come_in_the_order_of_time(tmp_path):
     one = write(tmp_path / "one", [{**GOOD, "timestamp": at} for at in (0, 20, 20)])
     two = write(tmp_path / "two", [{**GOOD, "timestamp": at, "input_length": 1200} for at in (10, 20)])
-    trace = read_traces([one, two])
+    trace = read_traces([one, two], time_unit="ms")
     assert trace.different_blocks == 6
     assert [(round(request.now * 1000), request.tokens) for request in trace.requests] == [
         (0, 1100),
@@ -50,9 +50,48 @@ def test_ids_of_different_files_are_different_blocks_and_requests_come_in_the_or
 
 def test_a_log_out_of_order_is_replayed_in_the_order_of_time_and_cut_there(tmp_path):
     log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in (30, 10, 20)])
-    trace = read_traces([log], limit=2)
+    trace = read_traces([log], limit=2, time_unit="ms")
     assert [request.now for request in trace.requests] == [0.01, 0.02]
     assert (trace.out_of_order, read_traces([log, log]).out_of_order) == (1, 2)
+
+
+HOUR = 3_600
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "unit", "seconds"),
+    [
+        ([0, 1_000 * HOUR], "ms", HOUR),
+        ([0, HOUR], "s", HOUR),
+        ([0.25, HOUR + 0.25], "s", HOUR),
+        ([1.7e9, 1.7e9 + HOUR], "s", HOUR),  # since 1970
+        ([1.7e12, 1.7e12 + 1_000 * HOUR], "ms", HOUR),
+        ([0, 599_999], "s", 599_999),
+        ([0, 600_000], "ms", 600),
+        ([5, 5], "ms", 0),
+    ],
+)
+def test_seconds_are_told_from_milliseconds_by_how_long_the_log_would_be(tmp_path, timestamps, unit, seconds):
+    log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in timestamps])
+    trace = read_traces([log])
+    first, last = (request.now for request in trace.requests)
+    assert (trace.time_unit, last - first) == (unit, seconds)
+    assert trace.guessed_from == timestamps[1] - timestamps[0]
+
+
+def test_the_unit_is_guessed_from_all_that_was_read_and_is_one_for_all_files(tmp_path):
+    """However few requests are replayed of it, and though one file alone is short."""
+    long = write(tmp_path / "long", [{**GOOD, "timestamp": at} for at in (0, 2_000, 1_000 * HOUR)])
+    short = write(tmp_path / "short", [{**GOOD, "timestamp": at} for at in (1_000, 3_000)])
+    trace = read_traces([short, long], limit=4)
+    assert [request.now for request in trace.requests] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("unit", "seconds"), [("s", HOUR), ("ms", HOUR / 1_000)])
+def test_a_unit_that_was_given_is_not_guessed(tmp_path, unit, seconds):
+    log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in (0, HOUR)])
+    trace = read_traces([log], time_unit=unit)
+    assert (trace.requests[1].now, trace.time_unit, trace.guessed_from) == (seconds, unit, None)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "prompt_token_ids"])
@@ -83,7 +122,7 @@ BAD = [
     ("[]", "not a JSON object"),
     ("[" * 100_000, "not JSON"),
     ("", "not JSON"),
-    (without("timestamp"), "timestamp must be a number of milliseconds, 0 or more, got nothing"),
+    (without("timestamp"), "timestamp must be a number of seconds or ms, 0 or more, got nothing"),
     ({**GOOD, "timestamp": "now"}, 'timestamp must be .* got "now"'),
     ({**GOOD, "timestamp": True}, "timestamp must be"),
     (json.dumps(GOOD).replace("1500", "NaN"), "timestamp must be"),

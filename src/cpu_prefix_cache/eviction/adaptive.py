@@ -38,7 +38,9 @@ from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 
 NOBODY: tuple[Rank, Sequence[int]] = ((inf, 0, 0), ())
-MOST_AT_ONCE = 200  # requests at one moment, to the last digit: that is a log without times
+# So many requests may have one time, to the last digit: 5 of a recorded trace do, by chance. More of them were rounded.
+MOST_AT_ONCE = 5
+LONGEST_PACE = 1.0  # second between two of those, and between all requests of a log without times
 
 
 class Adaptive:
@@ -54,8 +56,8 @@ class Adaptive:
         self._num_ghosts = 0
         self._ghosts = new_ring()
         self._now = self._told = 0.0  # by our clock, and by the engine's
-        self._ahead = 0  # seconds that ours is ahead of it
         self._at_once = 0  # requests at this very moment
+        self._pace = LONGEST_PACE  # seconds that a request took, at the moment before
         self._foreseen: tuple[int, list[Sequence[int]]] = (NONE, [])  # by `accepts`, and how old the forest was then
 
     # A request
@@ -79,13 +81,18 @@ class Adaptive:
         self._buckets.a_request_came()
 
     def _tell_time(self, now: float) -> None:
-        """It is `now`. A clock that stands still while many requests come shows no ages: then they count as seconds."""
+        """It is `now`. While a clock stands still there are no ages, so ours goes on, at the pace of the moment before.
+
+        What is ahead of the engine's clock waits for it.
+        """
         if not self._told <= now < inf:
             raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._told} s already")
-        self._at_once = self._at_once + 1 if now == self._told else 0
-        self._ahead += self._at_once > MOST_AT_ONCE
+        if now > self._told:
+            self._pace = min(LONGEST_PACE, (now - self._told) / max(1, self._at_once))
+            self._at_once = 0
+        self._at_once += 1
         self._told = now
-        self._now = now + self._ahead
+        self._now = max(now, self._now + self._pace * (self._at_once > MOST_AT_ONCE))
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""

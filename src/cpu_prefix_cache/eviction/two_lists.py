@@ -7,16 +7,15 @@ An *end* of a list is a chunk with no child in it. In T1 that is a childless chu
 in any ring of touches.py. In T2 a touch stands in the ring exactly while it names an end, which takes counting: a chunk
 of T2 that is no end has one child in T2, or as many as `_forks` says.
 
-Victims are collected as a *run*, each the parent of the one before it, while they come from one list one after the
-other, and leave the forest together.
+Victims are taken as a *run* of one list, each the parent of the one before it. They leave the forest together, when the
+next run is taken or there is none: until then they are asked for their keys.
 """
 
 from collections.abc import Sequence
 
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
-from cpu_prefix_cache.eviction.touches import Ring, Touch, TouchPolicy, leave, linked
+from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave, linked
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.errors import InternalError
 
 
 class ArcTouch:
@@ -76,11 +75,7 @@ class TwoLists(TouchPolicy):
 
     def _take_once(self, count: int) -> list[int]:
         """Victims that T1 can give, oldest first."""
-        if self._run:
-            victims = self._more_of_run(self._once, count)
-            if victims:
-                return victims
-            self._end_run()
+        self._end_run()
         children, pinned, end = self._forest.children, self._forest.pinned, self._once.end
         while (touch := linked(self._passed[ONCE].younger)) is not end:
             if children[touch.block]:
@@ -93,17 +88,12 @@ class TwoLists(TouchPolicy):
 
     def _take_again(self, count: int, or_any: bool) -> list[int]:
         """Victims from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""
-        victims = self._more_of_run(self._again, count)
-        if victims:
-            return victims
-        if self._run and (self._last.ring is self._again or self._is_again(self._forest.parent[self._run[-1]])):
-            self._end_run()  # so that the parent is known to be an end, or childless
+        self._end_run()
         forest, end = self._forest, self._again.end
         touch = linked(self._passed[AGAIN].younger)
         while touch is not end:
             if not forest.pins[touch.block]:
                 if not forest.children[touch.block]:
-                    self._end_run()
                     return self._begin_run(touch, count)
                 if not or_any:
                     return []
@@ -112,33 +102,23 @@ class TwoLists(TouchPolicy):
         return []
 
     def _begin_run(self, touch: Touch, count: int) -> list[int]:
-        self._run, self._last = [], touch
-        return self._more_from(touch.block, count)
-
-    def _more_of_run(self, ring: Ring, count: int) -> list[int]:
-        """Up to `count` chunks above the last victim that go next, if it was of `ring`."""
-        if not self._run or self._last.ring is not ring:
-            return []
-        return self._more_from(self._forest.parent[self._run[-1]], count)
-
-    def _more_from(self, block: int, count: int) -> list[int]:
-        """The run goes on with `block` and those above it, up to `count`: unpinned, not used since."""
-        mark, forest, last = self._mark, self._forest, self._last
-        parents, children, pinned, ring = forest.parent, forest.children, forest.pinned, last.ring
-        more: list[int] = []
-        while len(more) < count and children[block] <= 1 and block not in pinned:
+        """The chunk that `touch` names and those above it, up to `count`: unpinned, not used since."""
+        mark, parents, children, pinned = self._mark, self._forest.parent, self._forest.children, self._forest.pinned
+        ring, block = touch.ring, touch.block
+        run: list[int] = []
+        while len(run) < count and children[block] <= 1 and block not in pinned:
             own = mark[block]
-            if own is not last:
-                if own is None or own.ring is not ring or own.stamp > last.stamp:
+            if own is not touch:
+                if own is None or own.ring is not ring or own.stamp > touch.stamp:
                     break  # the root, a chunk of the other list, or one that was used since
                 if own.block == block:
                     leave(own)
             mark[block] = None
-            more.append(block)
+            run.append(block)
             block = parents[block]
-        ring.size -= len(more)
-        self._run += more
-        return more
+        ring.size -= len(run)
+        self._run, self._last = run, touch
+        return run
 
     def _end_run(self) -> None:
         """Let the victims leave the forest; what they hung below inherits their touch."""

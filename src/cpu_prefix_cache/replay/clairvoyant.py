@@ -2,8 +2,15 @@
 
 `replay_min` is Belady's MIN, block by block, with bypass: at any moment it keeps, of all blocks that are in the cache
 or were computed just now, those that are used again soonest. Hits are counted as everywhere here, contiguous from the
-beginning of a prompt. It is a reference and not a proven ceiling: MIN is optimal for single blocks, each of which
-counts where it is, and not for prefixes.
+beginning of a prompt.
+
+It is a ceiling on hit blocks: no cache of so many blocks finds more of them. From one use of a block to the next is an
+interval between two requests, and a hit is an interval through which the block was kept; of the intervals at most
+`capacity` overlap. To take as many intervals as possible is scheduling on so many machines, which the greedy choice
+solves (Faigle and Nawijn, Discrete Applied Mathematics 58, 1995): when there are too many, give up the one that ends
+last. That holds for blocks that count wherever they are; and as of one prompt the deepest blocks are given up first,
+what is kept is found from the beginning of the prompt on, so that no prefix is lost by it. It is no ceiling on tokens
+or on time saved: a prompt's last block may be shorter than others, and to compute a deep one takes longer.
 
 Blocks are kept in *buckets* by the request that uses them next, which is all that MIN looks at. Of a prompt, the later
 a block comes the longer ago it was used last, because whoever used it used all before it. So a bucket fills from its

@@ -7,18 +7,18 @@ from pathlib import Path
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
-from cpu_prefix_cache.replay.traces import Trace, read_traces
+from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace, read_traces
 
 MOST_DIGITS = 15
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """For `trace_of`: TRACE, --block-tokens, --limit and --skip-bad-lines."""
+    """For `trace_of`: TRACE, --block-tokens, --limit, --time-unit and --skip-bad-lines."""
     parser.add_argument(
         "traces",
         nargs="+",
         metavar="TRACE",
-        help="JSON lines, plain or .gz: Mooncake (timestamp in ms, input_length, output_length, hash_ids), or "
+        help="JSON lines, plain or .gz: Mooncake (timestamp, input_length, output_length, hash_ids), or "
         "timestamp and prompt_token_ids or token_ids",
     )
     parser.add_argument(
@@ -28,13 +28,22 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of a block (default: 512 of hash_ids, 16 of token ids)",
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="replay the first N requests only")
+    parser.add_argument(
+        "--time-unit",
+        choices=sorted(UNITS_A_SECOND),
+        help="of timestamps (default: guessed from the time between the first and the last)",
+    )
     parser.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines, and go on without them")
 
 
 def trace_of(args: argparse.Namespace) -> Trace:
     """The requests that were asked for. Raises TraceError."""
     return read_traces(
-        args.traces, block_tokens=args.block_tokens, limit=args.limit, skip_bad_lines=args.skip_bad_lines
+        args.traces,
+        block_tokens=args.block_tokens,
+        limit=args.limit,
+        skip_bad_lines=args.skip_bad_lines,
+        time_unit=args.time_unit,
     )
 
 

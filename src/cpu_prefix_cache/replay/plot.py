@@ -16,7 +16,7 @@ def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clai
     axes = figure.add_subplot()
     for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
         _line(axes, [outcome for outcome in outcomes if outcome.policy == policy], policy, "-")
-    _line(axes, clairvoyant, "MIN with bypass (a reference)", "--")
+    _line(axes, clairvoyant, "MIN with bypass (a ceiling)", "--")
     axes.axhline(ideal.block_hit_ratio, linestyle="--", color="gray", label="infinite cache")
     axes.set(xscale="log", xlabel="host capacity (blocks)", ylabel="prefix hit ratio (blocks)", title=title)
     capacities = sorted({outcome.capacity for outcome in clairvoyant})

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios
 from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import Trace
-from cpu_prefix_cache.replay.units import show_bytes
+from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace
+from cpu_prefix_cache.replay.units import show_bytes, show_seconds
 
 MIN_NOTE = """\
 min: keeps what is used again soonest, which only who knows the future can, and never stores what is not worth it. It
-     decides block by block, so it is a reference for prefix hits and not a proven ceiling.
+     is a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
 infinite: a cache without a limit."""
 TWO_TIERS_NOTE = """\
 In two tiers, min is one cache as large as device and host together.
@@ -37,6 +37,8 @@ def describe_trace(trace: Trace) -> str:
         f"{len(trace.requests):,} requests from {', '.join(trace.paths)}: {trace.blocks:,} blocks of "
         f"{trace.block_tokens} tokens, {trace.different_blocks:,} of them different"
     ]
+    if trace.guessed_from is not None:
+        lines.append(_describe_time(trace.time_unit, trace.guessed_from))
     if trace.bad_lines:
         lines.append(f"bad lines that were skipped: {len(trace.bad_lines):,}, the first: {trace.bad_lines[0]}")
     if trace.out_of_order:
@@ -49,6 +51,17 @@ def describe_trace(trace: Trace) -> str:
             f"is a block {trace.block_tokens} tokens (--block-tokens)?"
         )
     return "\n".join(lines)
+
+
+def _describe_time(guessed: str, span: float) -> str:
+    """`span` is from the first to the last timestamp, in units that were guessed."""
+    readings = {unit: show_seconds(span / a_second) for unit, a_second in UNITS_A_SECOND.items()}
+    names = {"s": "seconds", "ms": "milliseconds"}
+    [other] = names.keys() - {guessed}
+    return (
+        f"timestamps are taken for {names[guessed]}, {readings[guessed]} in all; "
+        f"with --time-unit {other} they would be {readings[other]}"
+    )
 
 
 def describe_admission(host: HostTier) -> str:

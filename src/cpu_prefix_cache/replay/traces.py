@@ -5,9 +5,9 @@ Two kinds of line are understood, and told apart by their fields:
     Mooncake       timestamp, input_length, hash_ids       ids of blocks of 512 tokens, chained: equal id, equal prefix
     request log    timestamp, prompt_token_ids             or token_ids; hashed here, in blocks of 16 tokens
 
-Timestamps are milliseconds, lengths are tokens; `output_length` may be there and decides nothing; fields with other
-names are not looked at, nor are token ids where there are hash_ids. What cannot be a request is malformed: also an id
-that follows another one than it did before, because then equal ids do not mean equal prefixes.
+Timestamps are milliseconds or seconds (`time_unit_of`), lengths are tokens; `output_length` may be there and decides
+nothing; fields with other names are not looked at, nor are token ids where there are hash_ids. What cannot be a request
+is malformed: also an id that follows another one than it did before, because then equal ids do not mean equal prefixes.
 
 Several traces are one load on one cache: they are merged by timestamp, as given. Of equal timestamps the file named
 first comes first, and within a file the line. Ids of different files have nothing to do with each other: the key of an
@@ -33,7 +33,9 @@ from cpu_prefix_cache.model.hashing import ChainHasher
 
 MOONCAKE_BLOCK_TOKENS = 512
 LOG_BLOCK_TOKENS = 16
-NO_TIME = 2**63  # milliseconds; nor is NaN or an infinity one
+NO_TIME = 2**63  # in any unit; nor is NaN or an infinity a time
+UNITS_A_SECOND = {"s": 1, "ms": 1000}
+SHORTEST_MS = 600_000  # ten minutes; of seconds, a week
 TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
 
 
@@ -55,7 +57,8 @@ class Trace:
 
     `bad_lines` says of each line that was skipped what is wrong with it. `odd_lengths` counts requests with more or
     fewer blocks than their length takes: where it is not 0, `block_tokens` may be wrong. `out_of_order` counts
-    requests that came before the one above them in their file.
+    requests that came before the one above them in their file. `time_unit` is that of the timestamps in the files, "s"
+    or "ms", and `guessed_from` the span from the first to the last of them, in this unit, if it was not given.
     """
 
     paths: list[str]
@@ -64,6 +67,8 @@ class Trace:
     bad_lines: list[str] = field(default_factory=list)
     odd_lengths: int = 0
     out_of_order: int = 0
+    time_unit: str = "ms"
+    guessed_from: float | None = None
 
     @cached_property
     def blocks(self) -> int:
@@ -88,8 +93,11 @@ def read_traces(
     block_tokens: int | None = None,
     limit: int | None = None,
     skip_bad_lines: bool = False,
+    time_unit: str | None = None,
 ) -> Trace:
     """Read and merge traces; of the requests in order of time, the first `limit`.
+
+    `time_unit` is "s" or "ms"; without it that is guessed, once for all files (`time_unit_of`).
 
     Raises TraceError for a file that cannot be read or has no requests, for files whose blocks differ in size while
     `block_tokens` is not given, for requests of which none has a whole block, and for the first malformed line unless
@@ -101,17 +109,32 @@ def read_traces(
     if len(sizes) > 1:
         raise TraceError(f"blocks of {sorted(sizes)} tokens cannot share a cache: replay each trace alone")
     requests.sort(key=attrgetter("now"))
+    span = requests[-1].now - requests[0].now
+    unit = time_unit or time_unit_of(span)
     trace = Trace(
         paths=list(paths),
         block_tokens=sizes.pop(),
-        requests=requests[:limit],
+        requests=[request._replace(now=request.now / UNITS_A_SECOND[unit]) for request in requests[:limit]],
         bad_lines=[line for reader in readers for line in reader.bad_lines],
         odd_lengths=sum(reader.odd_lengths for reader in readers),
         out_of_order=sum(reader.out_of_order for reader in readers),
+        time_unit=unit,
+        guessed_from=span if time_unit is None else None,
     )
     if not trace.blocks:
         raise TraceError(f"no request has a whole block of {trace.block_tokens} tokens: nothing can be a hit")
     return trace
+
+
+def time_unit_of(span: float) -> str:
+    """What timestamps are most likely counted in, if there is so much between the first and the last of them.
+
+    Milliseconds, as in Mooncake's traces, unless that makes less than ten minutes. Of all at one moment, too.
+
+    >>> time_unit_of(3_600_000), time_unit_of(3_600), time_unit_of(0)  # an hour, an hour, nothing
+    ('ms', 's', 'ms')
+    """
+    return "s" if 0 < span < SHORTEST_MS else "ms"
 
 
 class _BadLine(Exception):
@@ -119,7 +142,7 @@ class _BadLine(Exception):
 
 
 class _FileReader:
-    """One file. `sizes` are the block sizes, in tokens, of what was found in it."""
+    """One file, `now` of its requests in its own unit. `sizes` are the block sizes, in tokens, of what was found."""
 
     def __init__(self, path: str, number: int, block_tokens: int | None, skip_bad_lines: bool) -> None:
         self._path = path
@@ -167,7 +190,7 @@ class _FileReader:
 
     def _request(self, line: bytes) -> TraceRequest:
         values = _parsed(line)
-        now = _timestamp(values) / 1000
+        now = _timestamp(values)
         _length(values, "output_length", default=0)
         if "hash_ids" in values:
             return self._of_ids(now, values)
@@ -246,7 +269,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _timestamp(values: dict[str, Any]) -> float:
     value = values.get("timestamp")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < NO_TIME:
-        raise _BadLine(f"timestamp must be a number of milliseconds, 0 or more, got {_shown(values, 'timestamp')}")
+        raise _BadLine(f"timestamp must be a number of seconds or ms, 0 or more, got {_shown(values, 'timestamp')}")
     return float(value)
 
 

@@ -4,6 +4,8 @@
 (3000, 10240, 1500)
 >>> show_bytes(3 * 2**30), show_bytes(512)
 ('3.0 GiB', '512 B')
+>>> show_seconds(0.5), show_seconds(1022), show_seconds(94_935)
+('0.5 s', '17.0 minutes', '26.4 hours')
 """
 
 import re
@@ -50,3 +52,11 @@ def show_bytes(count: float) -> str:
         count /= 1024
         power += 1
     return f"{count:.1f} {BINARY[power]}" if power else f"{count:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """In the largest of seconds, minutes, hours and days of which there are at least two."""
+    for name, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {name}"
+    return f"{seconds:.1f} s"
