@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave, linked
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.messages.errors import InternalError
 
 
 class ArcTouch:
