@@ -23,7 +23,7 @@ class NullCopies:
     def begin(self, metadata: StepMetadata) -> None:
         self._computes = metadata.computes
         self._received |= set(metadata.requests.values())
-        self._done = {id for id in self._done if id >= metadata.plan.settled_below} - set(metadata.plan.settled)
+        self._done = {id for id in self._done if id >= metadata.plan.resolved_below} - set(metadata.plan.settled)
         self._done |= {transfer.id for transfer in metadata.plan.transfers}
 
     def results(self) -> tuple[set[str], set[str]]:

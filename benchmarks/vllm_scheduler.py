@@ -130,7 +130,7 @@ class Engine:
         """What the worker would say of this step's plan, one step later."""
         if isinstance(metadata, StepMetadata):
             plan = metadata.plan
-            self._done = {id for id in self._done if id >= plan.settled_below} - set(plan.settled)
+            self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.settled)
             self._done |= {transfer.id for transfer in plan.transfers}
             report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
             is_news, self._said = bool(self._done) or report != self._said, report

@@ -442,8 +442,8 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def pins_hold_no_more_than_is_said(self) -> None:
         now = self.pool.statistics()
-        assert now.cached - self.model.can_free() <= now.held <= now.cached
-        assert self.pins or self.stores or not now.held
+        assert now.cached - self.model.can_free() <= now.protected <= now.cached
+        assert self.pins or self.stores or not now.protected
 
     @invariant()
     def what_is_found_is_complete(self) -> None:

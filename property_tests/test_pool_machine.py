@@ -247,8 +247,8 @@ class PoolMachine(RuleBasedStateMachine):
                         held.add(above.block)
                     above = above.parent
         now = self.pool.statistics()
-        assert len(held) * self.per_chunk <= now.held <= now.cached
-        assert self.pins or not now.held
+        assert len(held) * self.per_chunk <= now.protected <= now.cached
+        assert self.pins or not now.protected
 
     @invariant()
     def what_is_pinned_keeps_its_bytes(self) -> None:

@@ -150,7 +150,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.late: set[int] = set()  # loads that some rank has given up
         self.told: list[RankReport] = []
         self.leases: list[tuple[Any, str, int]] = []
-        self.epoch = self.now = self.born = self.settled_below = 0
+        self.epoch = self.now = self.born = self.resolved_below = 0
 
     # what the bytes should be
 
@@ -354,10 +354,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def take_in(self, plan: StepPlan) -> None:
         assert plan.epoch == self.epoch + self.cache.is_off  # turning off is a reset, for good
         assert not self.cache.is_off or all(transfer.failed for transfer in plan.transfers)
-        self.settled_below = plan.settled_below
-        assert all(id in self.resolved for id in range(plan.settled_below) if id in self.copies)
+        self.resolved_below = plan.resolved_below
+        assert all(id in self.resolved for id in range(plan.resolved_below) if id in self.copies)
         for transfer in plan.transfers:
-            assert transfer.id not in self.copies and transfer.id >= plan.settled_below
+            assert transfer.id not in self.copies and transfer.id >= plan.resolved_below
             copy = self.copies[transfer.id] = Copy(transfer, plan.epoch, cancelled=transfer.failed)
             may_be_empty = self.planner.has_checkpoints  # a checkpoint may share all of its pieces
             assert transfer.failed == (not transfer.copies) or (may_be_empty and not transfer.failed)
@@ -440,7 +440,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def report(self, rank: int, lost: bool = False, half: bool = False) -> None:
         mine = {id: copy.copied[rank] for id, copy in self.copies.items() if rank in copy.copied}
-        mine = {id: ok for id, ok in mine.items() if id >= self.settled_below}
+        mine = {id: ok for id, ok in mine.items() if id >= self.resolved_below}
         if half:
             mine = {id: ok for id, ok in mine.items() if id % 2}
         done = frozenset(id for id, ok in mine.items() if ok)

@@ -18,7 +18,7 @@ from cpu_prefix_cache import (
     Resolved,
 )
 from cpu_prefix_cache.offload.break_even import NEVER, least_tokens
-from cpu_prefix_cache.offload.settlement import FAILURES_IN_A_ROW
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from property_tests.engines import QueueSlots, cache_options
 from tests.story import ATTENTION, GRID, Engine, chain
 
@@ -875,9 +875,9 @@ def test_settled_transfers_need_not_be_reported_again():
     engine.computes("r", 1)
     (first,) = engine.steps().transfers
     engine.reports([first.id], rank=0)
-    assert engine.steps().settled_below == first.id
+    assert engine.steps().resolved_below == first.id
     engine.reports([first.id], rank=1)
-    assert engine.steps().settled_below == first.id + 1
+    assert engine.steps().resolved_below == first.id + 1
 
 
 def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():

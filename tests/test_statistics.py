@@ -36,15 +36,15 @@ def test_chunks_of_a_store_that_failed_and_of_one_that_a_reset_overtook_were_giv
     engine.computes("r", 4)
     second = [transfer.id for transfer in engine.steps().transfers]
     engine.reports(failed=first, done=second)
-    assert engine.cache.statistics().store_given_up == 4, "the one below it had nothing to hang below"
+    assert engine.cache.statistics().store_cancelled == 4, "the one below it had nothing to hang below"
     engine.serves("xy")
-    assert engine.cache.statistics().store_given_up == 4
+    assert engine.cache.statistics().store_cancelled == 4
     engine.starts("z", "pq")
     engine.computes("z")
     third = [transfer.id for transfer in engine.steps().transfers]
     engine.cache.reset()
     engine.reports(done=third)
-    assert engine.cache.statistics().store_given_up == 6
+    assert engine.cache.statistics().store_cancelled == 6
 
 
 def test_what_a_reset_overtook_has_not_failed():
@@ -61,7 +61,7 @@ def test_what_a_reset_overtook_has_not_failed():
     engine.steps()
     engine.reports(done=moving)
     now = engine.cache.statistics()
-    assert (now.stores_failed, now.loads_failed, now.store_given_up) == (0, 0, 2)
+    assert (now.stores_failed, now.loads_failed, now.store_cancelled) == (0, 0, 2)
 
 
 def test_a_load_that_is_too_late_has_failed_once():
@@ -80,11 +80,11 @@ def test_held_are_the_blocks_that_pins_keep():
     engine = Engine(host=8)
     engine.serves("abc")
     engine.serves("x")
-    assert engine.cache.statistics().pool.held == 0
+    assert engine.cache.statistics().pool.protected == 0
     lease = engine.reserves("ab")
-    assert engine.cache.statistics().pool.held == 2
+    assert engine.cache.statistics().pool.protected == 2
     another = engine.reserves("abc")
-    assert engine.cache.statistics().pool.held == 3, "what both hold counts once"
+    assert engine.cache.statistics().pool.protected == 3, "what both hold counts once"
     engine.cache.release(lease)
     engine.cache.release(another)
-    assert engine.cache.statistics().pool.held == 0
+    assert engine.cache.statistics().pool.protected == 0

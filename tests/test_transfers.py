@@ -121,9 +121,9 @@ def test_a_cancelled_load_is_told_once_and_still_resolves():
 def test_ids_ascend_and_what_is_settled_is_below():
     ledger = Ledger(1)
     first, second = ledger.store(b"a"), ledger.store(b"x")
-    assert (first.id, second.id, ledger.settled_below) == (0, 1, 0)
+    assert (first.id, second.id, ledger.resolved_below) == (0, 1, 0)
     ledger.remove(second)
-    assert ledger.settled_below == 0
+    assert ledger.resolved_below == 0
     ledger.remove(first)
-    assert ledger.settled_below == 2
+    assert ledger.resolved_below == 2
     assert ledger.store(b"y").id == 2

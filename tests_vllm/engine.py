@@ -458,8 +458,8 @@ class FakeRank:
         for transfer in plan.transfers:
             if self.copies[transfer.id].is_early:
                 self._write(self.copies[transfer.id])
-        self.done = {id for id in self.done if id >= plan.settled_below}
-        self.failed = {id for id in self.failed if id >= plan.settled_below}
+        self.done = {id for id in self.done if id >= plan.resolved_below}
+        self.failed = {id for id in self.failed if id >= plan.resolved_below}
 
     def poll(self) -> KVConnectorOutput:
         """Let time pass: finish what is due. A report may be lost, as the next one repeats it; a request id may not."""

@@ -34,12 +34,13 @@ from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
 from cpu_prefix_cache.offload.lazy import Lazy
-from cpu_prefix_cache.offload.running import Running, RunningRequests
-from cpu_prefix_cache.offload.settlement import FAILURES_IN_A_ROW, Settlement
+from cpu_prefix_cache.offload.requests import RunningRequests
+from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
@@ -133,7 +134,7 @@ class CPUPrefixCache:
         else:
             self._offload = Lazy(self.pool, self._stores, self._ledger, device, steps, lambda: len(self._running))
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
-        self._settlement = Settlement(self.pool, self._ledger, device, self._offload, self._running.__contains__)
+        self._completion = Completion(self.pool, self._ledger, device, self._offload, self._running.__contains__)
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
         self._is_full = False  # a load was refused in this step: there was no room for it beside others
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
@@ -281,7 +282,7 @@ class CPUPrefixCache:
         if not self.is_off:
             self._offload.plan(with_loads=self._ledger.plans_loads)
         plans, cancelled = self._ledger.launch()
-        return StepPlan(self.epoch, plans, cancelled, self._ledger.settled_below, self._ledger.take_settled())
+        return StepPlan(self.epoch, plans, cancelled, self._ledger.resolved_below, self._ledger.take_resolved())
 
     def catch_up(self) -> None:
         """The step's plan has gone out to the ranks: time for what would have held it up. That is to forget what has
@@ -326,18 +327,18 @@ class CPUPrefixCache:
         if report.load_bytes_per_second is not None:
             self._break_even.loads_at(report.rank, report.load_bytes_per_second)
         for id in report.late:
-            self._settlement.late(id)
+            self._completion.late(id)
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
         landed += self._ledger.report(report.rank, report.done, done=True)
         resolved = []
         self._is_full = False
         for transfer in landed:
-            ok = self._settlement.land(transfer)
+            ok = self._completion.land(transfer)
             running = self._running.get(transfer.request_id)
             if running is not None and running.load is transfer:
                 running.load = None
             resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok))
-            if self._settlement.has_failed_often() and not self.is_off:
+            if self._completion.has_failed_often() and not self.is_off:
                 logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
                 self.turn_off()
         self.catch_up()
@@ -345,7 +346,7 @@ class CPUPrefixCache:
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
-        self._settlement.cancel_stores_from(device_blocks)
+        self._completion.cancel_stores_from(device_blocks)
 
     def reset(self) -> None:
         """Nothing cached before now may be used again. Never fails, takes effect at once (rule 14).
@@ -354,7 +355,7 @@ class CPUPrefixCache:
         compute continues from before the reset.
         """
         self.epoch += 1
-        self._settlement.cancel_all()
+        self._completion.cancel_all()
         self.pool.reset()
         self._offload.reset()
         self._running.make_stale()
@@ -380,7 +381,7 @@ class CPUPrefixCache:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds and has done so far. O(1)."""
-        copies = self._settlement.counts
+        copies = self._completion.counts
         loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
@@ -397,7 +398,7 @@ class CPUPrefixCache:
             loads_failed=copies["loads_failed"],
             store_refusals=self._stores.refusals,
             store_declined=self._stores.declined,
-            store_given_up=copies["store_given_up"],
+            store_cancelled=copies["store_cancelled"],
             union_misses=self._counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,

@@ -77,7 +77,7 @@ def test_each_is_told_once_however_often_it_is_reported(timed):
         event.ended = True
     for _ in range(3):
         assert timed.worker.report().done == {0, 1}
-    timed.begins(settled_below=2)
+    timed.begins(resolved_below=2)
     assert [id for id, *_ in timed.told] == [0, 1]
 
 
@@ -105,7 +105,7 @@ def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
     timed.begins(2, cancelled=(2,))
     assert timed.worker.report().failed == {0, 1, 2}
     assert timed.told == []
-    timed.begins(settled_below=3)
+    timed.begins(resolved_below=3)
     assert not timed.worker._copies, "what is over is kept for ever"
 
 

@@ -59,7 +59,7 @@ def test_a_report_is_repeated_until_a_plan_says_it_is_settled(worker):
     worker.run(plan(0, 1))
     worker.run(plan(2))
     assert worker.report().done == {0, 1, 2}
-    worker.run(plan(settled_below=2))
+    worker.run(plan(resolved_below=2))
     assert worker.report().done == {2}
 
 
@@ -101,7 +101,7 @@ def test_a_plan_of_another_version_is_refused_whole(worker, copier):
 
 def test_what_is_settled_one_by_one_is_not_repeated_either(worker):
     worker.run(plan(0, 1, 2))
-    worker.run(plan(settled_below=1, settled=(2,)))
+    worker.run(plan(resolved_below=1, resolved=(2,)))
     assert worker.report().done == {1}
 
 
@@ -250,7 +250,7 @@ def test_a_load_that_moves_is_late_until_it_has_ended_and_then_has_failed(punctu
     held.ended.add(0)
     report = worker.report()
     assert report.failed == {0} and not report.done
-    worker.run(plan(settled_below=1))
+    worker.run(plan(resolved_below=1))
     assert not worker.report().late and not worker.report().failed
 
 
@@ -302,7 +302,7 @@ def test_what_is_settled_is_forgotten(worker, copier):
     worker.run(plan(0, 1, 2, 3, cancelled=(2, 9)))
     worker.run(plan(4, failed=True))
     assert worker.report().failed == {2, 4}
-    worker.run(plan(settled_below=3, settled=(4,)))
+    worker.run(plan(resolved_below=3, resolved=(4,)))
     assert set(worker._copies) == {3}
 
 
@@ -472,7 +472,7 @@ def test_who_went_by_it_hears_so_before_the_next_plan_has_it_forgotten(paced, he
     assert eventually(lambda: paced.report().failed == {1})
     with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
         paced.still_open({1})
-    paced.run(StepPlan(0, (), settled=(1,)))
+    paced.run(StepPlan(0, (), resolved=(1,)))
     assert paced.still_open({1}) == set()
 
 

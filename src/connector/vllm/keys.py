@@ -17,7 +17,7 @@ from typing import overload
 
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.model.planner import FAR_CHUNKS
-from cpu_prefix_cache.offload.forgetting import Sweep
+from cpu_prefix_cache.offload.forgetting import Forgetting
 
 
 class ChunkKeys(Sequence[bytes]):
@@ -73,7 +73,7 @@ class HashesOnDevice:
         self._picked = picked
         self._each = each
         self._is_here = is_here
-        self._sweep = Sweep()
+        self._sweep = Forgetting()
         self.by_key: dict[bytes, Sequence[bytes]] = {}
 
     def add(self, hashes: Sequence[bytes], start: int, stop: int) -> None:

@@ -1,9 +1,9 @@
 """The copying half on one rank: carries out step plans and says, until it is heard, what became of them.
 
 StepPlan  ->  run  ->  every transfer ends as done or failed, interrupts included (rule 11)
-report    ->  all that has ended and no plan has called settled yet, and how many host blocks are ready
+report    ->  all that has ended and no plan has called resolved yet, and how many host blocks are ready
 
-There is one record for each transfer, from its plan until a plan calls it settled:
+There is one record for each transfer, from its plan until a plan calls it resolved:
 
     waiting  --taken up-->  being submitted  ---->  moving  --its event is passed-->  done
         |                          `--raised-->  failed  `--raised, or too late-->  failed
@@ -258,9 +258,9 @@ class CopyWorker:
                 logger.error("load %d has not ended in %s s and is given up", load.transfer.id, limit)
 
     def _forget(self, plan: StepPlan) -> None:
-        settled = set(plan.settled)
+        resolved = set(plan.resolved)
         for id, copy in list(self._copies.items()):
-            if copy.went_well is not None and (id < plan.settled_below or id in settled):
+            if copy.went_well is not None and (id < plan.resolved_below or id in resolved):
                 del self._copies[id]
 
 

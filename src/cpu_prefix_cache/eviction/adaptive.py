@@ -133,7 +133,7 @@ class Adaptive:
     def announced(self, blocks: Sequence[int]) -> None:
         """Nothing: what is being written is not here yet."""
 
-    def abandoned(self, blocks: Sequence[int]) -> None:
+    def retired(self, blocks: Sequence[int]) -> None:
         """Nothing: what was being written was not here."""
 
     def inserted(self, blocks: Sequence[int], touch: None) -> None:

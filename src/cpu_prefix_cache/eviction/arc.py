@@ -9,7 +9,7 @@ and a chunk moves between them only here:
 
     evict        (none) -> on its way to T1, or to T2 if it is a ghost, which it is no more. It counts as there
     inserted     on its way -> T1 or T2. Without having been announced: as above, now
-    abandoned    on its way -> (none)
+    retired      on its way -> (none)
     admitted     T1 -> T2, with all that is above it
     evict        T1 -> B1, T2 -> B2, one for each that finds no room
     removed      T1, T2 -> (none): what is withdrawn has not been worth anything, and leaves no ghost
@@ -78,7 +78,7 @@ class Arc(TwoLists):
         for block, ring in zip(blocks, self._destinations, strict=True):
             mark[block] = ring
 
-    def abandoned(self, blocks: Sequence[int]) -> None:
+    def retired(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             ring = self._mark[block]
             if ring is not None:

@@ -13,7 +13,7 @@ class EvictionPolicy(Protocol):
 
         evict(n, keys)     room is made for chunks with these keys: the question that a policy is there to answer
         announced          they are being written to these blocks
-        inserted           they are findable now; or `abandoned`: they never will be
+        inserted           they are findable now; or `retired`: they never will be
         removed            they lose their key, by withdrawal; what `evict` answers with has lost it already
 
     A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
@@ -57,7 +57,7 @@ class EvictionPolicy(Protocol):
     def announced(self, blocks: Sequence[int]) -> None:
         """The chunks that were `incoming` in the last `evict` are being written to `blocks`, in that order."""
 
-    def abandoned(self, blocks: Sequence[int]) -> None:
+    def retired(self, blocks: Sequence[int]) -> None:
         """What is being written to `blocks` will not be inserted. Not all of them need to have been announced."""
 
     def soonest_evicted(self) -> Iterator[int]:

@@ -36,7 +36,7 @@ class Lru(TouchPolicy):
         if touch.older is None:
             self._ring.enter_young(touch)
 
-    def abandoned(self, blocks: Sequence[int]) -> None:
+    def retired(self, blocks: Sequence[int]) -> None:
         """Nothing: what was being written had no place in the ring."""
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:

@@ -54,10 +54,10 @@ class Forest:
         self.pins = array("I", [0]) * size
         self.pinned: dict[int, None] = {}  # and linked
         self.changes = 0  # of anything that bears on who may leave
-        self.pinned_depth = 0  # of all pinned chunks together: the first upper bound on what they hold
-        self._held: set[int] = set()  # with a key, and held or held before: all above each of them is here too
+        self.pinned_depth = 0  # of all pinned chunks together: the first upper bound on what they protect
+        self._protected: set[int] = set()  # with a key, protected by a pin now or before; so is all above each of them
         self._pinned_since: dict[int, None] = {}  # pinned, and not walked up from yet
-        self._is_held_exact = True  # nothing was unpinned since the walk that made `_held`
+        self._is_exact = True  # nothing was unpinned since the walk that made `_protected`
         self._pinned_before: set[int] = set()  # they are linked
         self._withdrawn: set[int] = set()  # linked without a key
         self._first_child = array("I", [0]) * size  # of what has children
@@ -174,8 +174,8 @@ class Forest:
             keys[block] = None
             children[block] = 0
         self._count -= len(run)
-        if self._held:
-            self._held.difference_update(run)
+        if self._protected:
+            self._protected.difference_update(run)
 
     def withdraw(self, block: int) -> None:
         """Take the key of one chunk away. It stays linked until `prune`."""
@@ -186,7 +186,7 @@ class Forest:
         self.key[block] = None
         self._count -= 1
         self._withdrawn.add(block)
-        self._held.discard(block)
+        self._protected.discard(block)
         self.changes += 1
 
     def prune(self, block: int) -> int:
@@ -217,35 +217,35 @@ class Forest:
         if block in self.pinned:
             del self.pinned[block]
             self._pinned_since.pop(block, None)
-            self._is_held_exact = not self.pinned
+            self._is_exact = not self.pinned
             if not self.pinned:
-                self._held.clear()
+                self._protected.clear()
             self.pinned_depth -= self.depth[block]
         else:
             self._pinned_before.remove(block)
 
-    def held_at_most(self) -> int:
-        """An upper bound on how many nodes with a key pins hold: counts what many share once. Amortised O(1) a node.
+    def protected_at_most(self) -> int:
+        """An upper bound on how many nodes with a key pins protect: counts what many share once. Amortised O(1) a node.
 
-        A new pin is walked up from until it meets what others hold; an ended one is forgotten by the next exact count.
+        A new pin is walked up from until it meets what others protect; an ended one counts until the next exact count.
         """
-        held, keys, parents, root = self._held, self.key, self.parent, self.root
+        protected, keys, parents, root = self._protected, self.key, self.parent, self.root
         for block in self._pinned_since:
-            while block != root and block not in held:
+            while block != root and block not in protected:
                 if keys[block] is not None:
-                    held.add(block)
+                    protected.add(block)
                 block = parents[block]
         self._pinned_since.clear()
-        return len(held)
+        return len(protected)
 
-    def held(self) -> set[int]:
+    def protected(self) -> set[int]:
         """The nodes with a key that are pinned or stand above a pinned one. O(their number) if a pin has ended."""
-        if not self._is_held_exact:
-            self._held.clear()
+        if not self._is_exact:
+            self._protected.clear()
             self._pinned_since = dict.fromkeys(self.pinned)
-            self._is_held_exact = True
-        self.held_at_most()
-        return self._held
+            self._is_exact = True
+        self.protected_at_most()
+        return self._protected
 
     def subtree(self, block: int) -> list[int]:
         """`block` and all below it, parents before children."""
@@ -277,10 +277,10 @@ class Forest:
         for block in set(range(len(self.key))) - linked:
             assert not self.children[block], f"block {block} is not linked and has children"
         assert self.pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
-        assert self._held <= set(indexed), "what is held has no key"
-        for block in self._held:
-            assert self.parent[block] in {self.root, *self._held}, f"block {block} is held, and not what is above it"
-        assert set(self.pinned) & set(indexed) <= {*self._held, *self._pinned_since}, "a pin is not counted as held"
+        assert self._protected <= set(indexed), "what is protected has no key"
+        for block in self._protected:
+            assert self.parent[block] in {self.root, *self._protected}, f"what is above block {block} is not protected"
+        assert set(self.pinned) & set(indexed) <= {*self._protected, *self._pinned_since}, "a pin protects nothing"
 
     def _children(self, block: int) -> Iterator[int]:
         child = self._first_child[block] if self.children[block] else NONE

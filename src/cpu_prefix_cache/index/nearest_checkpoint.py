@@ -18,7 +18,7 @@ from cpu_prefix_cache.index.forest import NONE, Forest
 SEGMENT = 64  # chunks: as many steps within a segment as segments in a prefix of 4,096
 
 
-class ResumeIndex:
+class NearestCheckpoints:
     """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest; tells the log."""
 
     def __init__(self, forest: Forest, log: BoundaryLog | None = None) -> None:

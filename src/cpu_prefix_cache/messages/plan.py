@@ -49,21 +49,21 @@ class StepPlan:
     """What every rank does in one engine step. `epoch` counts resets, for logs and metrics.
 
     A `cancelled` load that has not begun is reported as failed; one that has begun is reported as it ends. It resolves
-    as failed either way. What a rank reported of transfers below `settled_below`, and of those in `settled`, has
+    as failed either way. What a rank reported of transfers below `resolved_below`, and of those in `resolved`, has
     arrived: it need not be repeated.
     """
 
     epoch: int
     transfers: tuple[TransferPlan, ...]
     cancelled: tuple[int, ...] = ()
-    settled_below: int = 0
-    settled: tuple[int, ...] = ()
+    resolved_below: int = 0
+    resolved: tuple[int, ...] = ()
     version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is settled.
+    """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
 
     `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new. `late` are
     loads past their deadline: whoever waits for them has been told that they failed, but they may still write.

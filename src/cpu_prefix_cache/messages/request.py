@@ -1,8 +1,8 @@
-"""A request as the cache sees it, a checkpoint of it, how far it is, and the answers it can get."""
+"""A request as the cache sees it, a checkpoint of it, and the answers it can get."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +24,6 @@ class CheckpointAt(NamedTuple):
 
     depth: int
     tail: tuple[bytes, ...]
-
-
-class Progress(Protocol):
-    """What a running request has computed for certain. `confirmed` counts chunks."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def keys(self) -> Sequence[bytes]: ...
-
-    @property
-    def confirmed(self) -> int: ...
-
-    @property
-    def resumed(self) -> int:
-        """From which chunk on it computes: what is before was on the device or is loaded."""
-
-    @property
-    def touch(self) -> Any: ...
-
-    @property
-    def checkpoints(self) -> Sequence[CheckpointAt]:
-        """Those of this request that the device had when they were confirmed."""
-
-    @property
-    def unsaved(self) -> list[CheckpointAt]:
-        """Those of them that the host may lack. Whoever finds one there takes it out."""
 
 
 @dataclass(frozen=True, slots=True)

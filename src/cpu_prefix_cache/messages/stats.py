@@ -14,7 +14,7 @@ class PoolStatistics:
     cached: int
     retired: int
     pinned: int  # chunks somebody holds a pin on
-    held: int  # cached blocks that these pins keep, at most: what is above several of them counts for each
+    protected: int  # cached blocks that these pins keep from eviction, at most: those of ended ones may count
     evictions: int  # chunks evicted so far
 
 
@@ -38,7 +38,7 @@ class CacheStatistics:
     )
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
-    store_given_up: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
+    store_cancelled: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
     union_misses: int  # prompts that device and host together could have resumed later than either alone
     lost_before_store: int  # lazy: chunks the device evicted before the host was offered them, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk

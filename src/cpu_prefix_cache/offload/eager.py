@@ -6,104 +6,92 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Sequence
-
-from cpu_prefix_cache.messages.request import CheckpointAt, Progress
+from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.retries import Retries
+from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
-class Eager:
+class Eager(Offload):
     """Stores what is confirmed, request by request, oldest first. See Offload."""
 
     def __init__(self, pool: BlockPool, stores: StorePlanner, device_chunks: int) -> None:
         self._pool = pool
         self._stores = stores
-        self._due: dict[str, Progress] = {}
+        self._due: dict[str, Running] = {}
         self._retries = Retries(pool, device_chunks, self._missing)
-        self.work = 0
-        self.lost = 0  # never: what is computed is stored
-        self.remembered = 0
+        self._work = 0
 
-    def confirmed(self, progress: Progress, before: int) -> None:
-        self._due[progress.id] = progress
+    @property
+    def work(self) -> int:
+        return self._work
 
-    def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
-        self._due[progress.id] = progress
+    def confirmed(self, running: Running, before: int) -> None:
+        self._due[running.id] = running
 
-    def forget(self, progress: Progress) -> None:
+    def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
+        self._due[running.id] = running
+
+    def forget(self, running: Running) -> None:
         """The request ended, and what it computed is not to be stored."""
-        self._due.pop(progress.id, None)
+        self._due.pop(running.id, None)
 
-    def ended(self, progress: Progress) -> None:
-        self.forget(progress)
-        self._store_ended(progress)
+    def ended(self, running: Running) -> None:
+        self.forget(running)
+        self._store_ended(running)
 
-    preempted = ended
+    def preempted(self, running: Running) -> None:
+        self.ended(running)
 
-    def _store_ended(self, progress: Progress) -> None:
+    def _store_ended(self, running: Running) -> None:
         refusals = self._stores.refusals
-        self.work += store_confirmed(self._pool, self._stores, progress, ended=True)
+        self._work += store_confirmed(self._pool, self._stores, running, ended=True)
         if self._stores.refusals > refusals:
-            self._retries.add(progress)
+            self._retries.add(running)
 
-    def _missing(self, progress: Progress) -> int:
+    def _missing(self, running: Running) -> int:
         """How many of its chunks the host has not, and nobody is writing."""
-        return progress.confirmed - self._stores.covered_run(progress.keys, 0, progress.confirmed)
-
-    def used(self, chunks: int) -> None:
-        """Nothing: it does not look at what waits on the device."""
-
-    def has_room_for(self, blocks: int) -> bool:
-        return True
+        return running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
 
     def plan(self, *, with_loads: bool) -> None:
         due, self._due = self._due, {}
-        for progress in due.values():
-            self.work += store_confirmed(self._pool, self._stores, progress)
+        for running in due.values():
+            self._work += store_confirmed(self._pool, self._stores, running)
 
     def catch_up(self) -> None:
-        for progress in self._retries.that_fit():
-            self._store_ended(progress)
-
-    def landed(self, transfer: Transfer) -> None:
-        """Nothing: it waits for no store."""
-
-    def committed(self, keys: Sequence[bytes]) -> None:
-        """Nothing: it asks the pool what is there."""
+        for running in self._retries.that_fit():
+            self._store_ended(running)
 
     def reset(self) -> None:
         self._due.clear()
         self._retries.clear()
 
 
-def store_confirmed(pool: BlockPool, stores: StorePlanner, progress: Progress, *, ended: bool = False) -> int:
+def store_confirmed(pool: BlockPool, stores: StorePlanner, running: Running, *, ended: bool = False) -> int:
     """Store the confirmed chunks and checkpoints of a request that the host lacks. How many nodes were looked at.
 
     Begins at the first chunk missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
     Checkpoints that were stored once are looked at again when the request has `ended`; chunks beyond its last place to
     resume from are not stored then (rule 9).
     """
-    keys, stop = progress.keys, progress.confirmed
+    keys, stop = running.keys, running.confirmed
     start = present = pool.resident_run(keys, 0, stop)
     if ended:
-        kept = max((checkpoint.depth for checkpoint in progress.checkpoints), default=0)
+        kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
         while stop > max(start, kept) and pool.needs_checkpoint(stop):
             stop -= 1
     start = stores.covered_run(keys, start, stop)
     if start < stop:
         chain = Chain(keys[start - 1] if start else None, keys[start:stop])
-        stores.plan(chain, progress.touch, owner=progress.id)
-    checkpoints = progress.checkpoints if ended else tuple(progress.unsaved)
+        stores.plan(chain, running.touch, owner=running.id)
+    checkpoints = running.checkpoints if ended else tuple(running.unsaved)
     for checkpoint in checkpoints:
         chunk = checkpoint.tail[-1]
         if stores.is_covered(chunk) and not stores.is_covered(checkpoint_key(chunk)):
-            stores.plan(Chain(chunk, (), checkpoint), progress.touch, owner=progress.id)
+            stores.plan(Chain(chunk, (), checkpoint), running.touch, owner=running.id)
     if checkpoints:
-        progress.unsaved[:] = [
-            each for each in progress.unsaved if not stores.is_covered(checkpoint_key(each.tail[-1]))
-        ]
-    return progress.confirmed - present + len(checkpoints)
+        running.unsaved[:] = [each for each in running.unsaved if not stores.is_covered(checkpoint_key(each.tail[-1]))]
+    return running.confirmed - present + len(checkpoints)

@@ -13,7 +13,7 @@ LEAST_SWEPT = 64  # entries in one step: 0.1 ms with vLLM's block pool
 SWEPT_SHARE = 8  # of what is due: it is never behind by more than a few steps' new entries
 
 
-class Sweep:
+class Forgetting:
     """Keys in the order in which they are looked at."""
 
     def __init__(self) -> None:

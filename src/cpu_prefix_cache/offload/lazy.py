@@ -11,8 +11,8 @@ missing ancestors, and looks again in time:
     `- the stretch: `EngineSteps.stretch` blocks
 
     one look, and then none until
-        the mark m waits no more, or e          a quarter was handed out, or what is covered is not known
-        a quarter was used again, or computed   by requests that ended: they may have given back the mark itself
+        the watermark m waits no more, or e          a quarter was handed out, or what is covered is not known
+        a quarter was used again, or computed   by requests that ended: they may have given back the watermark
         a store has landed                      what it held waits in front of m now, or made the look stop
         more waits, where e was the last        the order was shorter than the stretch
         the host has grown                      the look had ended for want of room
@@ -39,11 +39,13 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.messages.request import CheckpointAt, Progress
+from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
@@ -55,7 +57,7 @@ Place = tuple[int, bytes | None]  # a device block that waits, and the key it co
 class Look:
     """What the last look found. Counts are of device blocks."""
 
-    mark: Place | None = None
+    watermark: Place | None = None  # a quarter of the stretch stands before it
     end: Place | None = None  # the last that is covered and was left to wait
     quarter: int = 1  # of the stretch
     is_short: bool = False  # less waits than the stretch
@@ -63,7 +65,7 @@ class Look:
     refused_at: int | None = None  # host blocks that were ready when the look ended for want of room
 
 
-class Lazy:
+class Lazy(Offload):
     """Covers what waits on the device, in time. See Offload. `running` says how many requests run.
 
     Raises ConfigurationError for `ahead_blocks` beyond the blocks of the device.
@@ -120,28 +122,28 @@ class Lazy:
 
     # Told
 
-    def confirmed(self, progress: Progress, before: int) -> None:
-        saved = self._pool.resident_run(progress.keys, 0, progress.confirmed)
-        self._parents.add(progress.keys, before, progress.confirmed, saved)
-        self._eager.confirmed(progress, before)
-        self._computed += max(0, progress.confirmed - max(before, progress.resumed)) * self._chunk_blocks
-        self._work += progress.confirmed - before
+    def confirmed(self, request: Running, before: int) -> None:
+        saved = self._pool.resident_run(request.keys, 0, request.confirmed)
+        self._parents.add(request.keys, before, request.confirmed, saved)
+        self._eager.confirmed(request, before)
+        self._computed += max(0, request.confirmed - max(before, request.resumed)) * self._chunk_blocks
+        self._work += request.confirmed - before
 
-    def checkpointed(self, progress: Progress, checkpoint: CheckpointAt) -> None:
+    def checkpointed(self, request: Running, checkpoint: CheckpointAt) -> None:
         self._parents.add_checkpoint(checkpoint)
-        self._eager.checkpointed(progress, checkpoint)
+        self._eager.checkpointed(request, checkpoint)
         self._work += 1
 
-    def ended(self, progress: Progress) -> None:
+    def ended(self, request: Running) -> None:
         self._give_back()
         if self._last.is_short:
-            self._eager.ended(progress)
+            self._eager.ended(request)
         else:
-            self._eager.forget(progress)
+            self._eager.forget(request)
 
-    def preempted(self, progress: Progress) -> None:
+    def preempted(self, request: Running) -> None:
         self._give_back()
-        self._eager.preempted(progress)
+        self._eager.preempted(request)
 
     def _give_back(self) -> None:
         """Blocks join the order again: what was computed since the last look may stand as if never handed out."""
@@ -203,7 +205,7 @@ class Lazy:
             self._is_swept = True
 
     def _plan(self) -> None:
-        if self._used >= self._last.quarter or self._was_handed_out(self._last.mark):
+        if self._used >= self._last.quarter or self._was_handed_out(self._last.watermark):
             self._settled.clear()
         if self._is_due():
             self._look()
@@ -218,7 +220,7 @@ class Lazy:
         return (
             self._has_landed
             or self._used >= last.quarter
-            or not self._waits(last.mark)
+            or not self._waits(last.watermark)
             or (last.end is not None and not self._waits(last.end))
             or self._has_joined()
             or last.refused_at not in (None, self._pool.ready)
@@ -261,7 +263,7 @@ class Lazy:
         quarter = max(1, ahead // 4)
         is_all = is_short and stop is None
         self._last = Look(
-            mark=_mark(stretch, stopped_at, quarter, taken),
+            watermark=_watermark(stretch, stopped_at, quarter, taken),
             end=_first_left(reversed(covered), taken),
             quarter=quarter,
             is_short=is_short,
@@ -342,7 +344,7 @@ class Lazy:
         return chain if len(chain) else None
 
 
-def _mark(
+def _watermark(
     stretch: Sequence[Place], stopped_at: int, quarter: int, taken: Container[int | bytes | None]
 ) -> Place | None:
     """The place that says by waiting that no look is due, of those that are left to wait.

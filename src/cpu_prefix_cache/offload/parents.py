@@ -18,7 +18,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.forgetting import Sweep
+from cpu_prefix_cache.offload.forgetting import Forgetting
 
 
 class Parents:
@@ -42,7 +42,7 @@ class Parents:
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are of no use without a checkpoint
         self._parent: dict[bytes, bytes | None] = {}
-        self._sweep = Sweep()
+        self._sweep = Forgetting()
         self._unsaved: set[bytes] = set()
         self.lost = 0
 

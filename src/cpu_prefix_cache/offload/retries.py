@@ -13,7 +13,7 @@ older has left it.
 
 from collections.abc import Callable
 
-from cpu_prefix_cache.messages.request import Progress
+from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
@@ -22,18 +22,18 @@ class Retries:
     counts the chunks of one that the pool lacks.
     """
 
-    def __init__(self, pool: BlockPool, most_chunks: int, missing: Callable[[Progress], int]) -> None:
+    def __init__(self, pool: BlockPool, most_chunks: int, missing: Callable[[Running], int]) -> None:
         self._pool = pool
         self._most_chunks = most_chunks
         self._missing = missing
-        self._waiting: dict[str, Progress] = {}
+        self._waiting: dict[str, Running] = {}
         self._chunks = 0
         self._tried_at = 0  # blocks that were ready then
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Progress) -> None:
+    def add(self, request: Running) -> None:
         if self._pool.ready == self._pool.capacity:
             return
         self._remove(request.id)
@@ -42,7 +42,7 @@ class Retries:
         while self._chunks > self._most_chunks:
             self._remove(next(iter(self._waiting)))
 
-    def that_fit(self) -> list[Progress]:
+    def that_fit(self) -> list[Running]:
         """Those to be tried now, which wait no more."""
         if not self._waiting or self._pool.ready == self._tried_at:
             return []

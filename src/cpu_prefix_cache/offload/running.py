@@ -1,23 +1,11 @@
-"""The requests that run, from admission to their end: what each has computed for certain, and when it is asked again.
+"""A request that runs, from its admission until it ends, is preempted, or a reset makes it stale."""
 
-    admitted    its first boundary is asked for in the next step
-    computed    chunks up to here hold computed tokens; the next boundary is asked for when it can have been crossed
-    left        it ended or was preempted, or is from before a reset (`stale`): nothing more is stored for its sake
-
-Requests are asked by an agenda, a dictionary from step to requests: nobody goes through all of them (rule 18).
-"""
-
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
-from cpu_prefix_cache.offload.base import Offload
-from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.transfers import Transfer
-from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
 @dataclass(slots=True, eq=False)
@@ -48,104 +36,3 @@ class Running:
     @property
     def keys(self) -> Sequence[bytes]:
         return self.request.keys
-
-
-class RunningRequests:
-    """All of them, by id, and the agenda."""
-
-    def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Offload, steps: EngineSteps) -> None:
-        self._planner = coordinator.planner
-        self._coordinator = coordinator
-        self._device = device
-        self._offload = offload
-        self._steps = steps
-        self._running: dict[str, Running] = {}
-        self._step = 0  # the last that began
-        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def __contains__(self, id: str) -> bool:
-        return id in self._running
-
-    def get(self, id: str | None) -> Running | None:
-        return None if id is None else self._running.get(id)
-
-    def begin_step(self) -> None:
-        self._agenda.pop(self._step, None)
-        self._step += 1
-
-    def admitted(self, running: Running) -> None:
-        self._running[running.id] = running
-        self._ask_in(running, 1)
-
-    def due(self) -> list[str]:
-        """Those to be asked in this step, once each."""
-        asked = (self._running.get(id) for id in dict.fromkeys(self._agenda.get(self._step, ())))
-        return [running.id for running in asked if running is not None and running.due == self._step]
-
-    def computed(self, id: str, num_tokens: int) -> None:
-        """So many tokens of it hold KV; ignored while it loads, and of requests that store nothing."""
-        running = self._running.get(id)
-        if running is None or running.stale:
-            return
-        if running.load is None:
-            self._confirm(running, num_tokens)
-        self._schedule(running, num_tokens)
-
-    def leave(self, id: str) -> Running | None:
-        """It runs no more. The request, if there is something to be stored for its sake."""
-        running = self._running.pop(id, None)
-        return None if running is None or running.stale else running
-
-    def keep_last(self, running: Running, num_tokens: int | None) -> None:
-        """What it computed is confirmed up to so many tokens (None: as far as it was), and its last checkpoint kept."""
-        if running.load is None:
-            if num_tokens is not None:
-                self._confirm(running, num_tokens)
-            self._keep(running, running.confirmed)
-
-    def make_stale(self) -> None:
-        """What runs now computes on top of what must not be used again."""
-        for running in self._running.values():
-            running.stale = True
-
-    def _confirm(self, running: Running, num_tokens: int) -> None:
-        chunks, before = min(self._planner.full_chunks(num_tokens), len(running.keys)), running.confirmed
-        if chunks > before:
-            running.confirmed = chunks
-            self._offload.confirmed(running, before)
-            if before < running.resumed <= chunks:
-                self._keep(running, running.resumed)
-            for depth in running.kept[bisect_right(running.kept, before) : bisect_right(running.kept, chunks)]:
-                self._keep(running, depth)
-
-    def _keep(self, running: Running, depth: int) -> None:
-        """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""
-        is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # they come in this order
-        if is_known or not depth or not self._planner.has_checkpoints or not self._planner.needs_checkpoint(depth):
-            return
-        checkpoint = self._coordinator.checkpoint_at(running.keys, depth)
-        if self._device.find_checkpoint(checkpoint) is not None:
-            running.checkpoints.append(checkpoint)
-            running.unsaved.append(checkpoint)
-            self._offload.checkpointed(running, checkpoint)
-
-    def _schedule(self, running: Running, num_tokens: int) -> None:
-        """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
-        seldom in decode, or never."""
-        running.decodes = num_tokens >= running.request.num_tokens
-        if not running.decodes:
-            self._ask_in(running, 1)
-        elif self._steps.asks_in_decode or self._planner.has_checkpoints:
-            missing = self._planner.grid_tokens - num_tokens % self._planner.grid_tokens
-            self._ask_in(running, -(-missing // self._steps.decode_tokens))
-        else:
-            running.due = 0
-
-    def _ask_in(self, running: Running, steps: int) -> None:
-        due = self._step + steps
-        if due != running.due:
-            running.due = due
-            self._agenda.setdefault(due, []).append(running.id)

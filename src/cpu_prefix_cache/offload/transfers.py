@@ -82,7 +82,7 @@ class TransferLedger:
         self.loads: dict[int, Transfer] = {}  # the loads among them
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
-        self._settled: list[int] = []  # since the last plan
+        self._resolved: list[int] = []  # since the last plan
         self.writing: dict[Hashable, Transfer] = {}  # by the keys of chunks, checkpoints, and pieces
         self.loading: dict[bytes, Transfer] = {}
 
@@ -106,7 +106,7 @@ class TransferLedger:
         return sum(each.held_blocks for each in stores), sum(each.ahead for each in stores)
 
     @property
-    def settled_below(self) -> int:
+    def resolved_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
         return next(iter(self._open), self._next_id)
 
@@ -139,12 +139,12 @@ class TransferLedger:
         self._planned, self._cancelled = [], []
         return plans, cancelled
 
-    def take_settled(self) -> tuple[int, ...]:
+    def take_resolved(self) -> tuple[int, ...]:
         """The ids that were resolved since this was asked last."""
-        if not self._settled:
+        if not self._resolved:
             return ()
-        settled, self._settled = tuple(self._settled), []
-        return settled
+        resolved, self._resolved = tuple(self._resolved), []
+        return resolved
 
     def report(self, rank: int, ids: Iterable[int], done: bool) -> Iterator[Transfer]:
         """Note what a rank has finished. The transfers for which it was the last; repeats and strangers are ignored.
@@ -178,7 +178,7 @@ class TransferLedger:
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that is resolved."""
         transfer.phase = Phase.RESOLVED
-        self._settled.append(transfer.id)
+        self._resolved.append(transfer.id)
         del self._open[transfer.id]
         self.loads.pop(transfer.id, None)
         self._forget_keys(transfer)

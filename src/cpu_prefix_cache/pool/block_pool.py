@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.nearest_checkpoint import ResumeIndex
+from cpu_prefix_cache.index.nearest_checkpoint import NearestCheckpoints
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Admission, Thresholds
@@ -121,7 +121,7 @@ class BlockPool:
         self.needs_checkpoint = needs_checkpoint or (lambda depth: False)
         self._pieces = SharedPieces()
         self._log = BoundaryLog(self._forest) if log_boundaries else None
-        self._resume = ResumeIndex(self._forest, self._log)
+        self._resume = NearestCheckpoints(self._forest, self._log)
         self._idle: dict[int, None] = {}  # chunks that may have become useless, the last one last
         self._numbers: list[int] = []  # of nodes that are gone
         self._pinned_pieces = 0  # blocks of pinned checkpoints together: an upper bound on what they hold
@@ -203,9 +203,9 @@ class BlockPool:
         # The quickest bound first. It counts what pins share for each of them, the second once, the third is exact.
         if wanted <= free or wanted <= evictable - self._forest.pinned_depth * per_chunk:
             return wanted
-        if wanted <= evictable - self._forest.held_at_most() * per_chunk:
+        if wanted <= evictable - self._forest.protected_at_most() * per_chunk:
             return wanted
-        return min(wanted, free + self._count[CACHED] - self._held_blocks())
+        return min(wanted, free + self._count[CACHED] - self._protected_blocks())
 
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether `allocate_checkpoint` would find room for them. What is there already and stays takes none."""
@@ -277,7 +277,7 @@ class BlockPool:
             cached=cached,
             retired=retired,
             pinned=len(self._forest.pinned),
-            held=min(cached, self._held_at_most()),
+            protected=min(cached, self._protected_at_most()),
             evictions=self._evictions,
         )
 
@@ -451,7 +451,7 @@ class BlockPool:
             if self._state[block] != WRITING:
                 raise MisuseError(f"block {block} is {self.state(block).name} and cannot be retired")
             self._state[block] = RETIRED
-        self._policy.abandoned(blocks)
+        self._policy.retired(blocks)
         self._unfinished.update(blocks)
         self._moved(WRITING, RETIRED, blocks)
 
@@ -513,15 +513,15 @@ class BlockPool:
 
     # Room
 
-    def _held_at_most(self) -> int:
-        return self._forest.held_at_most() * self.blocks_per_chunk + self._pinned_pieces
+    def _protected_at_most(self) -> int:
+        return self._forest.protected_at_most() * self.blocks_per_chunk + self._pinned_pieces
 
-    def _held_blocks(self) -> int:
-        """How many CACHED blocks pins hold. O(held nodes) if a pin has ended since."""
-        held = self._forest.held()
-        checkpoints = [node for node in held if node in self._pieces]
+    def _protected_blocks(self) -> int:
+        """How many CACHED blocks pins protect. O(their number) if a pin has ended since."""
+        protected = self._forest.protected()
+        checkpoints = [node for node in protected if node in self._pieces]
         pieces = {piece for node in checkpoints for piece in self._pieces.of(node) if piece.state == CACHED}
-        chunks = len(held) - len(checkpoints)
+        chunks = len(protected) - len(checkpoints)
         return chunks * self.blocks_per_chunk + sum(len(piece.blocks) for piece in pieces)
 
     def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:

@@ -126,7 +126,7 @@ class SharedPieces:
             if after != FREE:
                 piece.users[after] += 1
             if piece.writer == checkpoint:
-                self._settle(piece, after)
+                self._writer_moved(piece, after)
             if not piece.is_found:
                 self._hide(piece)
             moved += self._moved(piece, was)
@@ -180,7 +180,7 @@ class SharedPieces:
                 del self._at[block]
         return [Moved(piece, was, piece.state)]
 
-    def _settle(self, piece: SharedPiece, after: int) -> None:
+    def _writer_moved(self, piece: SharedPiece, after: int) -> None:
         """The writer of a piece is done, or has been given up, and then the piece is nothing to build on."""
         if after == CACHED:
             piece.writer = None

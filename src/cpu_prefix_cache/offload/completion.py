@@ -22,7 +22,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 FAILURES_IN_A_ROW = 5  # one copy that fails may have been bad luck; so many are not
 
 
-class Settlement:
+class Completion:
     """Ends the transfers of a ledger. `is_running` says of a request whether it is admitted and has not ended."""
 
     def __init__(
@@ -48,9 +48,9 @@ class Settlement:
         self._device.release(transfer.hold)
         if transfer.is_store:
             self._offload.landed(transfer)
-            self._settle_stores(transfer)
+            self._complete_stores(transfer)
         else:
-            self._settle_load(transfer)
+            self._complete_load(transfer)
         return ok
 
     def has_failed_often(self) -> bool:
@@ -86,7 +86,7 @@ class Settlement:
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
 
-    def _settle_load(self, load: Transfer) -> None:
+    def _complete_load(self, load: Transfer) -> None:
         self._ledger.remove(load)
         if load.succeeded:
             self.counts["chunks_loaded"] += len(load.keys)
@@ -107,7 +107,7 @@ class Settlement:
             self._pool.withdraw(chunk)
             self._cancel_orphans()
 
-    def _settle_stores(self, landed: Transfer) -> None:
+    def _complete_stores(self, landed: Transfer) -> None:
         """Commit or give up a store that has landed, and after it those that waited for it."""
         waiting = [landed]
         while waiting:
@@ -117,7 +117,7 @@ class Settlement:
             is_committed = store.succeeded and self._commit(store)
             if not is_committed:
                 self.counts["stores_failed"] += not all(store.reports.values())
-                self.counts["store_given_up"] += len(store.keys)
+                self.counts["store_cancelled"] += len(store.keys)
                 self._cancel(store)
                 self._pool.abort(store.nodes)
             self._ledger.remove(store)
