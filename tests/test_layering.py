@@ -1,6 +1,7 @@
 """The arrows are a test: data flows one way and imports go the other."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,15 @@ def test_importing_the_library_imports_no_torch():
         env={"PYTHONPATH": str(HOME.parent), "PATH": ""},
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_their_imports():
+    drawn = {}
+    for line in (HOME.parents[1] / "docs" / "design.md").read_text().splitlines():
+        if match := re.match(r"\* `(\w+)` imports ([\w, ]+):", line):
+            drawn[match[1]] = set(match[2].split(", ")) - {"nothing"}
+    found = {room(file): set() for file in EVERYTHING if room(file) != "__init__"}
+    for file in EVERYTHING:
+        if room(file) != "__init__":
+            found[room(file)] |= {name.split(".")[0] for name in ours(file)} - {room(file)}
+    assert drawn == found
