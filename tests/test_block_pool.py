@@ -143,6 +143,14 @@ def test_a_chunk_is_committed_only_below_a_committed_parent():
         pool.commit([c], [b"ab"], a, pool.touch(None))
 
 
+@pytest.mark.parametrize(("twice", "keys"), [(False, "abc"), (False, "a"), (True, "ab")])
+def test_each_key_that_is_committed_has_a_block_of_its_own(twice, keys):
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    with pytest.raises(MisuseError, match=f"different blocks were given for {len(keys)} keys"):
+        pool.commit(2 * blocks[:1] if twice else blocks, chain(keys), pool.root, pool.touch(None))
+
+
 def test_withdrawing_a_chunk_withdraws_what_hangs_below_it():
     shelf = Shelf(5)
     shelf.put("abc")

@@ -762,6 +762,13 @@ def test_a_reset_of_a_reset_does_no_harm(engine):
 # leases, size, configuration
 
 
+@pytest.mark.parametrize("boundary", [-GRID, GRID + 1, 3 * GRID])
+def test_only_a_boundary_of_the_request_is_reserved(boundary):
+    engine = on_host_only("abc")
+    with pytest.raises(MisuseError, match="rule 6"):
+        engine.cache.reserve(Request("r", chain("ab"), 100), boundary)
+
+
 def test_a_reserved_prefix_stays_until_it_is_released_exactly_once():
     """L5.25, L5.39"""
     engine = on_host_only("ab", host=2)
