@@ -7,5 +7,5 @@ code has moved, `trial.py` runs the tests that cover a fault.
 
 Written here because no library samples, drops statements and knows a mutant again in another file: mutmut, the nearest
 (coverage first, forks, limits on processor time), has none of the three and numbers mutants by module; cosmic-ray runs
-one command for all mutants under a limit of wall time; mutatest has had no release since 2022.
+one command for all mutants under a limit of wall time.
 """
