@@ -12,7 +12,7 @@ missing ancestors, and looks again in time:
 
     one look, and then none until
         the watermark m waits no more, or e          a quarter was handed out, or what is covered is not known
-        a quarter was used again, or computed   by requests that ended: they may have given back the watermark
+        a quarter was used again, or computed   by requests that ended: a watermark without a key may be back unseen
         a store has landed                      what it held waits in front of m now, or made the look stop
         more waits, where e was the last        the order was shorter than the stretch
         the host has grown                      the look had ended for want of room
@@ -146,9 +146,10 @@ class Lazy(Offload):
         self._eager.preempted(request)
 
     def _give_back(self) -> None:
-        """Blocks join the order again: what was computed since the last look may stand as if never handed out."""
-        self._used += self._computed
-        self._computed = 0
+        """Blocks join the order again: a watermark without a key among them stands there as if never handed out."""
+        if self._last.watermark is not None and self._last.watermark[1] is None:
+            self._used += self._computed
+            self._computed = 0
 
     def used(self, chunks: int) -> None:
         self._used += chunks * self._chunk_blocks

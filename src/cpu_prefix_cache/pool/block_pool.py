@@ -233,8 +233,7 @@ class BlockPool:
         short = wanted - len(self._free)
         if short <= 0:
             return len(keys)
-        victims = -(-short * len(self._forest) // max(1, self._count[CACHED]))  # by what a node takes on average
-        return self._policy.accepts(NONE if parent is None else parent, keys, victims)
+        return self._policy.accepts(NONE if parent is None else parent, keys, self._victims_for(short))
 
     def free_blocks(self) -> Iterator[int]:
         """The blocks that are handed out before anything is evicted. Changes nothing."""
@@ -553,6 +552,12 @@ class BlockPool:
             freed += self._dissolve(victims, CACHED)
             keys = ()
         return freed
+
+    def _victims_for(self, blocks: int) -> int:
+        """How many nodes would leave for so many blocks, by what they take on average where that differs."""
+        if not self.has_checkpoints or not self._count[CACHED]:
+            return -(-blocks // max(1, self.blocks_per_chunk))
+        return -(-blocks * len(self._forest) // self._count[CACHED])
 
     def _evict_useless(self, short: int) -> list[int]:
         freed: list[int] = []
