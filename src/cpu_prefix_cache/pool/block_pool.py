@@ -22,8 +22,8 @@ What the rest of the library relies on: a pinned block keeps its bytes, and a CA
 
 A checkpoint (rule 9) is a node like a chunk: it is allocated, committed below the chunk that ends at its boundary,
 pinned, evicted and withdrawn as one. It has pieces, which it shares with the checkpoints near it
-(`shared_pieces.py`), and it never has children. Where boundaries need checkpoints, a childless chunk without one is of no use: it is evicted before
-anything else, once whoever brought it is done.
+(`shared_pieces.py`), and it never has children. Where boundaries need checkpoints, a childless chunk without one is of
+no use: it is evicted before anything else, once whoever brought it is done.
 
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
