@@ -15,15 +15,15 @@ class NullCopies:
         self._rank, self._host_blocks = rank, host_blocks
         self._done: set[int] = set()
         self._received: set[str] = set()
-        self._computes = False
+        self._timed: int | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         pass
 
     def begin(self, metadata: StepMetadata) -> None:
-        self._computes = metadata.computes
+        self._timed = metadata.timed
         self._received |= set(metadata.requests.values())
-        self._done = {id for id in self._done if id >= metadata.plan.resolved_below} - set(metadata.plan.settled)
+        self._done = {id for id in self._done if id >= metadata.plan.resolved_below} - set(metadata.plan.resolved)
         self._done |= {transfer.id for transfer in metadata.plan.transfers}
 
     def results(self) -> tuple[set[str], set[str]]:
@@ -35,7 +35,7 @@ class NullCopies:
 
     def reports(self) -> WorkerReports:
         report = RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks)
-        return WorkerReports((report,), self._computes)
+        return WorkerReports((report,), self._timed)
 
     def take_stats(self) -> None:
         return None

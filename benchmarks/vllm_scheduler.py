@@ -130,7 +130,7 @@ class Engine:
         """What the worker would say of this step's plan, one step later."""
         if isinstance(metadata, StepMetadata):
             plan = metadata.plan
-            self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.settled)
+            self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.resolved)
             self._done |= {transfer.id for transfer in plan.transfers}
             report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
             is_news, self._said = bool(self._done) or report != self._said, report
@@ -140,7 +140,7 @@ class Engine:
             )
             return KVConnectorOutput(
                 finished_recving=received or None,
-                kv_connector_worker_meta=WorkerReports((report,), metadata.computes) if is_news else None,
+                kv_connector_worker_meta=WorkerReports((report,), metadata.timed) if is_news or metadata.timed else None,
             )
         received = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
         stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}
