@@ -133,14 +133,15 @@ class Engine:
             self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.resolved)
             self._done |= {transfer.id for transfer in plan.transfers}
             report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
-            is_news, self._said = bool(self._done) or report != self._said, report
+            is_news = bool(self._done) or report != self._said or metadata.timed is not None
+            self._said = report
             received = set(metadata.requests.values())
             self.found += (
                 sum(len(copy.device_blocks) for each in plan.transfers for copy in each.copies) if received else 0
             )
             return KVConnectorOutput(
                 finished_recving=received or None,
-                kv_connector_worker_meta=WorkerReports((report,), metadata.timed) if is_news or metadata.timed else None,
+                kv_connector_worker_meta=WorkerReports((report,), metadata.timed) if is_news else None,
             )
         received = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
         stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}
