@@ -41,6 +41,7 @@ from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Admission, Thresholds
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.shared_pieces import Moved, PieceNeed, SharedPieces
 from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.useless import UselessChunks
 
 # Keys that an admission remembers for each block of the pool.
 REMEMBERED_PER_BLOCK = 8
@@ -122,11 +123,11 @@ class BlockPool:
         self._pieces = SharedPieces()
         self._log = BoundaryLog(self._forest) if log_boundaries else None
         self._resume = NearestCheckpoints(self._forest, self._log)
-        self._idle: dict[int, None] = {}  # chunks that may have become useless, the last one last
+        self._useless = UselessChunks(self._forest, self._is_cached_chunk, self._resume.here)
         self._numbers: list[int] = []  # of nodes that are gone
         self._pinned_pieces = 0  # blocks of pinned checkpoints together: an upper bound on what they hold
         if needs_checkpoint is not None:
-            self._forest.on_bared = self._may_be_useless
+            self._forest.on_bared = self._useless.may_be
         self.grow(num_blocks if ready is None else ready)
 
     # Looking: changes nothing (rule 5)
@@ -247,7 +248,7 @@ class BlockPool:
         if not self.has_checkpoints:
             yield from self._policy.soonest_evicted()
             return
-        useless = [block for block in reversed(self._idle) if self._is_useless(block)]
+        useless = self._useless.in_order()
         yield from useless
         first = set(useless)
         yield from (block for block in self._policy.soonest_evicted() if block not in first)
@@ -334,7 +335,7 @@ class BlockPool:
         """Whoever brought or held these chunks is done with them: without a checkpoint they are the first to go."""
         if self.has_checkpoints:
             for block in blocks:
-                self._may_be_useless(block)
+                self._useless.may_be(block)
 
     def allocate(self, count: int, keys: Sequence[bytes] = ()) -> list[int]:
         """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
@@ -543,7 +544,7 @@ class BlockPool:
         """At least `short` blocks of nodes that are evicted for them."""
         freed: list[int] = []
         while keys or len(freed) < short:
-            if self._idle:
+            if self._useless:
                 freed += self._evict_useless(short - len(freed))
             left = short - len(freed)
             widest = max(self.blocks_per_chunk, self._pieces.widest)  # never more victims than are needed
@@ -561,14 +562,12 @@ class BlockPool:
 
     def _evict_useless(self, short: int) -> list[int]:
         freed: list[int] = []
-        while self._idle and len(freed) < short:
-            block, _ = self._idle.popitem()
-            if self._is_useless(block):
-                self._policy.removed(block)
-                self._forest.withdraw(block)
-                self._unlink(block)
-                self._evictions += 1
-                freed += self._dissolve([block], CACHED)
+        while len(freed) < short and (block := self._useless.take()) is not None:
+            self._policy.removed(block)
+            self._forest.withdraw(block)
+            self._unlink(block)
+            self._evictions += 1
+            freed += self._dissolve([block], CACHED)
         return freed
 
     def _unpin_piece(self, block: int) -> bool:
@@ -583,15 +582,8 @@ class BlockPool:
                 self._free.put(sorted(each.piece.blocks))
         return True
 
-    def _is_useless(self, block: int) -> bool:
-        """A childless, unpinned chunk from which nothing can be resumed."""
-        if block == self.root or self._state[block] != CACHED or block in self._pieces:
-            return False
-        return not (self._forest.children[block] or self._forest.pins[block] or self._resume.here(block))
-
-    def _may_be_useless(self, block: int) -> None:
-        self._idle.pop(block, None)
-        self._idle[block] = None
+    def _is_cached_chunk(self, node: int) -> bool:
+        return node != self.root and self._state[node] == CACHED and node not in self._pieces
 
     # From state to state
 
@@ -679,7 +671,7 @@ class BlockPool:
         if before == CACHED:
             self._cannot_resume(node)
         self._state[node] = FREE
-        self._idle.pop(node, None)  # the next node of this number is another one
+        self._useless.forget(node)
         if node in self._pieces:
             moved = self._pieces.move(node, before, FREE)
             self._account(moved)
