@@ -847,7 +847,8 @@ class Engine:
         after = self._waiting()
         new = {each.block for each in after}.difference(each.block for each in before)
         assert [each for each in after if each.block not in new] == before, "others have moved"
-        back = [_place(block) for block in reversed(held.blocks) if block.block_id in new and block.block_hash]
+        blocks = [*held.in_use, *(block for run in held.runs for block in run.blocks)]
+        back = [_place(block) for block in blocks if block.block_id in new and block.block_hash]
         last = [place for place in back if place not in neighbours]
         self._check_at_the_end(last, after, held.parent)
         self._used_again.update(last)
@@ -857,7 +858,7 @@ class Engine:
         for place in back:
             if place in neighbours:
                 self._check_in_place(place, neighbours[place], after)
-        self.counts["used again before they could be released"] += len(held.blocks) - len(new)
+        self.counts["used again before they could be released"] += len(blocks) - len(new)
 
     def _check_at_the_end(self, last: Sequence[object], after: Sequence[object], parent: Sequence[object]) -> None:
         if not last:

@@ -60,11 +60,19 @@ class Place(NamedTuple):
     hash: bytes | None
 
 
-class Hold(NamedTuple):
-    """Blocks with a reference of ours, the places of those that waited, and the chunk the first hangs below."""
+class Run(NamedTuple):
+    """Blocks that stood one behind the other, front to back, and the place of the last of them."""
 
-    blocks: list[KVCacheBlock]
-    places: list[Place | None]
+    place: Place
+    blocks: Sequence[KVCacheBlock]
+
+
+class Hold(NamedTuple):
+    """Blocks with a reference of ours: those that were in use, the deepest first, and those that waited, by runs; and
+    the chunk that the first of them hangs below."""
+
+    in_use: list[KVCacheBlock]
+    runs: list[Run]
     parent: list[Place]
 
 
@@ -239,34 +247,47 @@ class VllmDevice:
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks
-        held = [everywhere[block] for block in blocks]
-        return Hold(held, [self._take(block) for block in held], [_place(everywhere[block]) for block in parent])
+        held = [everywhere[block] for block in reversed(blocks)]
+        in_use = [block for block in held if block.ref_cnt]
+        waiting = [block for block in held if not block.ref_cnt] if len(in_use) < len(held) else ()
+        self._pool.touch(in_use)
+        return Hold(in_use, self._take_runs(waiting), [_place(everywhere[block]) for block in parent])
 
-    def _take(self, block: KVCacheBlock) -> Place | None:
-        """One reference more. Where it waited, if it did."""
-        place = None
-        if not block.ref_cnt:
-            place, before = _place(block), block.prev_free_block
+    def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
+        """Blocks out of the queue, by runs of those that stand one behind the other: a prompt, say, in one piece."""
+        runs: list[Run] = []
+        at = 0
+        while at < len(waiting):
+            start, before = at, waiting[at].prev_free_block
+            at += 1
+            while at < len(waiting) and waiting[at].prev_free_block is waiting[at - 1]:
+                at += 1
+            place = _place(waiting[at - 1])
             is_first = before is self._pool.free_block_queue.fake_free_list_head
             self._places.leave(place, FRONT if is_first else _place(before))
-        self._pool.touch((block,))
-        return place
+            self._pool.touch(waiting[start:at])
+            runs.append(Run(place, waiting[start:at]))
+        return runs
 
     def release(self, hold: Hold) -> None:
         """What was in use goes to the end deepest first, as vLLM frees a request: no chunk must outlive its parent."""
-        others: list[KVCacheBlock] = []
-        for block, place in zip(reversed(hold.blocks), reversed(hold.places), strict=True):
-            if place is not None and block.ref_cnt == 1 and block.block_hash is not None:
-                self._link_in(block, self._waiting_behind(self._places.back(place)))
+        last = list(hold.in_use)
+        for run in hold.runs:
+            back = [block for block in run.blocks if block.ref_cnt == 1 and block.block_hash is not None]
+            if len(back) < len(run.blocks):
+                last += [block for block in run.blocks if block.ref_cnt > 1 or block.block_hash is None]
+            if not back:
+                self._places.forget(run.place)
                 continue
-            if place is not None:
-                self._places.forget(place)
-            others.append(block)
-        parent = next((place for place in hold.parent if self._is_at(place)), None) if others else None
+            before = self._waiting_behind(self._places.back(run.place))
+            for block in back:
+                self._link_in(block, before)
+                before = block
+        parent = next((place for place in hold.parent if self._is_at(place)), None) if last else None
         if parent is None:
-            self._pool.free_blocks(others)
+            self._pool.free_blocks(last)
             return
-        for block in others:
+        for block in last:
             if block.ref_cnt == 1:
                 self._link_in(block, self._pool.blocks[parent.block].prev_free_block)
             else:
