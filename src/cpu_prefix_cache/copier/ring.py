@@ -109,16 +109,22 @@ class Ring:
         slot = self.next_slot
         slot.free.until_passed()
         self._next = (self._next + 1) % len(self._slots)
-        slot.write_ids(ids)
-        self.streams.kernels.submit(partial(slot.send_ids, len(ids)))
         gather_or_scatter = partial(kernel, slot.memory, slot.ids[: len(ids)])
-        fill, empty = (link, gather_or_scatter) if self._loads else (gather_or_scatter, link)
-        self._fill.submit(fill)
+        if self._loads:  # the link first: it is busy while the host writes the ids
+            self._fill.submit(link)
+            self._send_ids(slot, ids)
+        else:
+            self._send_ids(slot, ids)
+            self._fill.submit(gather_or_scatter)
         self._fill.record_again(slot.filled)
         self._empty.wait(slot.filled)
         self._breathe(self._slots[(self._next - 2) % len(self._slots)].free)
-        self._empty.submit(empty)
+        self._empty.submit(gather_or_scatter if self._loads else link)
         self._empty.record_again(slot.free)
+
+    def _send_ids(self, slot: Slot, ids: Sequence[int]) -> None:
+        slot.write_ids(ids)
+        self.streams.kernels.submit(partial(slot.send_ids, len(ids)))
 
     def past(self, link: Callable[[int], object]) -> None:
         """Have a slice cross without a slot."""
