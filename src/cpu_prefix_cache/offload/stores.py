@@ -32,9 +32,9 @@ class Stop(enum.Enum):
     POOL_FULL = "pool full", False  # until pins and stores end, or the host grows
     IN_FLIGHT = "too much in flight", False  # until stores have landed
 
-    def __init__(self, reason: str, is_final: bool) -> None:
-        self.reason = reason
-        self.is_final = is_final
+    @property
+    def is_final(self) -> bool:
+        return self.value[1]
 
 
 @dataclass(frozen=True, slots=True)
