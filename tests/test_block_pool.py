@@ -282,6 +282,28 @@ def test_what_pins_share_is_counted_once():
     shelf.pool.unpin(late)
 
 
+def test_many_pins_on_a_prefix_that_was_withdrawn_are_walked_up_once():
+    shelf = Shelf(40)
+    shelf.put(ascii_letters[:30])
+    pins = [shelf.pin(ascii_letters[:30]) for _ in range(20)] + [shelf.pin(ascii_letters[:at]) for at in range(1, 30)]
+    shelf.pool.reset()
+
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, at):
+            Counted.reads += 1
+            return super().__getitem__(at)
+
+    forest = shelf.pool._forest
+    links, forest.parent = forest.parent, Counted(forest.parent)
+    assert forest.protected_at_most() == 0 and Counted.reads <= 30
+    forest.parent = links
+    for pin in pins:
+        shelf.pool.unpin(pin)
+    assert shelf.pool.available(40) == 40
+
+
 def test_a_pool_is_checked_at_the_door():
     with pytest.raises(ConfigurationError, match="policy must be one of adaptive, arc, lru; got 'mru'"):
         BlockPool(4, policy="mru")

@@ -254,20 +254,31 @@ class VllmDevice:
         return Hold(in_use, self._take_runs(waiting), [_place(everywhere[block]) for block in parent])
 
     def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
-        """Blocks out of the queue, by runs of those that stand one behind the other: a prompt, say, in one piece."""
+        """Blocks out of the queue, by runs of those that stand one behind the other: of a prompt, one for each group.
+
+        They come chunk by chunk and stand group by group, so runs are found by the queue's links.
+        """
         runs: list[Run] = []
-        at = 0
-        while at < len(waiting):
-            start, before = at, waiting[at].prev_free_block
-            at += 1
-            while at < len(waiting) and waiting[at].prev_free_block is waiting[at - 1]:
-                at += 1
-            place = _place(waiting[at - 1])
+        left = {block.block_id for block in waiting}
+        for first in waiting:
+            if first.block_id not in left:
+                continue
+            while first.prev_free_block.block_id in left and not self._ends_run(first.prev_free_block):
+                first = first.prev_free_block
+            run, before = [first], first.prev_free_block
+            while not self._ends_run(run[-1]) and run[-1].next_free_block.block_id in left:
+                run.append(run[-1].next_free_block)
+            left.difference_update(block.block_id for block in run)
+            place = _place(run[-1])
             is_first = before is self._pool.free_block_queue.fake_free_list_head
             self._places.leave(place, FRONT if is_first else _place(before))
-            self._pool.touch(waiting[start:at])
-            runs.append(Run(place, waiting[start:at]))
+            self._pool.touch(run)
+            runs.append(Run(place, run))
         return runs
+
+    def _ends_run(self, block: KVCacheBlock) -> bool:
+        """Whether something is held that stood right behind it, and comes back to this very place."""
+        return len(self._places) > 0 and self._places.is_before(_place(block))
 
     def release(self, hold: Hold) -> None:
         """What was in use goes to the end deepest first, as vLLM frees a request: no chunk must outlive its parent."""

@@ -230,10 +230,10 @@ class Forest:
         A new pin is walked up from until it meets what others protect; an ended one counts until the next exact count.
         """
         protected, keys, parents, root = self._protected, self.key, self.parent, self.root
+        withdrawn: set[int] = set()
         for block in self._pinned_since:
-            while block != root and block not in protected:
-                if keys[block] is not None:
-                    protected.add(block)
+            while block != root and block not in protected and block not in withdrawn:
+                (withdrawn if keys[block] is None else protected).add(block)
                 block = parents[block]
         self._pinned_since.clear()
         return len(protected)

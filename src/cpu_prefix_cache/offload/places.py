@@ -10,8 +10,9 @@ later, when the engine has handed out others and added others. Then each goes ba
 
 What is held is remembered by what it stood behind, held or waiting. So holds that stood side by side come back in their
 order, whichever ends first. What stood behind a block that is gone comes back at the front: it leaves with what else
-was that cold, and never later than it would have. A place is whatever tells a waiting block from what it may be later:
-its number and the key it waits under, say.
+was that cold. A place is whatever tells a waiting block from what it may be later: its number and the key it waits
+under, say. (A block that was used meanwhile and waits again under its key, now at the end, is still taken for that
+place: what stood behind it goes there too.)
 """
 
 from collections.abc import Callable, Hashable
@@ -35,6 +36,10 @@ class Places:
 
     def __contains__(self, place: Hashable) -> bool:
         return place in self._before
+
+    def is_before(self, place: Hashable) -> bool:
+        """Whether something is held that stood right behind this one, which waits."""
+        return place in self._last
 
     def leave(self, place: Hashable, before: Hashable) -> None:
         """This one waits no more: it is held. It stood right behind `before`, which waits, or was the first (FRONT)."""
