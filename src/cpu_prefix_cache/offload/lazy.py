@@ -11,7 +11,7 @@ missing ancestors, and looks again in time:
     `- the stretch: `EngineSteps.stretch` blocks
 
     one look, and then none until
-        the watermark m waits no more, or e          a quarter was handed out, or what is covered is not known
+        the watermark m waits no more, or e     a quarter was handed out, or what is covered is not known
         a quarter was used again, or computed   by requests that ended: a watermark without a key may be back unseen
         a store has landed                      what it held waits in front of m now, or made the look stop
         more waits, where e was the last        the order was shorter than the stretch
@@ -24,8 +24,8 @@ A step without any of these costs nothing. What waits and is being stored is hel
   the device can spare it: where what waits besides is a whole stretch, and as much again as is held. Else stores of the
   stretch hold at most what `report_steps` steps allocate.
 * **Coming to rest.** A host that cannot hold all of the stretch evicts the beginning of it for the end. So what reached
-  it, or was declined, is *settled*: it is not stored again, nor what would need that, until the engine has used or
-  computed a quarter of the stretch.
+  it, or was declined, is *settled*: it is not stored again, nor what would need that, until the watermark has been
+  handed out or a quarter of the stretch used again.
 * **A device nearly all in use.** Where less waits than the stretch, what a request leaves behind is handed out in the
   same step or the next, and no look would see it. For as long, lazy stores what requests compute as eager does.
 * **Loads.** They use up the stretch as well, many blocks at once. So while one is on the link, another waits if what it
