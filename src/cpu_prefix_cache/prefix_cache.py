@@ -130,7 +130,7 @@ class CPUPrefixCache:
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._offload: Offload
         if offload == "eager":
-            self._offload = Eager(self.pool, self._stores, device.num_blocks // max(1, self._stores.chunk_blocks))
+            self._offload = Eager(self.pool, self._stores)
         else:
             self._offload = Lazy(self.pool, self._stores, self._ledger, device, steps, lambda: len(self._running))
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)

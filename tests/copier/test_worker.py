@@ -12,6 +12,7 @@ from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, Transf
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
+from tests.threads import eventually
 
 
 class CountingCopier(Copier):
@@ -162,14 +163,6 @@ def threaded(held):
     for _ in range(20):
         held.let_through.release()
     worker.close()
-
-
-def eventually(condition):
-    for _ in range(1000):
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def test_run_returns_while_a_transfer_is_being_submitted(threaded, held):

@@ -17,6 +17,7 @@ from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
 from cpu_prefix_cache.memory.numa import processors_near
+from tests.threads import eventually
 
 CUDA = torch.device("cuda", 0)
 SLICE = 1 << 16
@@ -241,14 +242,6 @@ def test_a_forked_process_unpins_nothing(driver):
     assert driver.registered
     arena.registration._process += 1
     arena.close()
-
-
-def eventually(condition):
-    for _ in range(1000):
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 @pytest.mark.parametrize("name", ["pin-host-memory", "take-pages"])

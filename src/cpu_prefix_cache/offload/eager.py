@@ -18,11 +18,11 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 class Eager(Offload):
     """Stores what is confirmed, request by request, oldest first. See Offload."""
 
-    def __init__(self, pool: BlockPool, stores: StorePlanner, device_chunks: int) -> None:
+    def __init__(self, pool: BlockPool, stores: StorePlanner) -> None:
         self._pool = pool
         self._stores = stores
         self._due: dict[str, Running] = {}
-        self._retries = Retries(pool, device_chunks, self._missing)
+        self._retries = Retries(pool, stores.device_chunks, self._missing)
         self._work = 0
 
     @property

@@ -97,7 +97,7 @@ class Lazy(Offload):
             needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
         )
         self._chunk_blocks = max(1, stores.chunk_blocks)
-        self._eager = Eager(pool, stores, device.num_blocks // self._chunk_blocks)  # while less than a stretch waits
+        self._eager = Eager(pool, stores)  # while less than a stretch waits
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back
         self._computed = 0  # since then, while no request has ended
@@ -206,9 +206,9 @@ class Lazy(Offload):
             self._is_swept = True
 
     def _plan(self) -> None:
-        if self._used >= self._last.quarter or self._was_handed_out(self._last.watermark):
-            self._settled.clear()
         if self._is_due():
+            if self._used >= self._last.quarter or self._was_handed_out(self._last.watermark):
+                self._settled.clear()
             self._look()
         if self._last.is_short:
             self._eager.plan(with_loads=False)

@@ -34,9 +34,6 @@ class Places:
     def __len__(self) -> int:
         return len(self._before)
 
-    def __contains__(self, place: Hashable) -> bool:
-        return place in self._before
-
     def is_before(self, place: Hashable) -> bool:
         """Whether something is held that stood right behind this one, which waits."""
         return place in self._last
@@ -50,10 +47,7 @@ class Places:
         """Its hold has ended: what it waits right behind from now on, or FRONT. Forgets it."""
         behind = self._waiting_before(place)
         before, last = self._before.pop(place), self._last[behind]
-        if before == behind:
-            del self._last[behind]
-        else:
-            self._last[behind] = before
+        self._end_with(behind, before)
         if last != place:
             self._last[place] = last
         return behind
@@ -63,14 +57,18 @@ class Places:
         behind = self._waiting_before(place)
         before, last = self._before.pop(place), self._last[behind]
         if last == place:
-            if before == behind:
-                del self._last[behind]
-            else:
-                self._last[behind] = before
+            self._end_with(behind, before)
             return
         while self._before[last] != place:
             last = self._before[last]
         self._before[last] = before
+
+    def _end_with(self, behind: Hashable, last: Hashable) -> None:
+        """Of those held behind a waiting one this is the last now; itself: there are none."""
+        if last == behind:
+            del self._last[behind]
+        else:
+            self._last[behind] = last
 
     def _waiting_before(self, place: Hashable) -> Hashable:
         """What waits in front of a held one, beyond those held between; FRONT if that was handed out, or used."""

@@ -97,6 +97,7 @@ class StorePlanner:
         self._ledger = ledger
         self.planner = coordinator.planner
         self.chunk_blocks = coordinator.planner.device_blocks_per_chunk
+        self.device_chunks = device.num_blocks // max(1, self.chunk_blocks)  # how many the device holds at most
         self.refusals = 0
         self.declined = 0
 
