@@ -183,9 +183,10 @@ def test_bad_blocks_are_looked_for_only_when_there_are_some():
         def __iter__(self):
             raise AssertionError("all transfers were gone through for nothing")
 
-    ledger, fleet.cache._ledger = fleet.cache._ledger, Never()
+    fleet.cache._completion._ledger = Never()
     fleet.cache.invalidated(())
-    fleet.cache._ledger = ledger
+    with pytest.raises(AssertionError, match="for nothing"):
+        fleet.cache.invalidated((0,))  # the control: this one has to look
 
 
 def test_a_pool_a_hundred_times_larger_costs_no_more():

@@ -32,7 +32,6 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, Ste
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
 from cpu_prefix_cache.offload.device import Device
@@ -128,11 +127,8 @@ class CPUPrefixCache:
         self._checkpoint_interval = checkpoint_interval
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
-        self._offload: Offload
-        if offload == "eager":
-            self._offload = Eager(self.pool, self._stores)
-        else:
-            self._offload = Lazy(self.pool, self._stores, self._ledger, device, steps, lambda: len(self._running))
+        is_lazy = offload == "lazy"
+        self._offload = Lazy(self._stores, steps, lambda: len(self._running)) if is_lazy else Eager(self._stores)
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
         self._completion = Completion(self.pool, self._ledger, device, self._offload, self._running.__contains__)
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from cpu_prefix_cache.messages.plan import Direction
-from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
@@ -30,7 +30,7 @@ class Completion:
         pool: BlockPool,
         ledger: TransferLedger,
         device: Device,
-        offload: Offload,
+        offload: Eager,
         is_running: Callable[[str], bool],
     ) -> None:
         self._pool = pool

@@ -6,92 +6,126 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
+from collections.abc import Sequence
+
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.offload.transfers import Transfer
 
 
-class Eager(Offload):
-    """Stores what is confirmed, request by request, oldest first. See Offload."""
+class Eager:
+    """Stores what is confirmed, request by request, oldest first. Never looks at the device's order of eviction.
 
-    def __init__(self, pool: BlockPool, stores: StorePlanner) -> None:
-        self._pool = pool
+    `Lazy` builds on it, and overrides what it goes by. Counts are of chunks unless said otherwise.
+    """
+
+    def __init__(self, stores: StorePlanner) -> None:
         self._stores = stores
+        self._pool = stores.pool
         self._due: dict[str, Running] = {}
-        self._retries = Retries(pool, stores.device_chunks, self._missing)
-        self._work = 0
+        self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
+        self.work = 0  # chunks and blocks looked at so far
 
     @property
-    def work(self) -> int:
-        return self._work
+    def lost(self) -> int:
+        """Chunks the device evicted before they were stored."""
+        return 0
+
+    @property
+    def remembered(self) -> int:
+        """Chunks whose parent is remembered."""
+        return 0
+
+    # Told
 
     def confirmed(self, running: Running, before: int) -> None:
+        """The chunks from `before` up to `running.confirmed` hold computed tokens now."""
         self._due[running.id] = running
 
     def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
+        """The device has this checkpoint of a confirmed boundary."""
         self._due[running.id] = running
 
-    def forget(self, running: Running) -> None:
-        """The request ended, and what it computed is not to be stored."""
-        self._due.pop(running.id, None)
-
     def ended(self, running: Running) -> None:
-        self.forget(running)
+        """The request finished, and still has its blocks. Then they stay on the device until they are evicted."""
         self._store_ended(running)
 
     def preempted(self, running: Running) -> None:
-        self.ended(running)
+        """The request lost its blocks: what it computed is stored while they can still be found, in both modes."""
+        self._store_ended(running)
+
+    def used(self, chunks: int) -> None:
+        """So many chunks on the device were used again: they no longer wait to be evicted."""
+
+    def landed(self, transfer: Transfer) -> None:
+        """The copy of a store has ended, and its device blocks were released."""
+
+    def committed(self, keys: Sequence[bytes]) -> None:
+        """These chunks can be found on the host now."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._due.clear()
+        self._retries.clear()
+
+    # Asked
+
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the device can hand out so many device blocks, and none that still has to be stored."""
+        return True
+
+    def plan(self, *, with_loads: bool) -> None:
+        """Plan the stores of this step, in which loads go out too or not."""
+        due, self._due = self._due, {}
+        for running in due.values():
+            self._store_confirmed(running)
+
+    def catch_up(self) -> None:
+        """The step's plan has gone out: do what was put off for its sake, or found no room while the host was being
+        prepared. What is planned now goes out with the next step.
+        """
+        for running in self._retries.that_fit():
+            self._store_ended(running)
 
     def _store_ended(self, running: Running) -> None:
+        self._due.pop(running.id, None)
         refusals = self._stores.refusals
-        self._work += store_confirmed(self._pool, self._stores, running, ended=True)
+        self._store_confirmed(running, ended=True)
         if self._stores.refusals > refusals:
             self._retries.add(running)
 
     def _missing(self, running: Running) -> int:
-        """How many of its chunks the host has not, and nobody is writing."""
+        """How many of its chunks the host lacks and no store is writing."""
         return running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
 
-    def plan(self, *, with_loads: bool) -> None:
-        due, self._due = self._due, {}
-        for running in due.values():
-            self._work += store_confirmed(self._pool, self._stores, running)
+    def _store_confirmed(self, running: Running, *, ended: bool = False) -> None:
+        """Store the confirmed chunks and checkpoints of a request that the host lacks.
 
-    def catch_up(self) -> None:
-        for running in self._retries.that_fit():
-            self._store_ended(running)
+        Begins at the first chunk missing, wherever it is: what the pool evicted since, or had no room for, is mended
+        here. Checkpoints that were stored once are looked at again when the request has `ended`; chunks beyond its last
+        place to resume from are not stored then (rule 9).
+        """
+        keys, stop = running.keys, running.confirmed
+        start = present = self._pool.resident_run(keys, 0, stop)
+        if ended:
+            kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
+            while stop > max(start, kept) and self._pool.needs_checkpoint(stop):
+                stop -= 1
+        start = self._stores.covered_run(keys, start, stop)
+        if start < stop:
+            chain = Chain(keys[start - 1] if start else None, keys[start:stop])
+            self._stores.plan(chain, running.touch, owner=running.id)
+        checkpoints = running.checkpoints if ended else tuple(running.unsaved)
+        for checkpoint in checkpoints:
+            chunk = checkpoint.tail[-1]
+            if self._stores.is_covered(chunk) and not self._is_saved(checkpoint):
+                self._stores.plan(Chain(chunk, (), checkpoint), running.touch, owner=running.id)
+        if checkpoints:
+            running.unsaved[:] = [each for each in running.unsaved if not self._is_saved(each)]
+        self.work += running.confirmed - present + len(checkpoints)
 
-    def reset(self) -> None:
-        self._due.clear()
-        self._retries.clear()
-
-
-def store_confirmed(pool: BlockPool, stores: StorePlanner, running: Running, *, ended: bool = False) -> int:
-    """Store the confirmed chunks and checkpoints of a request that the host lacks. How many nodes were looked at.
-
-    Begins at the first chunk missing, wherever it is: what the pool evicted since, or had no room for, is mended here.
-    Checkpoints that were stored once are looked at again when the request has `ended`; chunks beyond its last place to
-    resume from are not stored then (rule 9).
-    """
-    keys, stop = running.keys, running.confirmed
-    start = present = pool.resident_run(keys, 0, stop)
-    if ended:
-        kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
-        while stop > max(start, kept) and pool.needs_checkpoint(stop):
-            stop -= 1
-    start = stores.covered_run(keys, start, stop)
-    if start < stop:
-        chain = Chain(keys[start - 1] if start else None, keys[start:stop])
-        stores.plan(chain, running.touch, owner=running.id)
-    checkpoints = running.checkpoints if ended else tuple(running.unsaved)
-    for checkpoint in checkpoints:
-        chunk = checkpoint.tail[-1]
-        if stores.is_covered(chunk) and not stores.is_covered(checkpoint_key(chunk)):
-            stores.plan(Chain(chunk, (), checkpoint), running.touch, owner=running.id)
-    if checkpoints:
-        running.unsaved[:] = [each for each in running.unsaved if not stores.is_covered(checkpoint_key(each.tail[-1]))]
-    return running.confirmed - present + len(checkpoints)
+    def _is_saved(self, checkpoint: CheckpointAt) -> bool:
+        return self._stores.is_covered(checkpoint_key(checkpoint.tail[-1]))

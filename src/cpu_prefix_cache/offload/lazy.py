@@ -40,15 +40,12 @@ from itertools import islice, takewhile
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.offload.base import Offload
-from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
-from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.offload.transfers import Transfer
 
 Place = tuple[int, bytes | None]  # a device block that waits, and the key it comes with
 
@@ -65,39 +62,30 @@ class Look:
     refused_at: int | None = None  # host blocks that were ready when the look ended for want of room
 
 
-class Lazy(Offload):
-    """Covers what waits on the device, in time. See Offload. `running` says how many requests run.
+class Lazy(Eager):
+    """Covers what waits on the device, in time; stores as `Eager` does while less than a stretch waits.
+
+    `running` says how many requests run.
 
     Raises ConfigurationError for `ahead_blocks` beyond the blocks of the device.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        stores: StorePlanner,
-        ledger: TransferLedger,
-        device: Device,
-        steps: EngineSteps,
-        running: Callable[[], int],
-    ) -> None:
+    def __init__(self, stores: StorePlanner, steps: EngineSteps, running: Callable[[], int]) -> None:
+        super().__init__(stores)
+        self._device = device = stores.device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
             )
-        self._pool = pool
-        self._stores = stores
-        self._ledger = ledger
-        self._device = device
         self._steps = steps
         self._running = running
         self._parents = Parents(
             lambda keys: [found is not None for found in device.find_all(keys)],
-            lambda key: pool.find(key) is not None,
+            lambda key: self._pool.find(key) is not None,
             lambda checkpoint: device.find_checkpoint(checkpoint) is not None,
-            needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
+            needs_checkpoint=self._pool.needs_checkpoint if self._pool.has_checkpoints else None,
         )
         self._chunk_blocks = max(1, stores.chunk_blocks)
-        self._eager = Eager(pool, stores)  # while less than a stretch waits
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back
         self._computed = 0  # since then, while no request has ended
@@ -106,44 +94,39 @@ class Lazy(Offload):
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this place is the next
         self._is_put_off = False  # the last step did not look, for the sake of a load
         self._is_swept = False  # what left the device was forgotten since the last step
-        self._work = 0
-
-    @property
-    def work(self) -> int:
-        return self._work + self._eager.work
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents)
 
     @property
     def lost(self) -> int:
         return self._parents.lost
 
+    @property
+    def remembered(self) -> int:
+        return len(self._parents)
+
     # Told
 
-    def confirmed(self, request: Running, before: int) -> None:
-        saved = self._pool.resident_run(request.keys, 0, request.confirmed)
-        self._parents.add(request.keys, before, request.confirmed, saved)
-        self._eager.confirmed(request, before)
-        self._computed += max(0, request.confirmed - max(before, request.resumed)) * self._chunk_blocks
-        self._work += request.confirmed - before
+    def confirmed(self, running: Running, before: int) -> None:
+        saved = self._pool.resident_run(running.keys, 0, running.confirmed)
+        self._parents.add(running.keys, before, running.confirmed, saved)
+        super().confirmed(running, before)
+        self._computed += max(0, running.confirmed - max(before, running.resumed)) * self._chunk_blocks
+        self.work += running.confirmed - before
 
-    def checkpointed(self, request: Running, checkpoint: CheckpointAt) -> None:
+    def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
         self._parents.add_checkpoint(checkpoint)
-        self._eager.checkpointed(request, checkpoint)
-        self._work += 1
+        super().checkpointed(running, checkpoint)
+        self.work += 1
 
-    def ended(self, request: Running) -> None:
+    def ended(self, running: Running) -> None:
         self._give_back()
         if self._last.is_short:
-            self._eager.ended(request)
+            super().ended(running)
         else:
-            self._eager.forget(request)
+            self._due.pop(running.id, None)
 
-    def preempted(self, request: Running) -> None:
+    def preempted(self, running: Running) -> None:
         self._give_back()
-        self._eager.preempted(request)
+        super().preempted(running)
 
     def _give_back(self) -> None:
         """Blocks join the order again: a watermark without a key among them stands there as if never handed out."""
@@ -166,7 +149,7 @@ class Lazy(Offload):
         self._parents.clear()
         self._settled.clear()
         self._last = Look()
-        self._eager.reset()
+        super().reset()
 
     # Asked
 
@@ -194,7 +177,7 @@ class Lazy(Offload):
 
     def catch_up(self) -> None:
         self._sweep()
-        self._eager.catch_up()
+        super().catch_up()
         if self._is_put_off:
             self._is_put_off = False
             self._plan()
@@ -211,7 +194,7 @@ class Lazy(Offload):
                 self._settled.clear()
             self._look()
         if self._last.is_short:
-            self._eager.plan(with_loads=False)
+            super().plan(with_loads=False)
 
     # Looking
 
@@ -254,10 +237,10 @@ class Lazy(Offload):
         self._has_landed = False
         self._room = (None, 0)
         ahead = self._ahead()
-        held, held_ahead = self._ledger.held_by_walk()
+        held, held_ahead = self._stores.ledger.held_by_walk()
         stretch = list(islice(self._device.soonest_evicted(), max(0, ahead - held_ahead)))
         is_short = len(stretch) + held < ahead  # what is held is not missing because it is in use
-        self._work += len(stretch)
+        self.work += len(stretch)
         taken: set[int | bytes] = set()
         stopped_at, stop = self._cover(stretch, held, taken)
         covered = stretch[:stopped_at]
@@ -340,7 +323,7 @@ class Lazy(Offload):
         if missing is None:
             return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
         keys, above = missing
-        self._work += len(keys)
+        self.work += len(keys)
         chain = Chain(above, keys, checkpoint)
         return chain if len(chain) else None
 

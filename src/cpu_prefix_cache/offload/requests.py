@@ -9,8 +9,8 @@ Requests are asked by an agenda, a dictionary from step to requests: nobody goes
 
 from bisect import bisect_right
 
-from cpu_prefix_cache.offload.base import Offload
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
@@ -19,7 +19,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 class RunningRequests:
     """All of them, by id, and the agenda."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Offload, steps: EngineSteps) -> None:
+    def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Eager, steps: EngineSteps) -> None:
         self._planner = coordinator.planner
         self._coordinator = coordinator
         self._device = device

@@ -92,9 +92,9 @@ class StorePlanner:
 
     def __init__(self, coordinator: KVCacheCoordinator, device: Device, ledger: TransferLedger) -> None:
         self._coordinator = coordinator
-        self._pool = coordinator.pool
-        self._device = device
-        self._ledger = ledger
+        self.pool = coordinator.pool
+        self.device = device
+        self.ledger = ledger
         self.planner = coordinator.planner
         self.chunk_blocks = coordinator.planner.device_blocks_per_chunk
         self.device_chunks = device.num_blocks // max(1, self.chunk_blocks)  # how many the device holds at most
@@ -103,12 +103,12 @@ class StorePlanner:
 
     def is_covered(self, key: bytes) -> bool:
         """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
-        return self._pool.find(key) is not None or key in self._ledger.writing
+        return self.pool.find(key) is not None or key in self.ledger.writing
 
     def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of `keys` that are not covered."""
-        writing = self._ledger.writing
-        return {key for key in self._pool.absent(keys) if key not in writing}
+        writing = self.ledger.writing
+        return {key for key in self.pool.absent(keys) if key not in writing}
 
     def covered_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of covered ones in `keys[start:stop]`; all of `keys[:start]` is taken to be.
@@ -131,11 +131,11 @@ class StorePlanner:
         if checkpoint is None:
             return None
         needs = self._coordinator.needs(checkpoint)
-        if not self._pool.has_room(len(chain.keys), needs):
+        if not self.pool.has_room(len(chain.keys), needs):
             self.refusals += len(chain)
             return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
         keys = [*chain.keys, checkpoint_key(checkpoint.tail[-1])]
-        if self._pool.accepted(self._parent(chain), keys, needs) < len(keys):
+        if self.pool.accepted(self._parent(chain), keys, needs) < len(keys):
             self.declined += len(keys)
             return Stop.DECLINED
         return None
@@ -146,7 +146,7 @@ class StorePlanner:
         sources = self._sources(chain)
         if not sources.chunks and not sources.pieces:
             if pin is not None:
-                self._pool.unpin(pin)
+                self.pool.unpin(pin)
             return StoreDecision(stopped_by=sources.stopped_by)
         keys = list(chain.keys[: len(sources.chunks)])
         chunks, piece_blocks = self._take(chain, sources, taken)
@@ -157,10 +157,10 @@ class StorePlanner:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
         carried = num_bytes(self.planner, taken.copies)
         transfer = Transfer(
-            self._ledger.new_plan(Direction.STORE, tuple(taken.copies), carried),
+            self.ledger.new_plan(Direction.STORE, tuple(taken.copies), carried),
             tuple(keys),
             (*chunks, *taken.nodes),
-            hold=self._device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
+            hold=self.device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
             held_blocks=len(device_blocks),
             pin=pin,
             touch=touch,
@@ -169,7 +169,7 @@ class StorePlanner:
             owner=owner,
             follows=taken.follows,
         )
-        self._ledger.add(transfer)
+        self.ledger.add(transfer)
         return StoreDecision(transfer, sources.stopped_by)
 
     def _hang(self, parent_key: bytes | None) -> tuple[Pin | None, _Taken]:
@@ -177,9 +177,9 @@ class StorePlanner:
         taken = _Taken()
         if parent_key is None:
             return None, taken
-        parent, writer = self._pool.find(parent_key), self._ledger.writing.get(parent_key)
+        parent, writer = self.pool.find(parent_key), self.ledger.writing.get(parent_key)
         if parent is not None:
-            return self._pool.pin(parent), taken
+            return self.pool.pin(parent), taken
         if writer is None:
             raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
         taken.follows.append(writer)
@@ -189,8 +189,8 @@ class StorePlanner:
         """How much of the chain the device has and the pool has room for."""
         if chain.checkpoint is not None:
             return self._sources_with_checkpoint(chain, chain.checkpoint)
-        room = self._pool.available(len(chain.keys))
-        accepted = self._pool.accepted(self._parent(chain), chain.keys[:room])
+        room = self.pool.available(len(chain.keys))
+        accepted = self.pool.accepted(self._parent(chain), chain.keys[:room])
         chunks = self._on_device(chain.keys[:accepted])
         if len(chunks) < accepted:
             return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)
@@ -202,10 +202,10 @@ class StorePlanner:
 
     def _parent(self, chain: Chain) -> int | None:
         """The node that a chain hangs below, or None while that is being written."""
-        return self._pool.root if chain.parent_key is None else self._pool.find(chain.parent_key)
+        return self.pool.root if chain.parent_key is None else self.pool.find(chain.parent_key)
 
     def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
-        pieces = self._device.find_checkpoint(checkpoint)
+        pieces = self.device.find_checkpoint(checkpoint)
         chunks = self._on_device(chain.keys)
         if pieces is None or len(chunks) < len(chain.keys):
             return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
@@ -216,14 +216,14 @@ class StorePlanner:
         """Host chunks for what is to be stored, and the device blocks of the pieces that are copied."""
         keys = list(chain.keys[: len(sources.chunks)])
         if chain.checkpoint is None:
-            return self._pool.allocate(len(keys), keys), []
+            return self.pool.allocate(len(keys), keys), []
         needs = self._coordinator.needs(chain.checkpoint)
         for need in needs:
-            writer = self._ledger.writing.get(need.key)
+            writer = self.ledger.writing.get(need.key)
             if writer is not None and writer not in taken.follows:
                 taken.follows.append(writer)
         keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-        checkpoint = self._pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
+        checkpoint = self.pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
         taken.nodes.append(checkpoint.node)
         taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, checkpoint.blocks, sources.pieces)
         new = [at for at, blocks in enumerate(checkpoint.blocks) if blocks is not None]
@@ -232,12 +232,12 @@ class StorePlanner:
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""
-        return () if chain.parent_key is None else self._device.find(chain.parent_key) or ()
+        return () if chain.parent_key is None else self.device.find(chain.parent_key) or ()
 
     def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
         chunks: list[Sequence[int]] = []
-        for blocks in self._device.find_all(keys):
+        for blocks in self.device.find_all(keys):
             if blocks is None:
                 break
             if len(blocks) != self.chunk_blocks:
