@@ -295,10 +295,10 @@ class Lazy(Eager):
             if stop is not None or budget < self._chunk_blocks:
                 return None, self._noted(key, stop or Stop.IN_FLIGHT)
             portion = chain.first(budget // self._chunk_blocks)
-        decision = self._stores.plan(portion, self._pool.touch(None))
-        if decision.planned == len(chain):
-            return decision.transfer, None
-        return decision.transfer, self._noted(key, decision.stopped_by or Stop.IN_FLIGHT)
+        transfer, stop = self._stores.plan(portion, self._pool.touch(None))
+        if transfer is not None and len(transfer.keys) == len(chain):
+            return transfer, None
+        return transfer, self._noted(key, stop or Stop.IN_FLIGHT)
 
     def _can_spare(self, blocks: int, held: int) -> bool:
         """Whether a stretch waits besides so many blocks, and as much again as is held then: the longer a store, the

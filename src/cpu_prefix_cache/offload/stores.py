@@ -9,10 +9,10 @@ or not at all, and then nothing is (rule 9). A policy may decline the end of a c
 import enum
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from cpu_prefix_cache.messages.errors import InternalError, MisuseError
+from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -20,6 +20,7 @@ from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
+from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 
 class Stop(enum.Enum):
@@ -56,35 +57,22 @@ class Chain:
         return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
 
 
-@dataclass(frozen=True, slots=True)
-class StoreDecision:
-    """`transfer` covers the first `planned` nodes of the chain; None when there are none."""
-
-    transfer: Transfer | None = None
-    stopped_by: Stop | None = None
-
-    @property
-    def planned(self) -> int:
-        return 0 if self.transfer is None else len(self.transfer.keys)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """What of a chain can be stored now: the device blocks of its first chunks, and of its checkpoint's pieces."""
+class _Sources(NamedTuple):
+    """What of a chain can be stored now: device blocks of its first chunks, and of its checkpoint's pieces."""
 
     chunks: list[Sequence[int]]
     pieces: Sequence[Sequence[int]] = ()
     stopped_by: Stop | None = None
 
 
-@dataclass(slots=True)
-class _Taken:
-    """What a store writes to, and how: nodes, the keys of new pieces, the copies, and stores it builds on."""
+class _Destinations(NamedTuple):
+    """The host chunks to be written, and of a checkpoint its node and the pieces that no other checkpoint has."""
 
-    nodes: list[int] = field(default_factory=list)
-    pieces: list[Hashable] = field(default_factory=list)
-    copies: list[GroupCopy] = field(default_factory=list)
-    follows: list[Transfer] = field(default_factory=list)
+    chunks: list[int]
+    checkpoint: tuple[int, ...] = ()
+    new_pieces: Sequence[Hashable] = ()
+    piece_blocks: Sequence[int] = ()  # their device blocks
+    piece_copies: Sequence[GroupCopy] = ()
 
 
 class StorePlanner:
@@ -140,50 +128,59 @@ class StorePlanner:
             return Stop.DECLINED
         return None
 
-    def plan(self, chain: Chain, touch: Any, *, owner: str | None = None) -> StoreDecision:
-        """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none."""
-        pin, taken = self._hang(chain.parent_key)  # before anything is evicted for the children
+    def plan(self, chain: Chain, touch: Any, *, owner: str | None = None) -> tuple[Transfer | None, Stop | None]:
+        """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
+
+        The transfer covers as many first nodes of the chain as it has keys, and is None if there is nothing to store.
+        With it comes why it is not the whole chain, if it is not.
+        """
+        parent = self._parent(chain)
+        pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
         sources = self._sources(chain)
         if not sources.chunks and not sources.pieces:
             if pin is not None:
                 self.pool.unpin(pin)
-            return StoreDecision(stopped_by=sources.stopped_by)
+            return None, sources.stopped_by
+        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner)
+        self.ledger.add(transfer)
+        return transfer, sources.stopped_by
+
+    def _transfer(self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: str | None) -> Transfer:
         keys = list(chain.keys[: len(sources.chunks)])
-        chunks, piece_blocks = self._take(chain, sources, taken)
-        device_blocks = [block for blocks in sources.chunks for block in blocks]
-        taken.copies += self._coordinator.chunk_copies(chunks, self._coordinator.chunk_blocks_by_group(device_blocks))
-        device_blocks += piece_blocks
+        needs: list[PieceNeed] = []
         if chain.checkpoint is not None:
             keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-        carried = num_bytes(self.planner, taken.copies)
-        transfer = Transfer(
-            self.ledger.new_plan(Direction.STORE, tuple(taken.copies), carried),
+            needs = self._coordinator.needs(chain.checkpoint)
+        follows = self._writers(chain, needs)
+        to = self._allocate(chain, keys, sources, needs)
+        device_blocks = [block for blocks in sources.chunks for block in blocks]
+        by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
+        copies = (*to.piece_copies, *self._coordinator.chunk_copies(to.chunks, by_group))
+        device_blocks += to.piece_blocks
+        return Transfer(
+            self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
             tuple(keys),
-            (*chunks, *taken.nodes),
+            (*to.chunks, *to.checkpoint),
             hold=self.device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
             held_blocks=len(device_blocks),
             pin=pin,
             touch=touch,
             parent_key=chain.parent_key,
-            pieces=taken.pieces,
+            pieces=to.new_pieces,
             owner=owner,
-            follows=taken.follows,
+            follows=follows,
         )
-        self.ledger.add(transfer)
-        return StoreDecision(transfer, sources.stopped_by)
 
-    def _hang(self, parent_key: bytes | None) -> tuple[Pin | None, _Taken]:
-        """Hold what a chain hangs below, or follow the store that writes it."""
-        taken = _Taken()
-        if parent_key is None:
-            return None, taken
-        parent, writer = self.pool.find(parent_key), self.ledger.writing.get(parent_key)
-        if parent is not None:
-            return self.pool.pin(parent), taken
-        if writer is None:
-            raise InternalError("a store was to be planned below a chunk that is neither on the host nor on its way")
-        taken.follows.append(writer)
-        return None, taken
+    def _writers(self, chain: Chain, needs: Sequence[PieceNeed]) -> list[Transfer]:
+        """The stores that write what a chain builds on: its parent, and pieces that its checkpoint shares."""
+        builds_on: list[Hashable] = [need.key for need in needs if need.key in self.ledger.writing]
+        if self._parent(chain) is None:
+            builds_on.append(chain.parent_key)
+        return list(dict.fromkeys(self.ledger.writing[key] for key in builds_on))
+
+    def _parent(self, chain: Chain) -> int | None:
+        """The node that a chain hangs below, or None while that is being written."""
+        return self.pool.root if chain.parent_key is None else self.pool.find(chain.parent_key)
 
     def _sources(self, chain: Chain) -> _Sources:
         """How much of the chain the device has and the pool has room for."""
@@ -200,10 +197,6 @@ class StorePlanner:
         self.refusals += len(chain.keys) - room
         return _Sources(chunks, stopped_by=Stop.POOL_FULL if room < len(chain.keys) else None)
 
-    def _parent(self, chain: Chain) -> int | None:
-        """The node that a chain hangs below, or None while that is being written."""
-        return self.pool.root if chain.parent_key is None else self.pool.find(chain.parent_key)
-
     def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
         pieces = self.device.find_checkpoint(checkpoint)
         chunks = self._on_device(chain.keys)
@@ -212,23 +205,21 @@ class StorePlanner:
         stop = self.obstacle(chain)
         return _Sources(chunks, pieces) if stop is None else _Sources([], stopped_by=stop)
 
-    def _take(self, chain: Chain, sources: _Sources, taken: _Taken) -> tuple[list[int], list[int]]:
-        """Host chunks for what is to be stored, and the device blocks of the pieces that are copied."""
-        keys = list(chain.keys[: len(sources.chunks)])
+    def _allocate(
+        self, chain: Chain, keys: Sequence[bytes], sources: _Sources, needs: list[PieceNeed]
+    ) -> _Destinations:
+        """Host blocks for what is to be stored under `keys`."""
         if chain.checkpoint is None:
-            return self.pool.allocate(len(keys), keys), []
-        needs = self._coordinator.needs(chain.checkpoint)
-        for need in needs:
-            writer = self.ledger.writing.get(need.key)
-            if writer is not None and writer not in taken.follows:
-                taken.follows.append(writer)
-        keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-        checkpoint = self.pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
-        taken.nodes.append(checkpoint.node)
-        taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, checkpoint.blocks, sources.pieces)
-        new = [at for at, blocks in enumerate(checkpoint.blocks) if blocks is not None]
-        taken.pieces += [needs[at].key for at in new]
-        return checkpoint.chunks, [block for at in new for block in sources.pieces[at]]
+            return _Destinations(self.pool.allocate(len(keys), keys))
+        to = self.pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
+        new = [at for at, blocks in enumerate(to.blocks) if blocks is not None]
+        return _Destinations(
+            to.chunks,
+            (to.node,),
+            [needs[at].key for at in new],
+            [block for at in new for block in sources.pieces[at]],
+            self._coordinator.checkpoint_copies(chain.checkpoint.depth, to.blocks, sources.pieces),
+        )
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""
