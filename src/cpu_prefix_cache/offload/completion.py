@@ -1,13 +1,11 @@
 """How transfers end: what becomes of the host blocks of a store, and of the sources of a load that has failed.
 
-    landed       all ranks have reported: the device blocks are the engine's again, whatever became of the bytes
-      a store    is committed, if all went well and what it hangs below is still there, and so are those that waited for
-                 it; else it is given up, and they are cancelled (rule 3)
-      a load     is over; the chunks of one that failed are withdrawn, and what hangs below them, or the next lookup
-                 would find the same bytes and fail again (rule 11)
-    cancelled    nobody wants it any more: it resolves when it has landed, and registers nothing
-
-Several copies that fail in a row turn the cache off: that is asked of `has_failed_often`.
+landed       all ranks have reported: the device blocks are released, whether the copy went well or not
+  a store    is committed, if all ranks succeeded and its parent is still on the host, and then the stores that
+             follow it; else it is aborted, and they are cancelled (rule 3)
+  a load     that failed has its source chunks withdrawn, and what hangs below them, or the next lookup would find
+             the same bytes and fail again (rule 11)
+cancelled    it resolves when it has landed, and registers nothing
 """
 
 from collections import Counter
@@ -42,7 +40,7 @@ class Completion:
         self.counts = Counter[str]()  # as CacheStatistics names them
 
     def land(self, transfer: Transfer) -> bool:
-        """All ranks have reported. Whether all went well, and somebody still wants it."""
+        """All ranks have reported. Whether all succeeded and the transfer was not cancelled."""
         ok = transfer.succeeded
         self._count_in_a_row(transfer)
         self._device.release(transfer.hold)
@@ -58,7 +56,7 @@ class Completion:
         return max(self._failures_in_a_row.values(), default=0) >= FAILURES_IN_A_ROW
 
     def late(self, id: int) -> None:
-        """A load has come too late for its request. It is over but for its blocks, which it may still fill."""
+        """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
         transfer = self._ledger.get(id)
         if transfer is not None and not transfer.is_store and not transfer.is_cancelled:
             self.counts["loads_failed"] += 1
@@ -66,12 +64,12 @@ class Completion:
             self._cancel(transfer)
 
     def cancel_all(self) -> None:
-        """Nothing that is open registers anything any more."""
+        """Cancel every transfer."""
         for transfer in list(self._ledger):
             self._cancel(transfer)
 
     def cancel_stores_from(self, device_blocks: Iterable[int]) -> None:
-        """The same for stores that read these blocks."""
+        """Cancel the stores that read these blocks."""
         bad = set(device_blocks)
         if not bad:
             return
@@ -98,9 +96,9 @@ class Completion:
             self._pool.unpin(load.pin)
 
     def _withdraw_sources(self, load: Transfer) -> None:
-        """Only what this load has read: the same keys may have been stored anew since."""
+        """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""
         if load.pin is None:
-            return  # there was nothing to read
+            return  # the load was planned as failed: it read nothing
         (node,) = load.pin.blocks
         chunk = self._pool.path(node, len(load.keys) + self._pool.is_checkpoint(node))[0]
         if self._pool.key(chunk) is not None:
@@ -108,7 +106,7 @@ class Completion:
             self._cancel_orphans()
 
     def _complete_stores(self, landed: Transfer) -> None:
-        """Commit or give up a store that has landed, and after it those that waited for it."""
+        """Commit or abort a store that has landed, and then those that follow it."""
         waiting = [landed]
         while waiting:
             store = waiting.pop()
@@ -130,7 +128,7 @@ class Completion:
             waiting += store.followers
 
     def _commit(self, store: Transfer) -> bool:
-        """Make the chunks of a store findable, if what they hang below still is (rule 3)."""
+        """Make the chunks of a store findable, if their parent still is (rule 3)."""
         parent = self._pool.root if store.parent_key is None else self._pool.find(store.parent_key)
         if parent is None:
             return False
@@ -145,13 +143,13 @@ class Completion:
         return True
 
     def _pin_parent(self, store: Transfer) -> None:
-        """A store that waited for its parent holds it, now that it is there."""
+        """A store that followed the one of its parent pins the parent, now that it is committed."""
         parent = None if store.parent_key is None else self._pool.find(store.parent_key)
         if parent is not None:
             store.pin = self._pool.pin(parent)
 
     def _cancel_orphans(self) -> None:
-        """Cancel the stores below chunks that were withdrawn, or another store of the same chunks would meet them."""
+        """Cancel the stores below withdrawn chunks: another store of the same chunks may come before they land."""
         for transfer in list(self._ledger):
             if transfer.is_store and transfer.pin is not None and self._pool.key(transfer.pin.blocks[0]) is None:
                 self._cancel(transfer)

@@ -1,7 +1,7 @@
-"""Forgetting in time: whoever remembers something for each chunk that a device holds is not told when one has left it.
+"""Keys remembered for each chunk on a device, which does not report when a chunk leaves it.
 
-For each new entry two of the oldest are looked at, a portion in each step; what is still there is the youngest again.
-So what is remembered is at most about twice what is there, once the sweep has caught up.
+For each new key two of the oldest are looked up, a portion in each step. A key that is still on the device becomes the
+youngest, and the others are forgotten. So at most about twice as many are remembered as the device has.
 """
 
 from collections import deque
@@ -10,24 +10,24 @@ from itertools import compress
 from operator import not_
 
 LEAST_SWEPT = 64  # entries in one step: 0.1 ms with vLLM's block pool
-SWEPT_SHARE = 8  # of what is due: it is never behind by more than a few steps' new entries
+SWEPT_SHARE = 8  # of what is due: never behind by more than the new keys of a few steps
 
 
 class Forgetting:
-    """Keys in the order in which they are looked at."""
+    """Keys in the order in which they are looked up."""
 
     def __init__(self) -> None:
         self._oldest: deque[bytes] = deque()
-        self._due = 0  # entries to be looked at
+        self._due = 0  # keys to be looked up
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Keys that are remembered from now on, none of which was."""
+        """Remember these keys, all of them new."""
         before = len(self._oldest)
         self._oldest.extend(keys)
         self._due += 2 * (len(self._oldest) - before)
 
     def gone(self, are_here: Callable[[Sequence[bytes]], Sequence[bool]]) -> list[bytes]:
-        """Look at some of the oldest, if there is reason to. Those that are to be forgotten."""
+        """Look up a portion of the oldest. Those that have left the device, which are forgotten."""
         if not self._due:
             return []
         count = min(self._due, max(LEAST_SWEPT, self._due // SWEPT_SHARE))

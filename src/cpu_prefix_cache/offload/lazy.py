@@ -1,36 +1,37 @@
 """Lazy: what the device can hand out before a store planned now is heard of is covered.
 
-A block that waits on the device is *covered* when it has no key, when the host has what it holds or is being sent it,
-or when that cannot be saved any more. Lazy stores less than eager and hits more: what the device still holds need not
-be held twice. It looks at the *stretch*, the blocks that are handed out next, covers all of it, each chunk after its
-missing ancestors, and looks again in time:
+A block that waits on the device is *covered* when it has no key, when the host has its chunk or a store of it is in
+flight, or when it cannot be stored any more. Lazy stores less than eager and hits more: what the device still holds
+need not be on the host too. A look reads the *stretch*, the blocks that are handed out next, and stores what is not
+covered, each chunk after its missing ancestors. The next look comes in time:
 
     handed out next                          handed out last
     [ ][ ] ... [ ][m] [ ][ ] ... [ ][ ][ ][e] | [ ][ ] ...
     `- a quarter ---'                        |
     `- the stretch: `EngineSteps.stretch` blocks
 
-    one look, and then none until
-        the watermark m waits no more, or e     a quarter was handed out, or what is covered is not known
-        a quarter was used again, or computed   by requests that ended: a watermark without a key may be back unseen
-        a store has landed                      what it held waits in front of m now, or made the look stop
-        more waits, where e was the last        the order was shorter than the stretch
-        the host has grown                      the look had ended for want of room
+    the next look is due when
+        the watermark m or the end e waits no more   a quarter was handed out; or what is covered is not known
+        a quarter was used again, or computed and    a watermark without a key may have left and come back
+            given back by requests that ended
+        a store has landed                           its device blocks wait before m again; or the look had to stop
+        more waits, and e was the last               the order was shorter than the stretch
+        the host has grown                           the look had stopped because the host was full
 
-A step without any of these costs nothing. What waits and is being stored is held, and comes back to where it waited.
+A step without any of these costs nothing. The sources of a store are held, and then wait again where they waited.
 
-* **Whole prompts.** Of a prompt the deepest chunk is handed out first and stored last. In portions, one heard of before
-  the next goes out, its end would be gone before its turn came. So a chain is stored whole, however long it is, where
-  the device can spare it: where what waits besides is a whole stretch, and as much again as is held. Else stores of the
-  stretch hold at most what `report_steps` steps allocate.
-* **Coming to rest.** A host that cannot hold all of the stretch evicts the beginning of it for the end. So what reached
-  it, or was declined, is *settled*: it is not stored again, nor what would need that, until the watermark has been
-  handed out or a quarter of the stretch used again.
-* **A device nearly all in use.** Where less waits than the stretch, what a request leaves behind is handed out in the
-  same step or the next, and no look would see it. For as long, lazy stores what requests compute as eager does.
-* **Loads.** They use up the stretch as well, many blocks at once. So while one is on the link, another waits if what it
-  is given would reach behind e (`has_room_for`); one that finds the link free never waits. A step in which a load
-  goes out does not look: somebody waits for that load. `catch_up` does, once the plan has gone out.
+* **Whole prompts.** The deepest chunk of a prompt is handed out first and stored last. If the prompt were stored in
+  portions, its end would be evicted before its turn. So a chain is stored whole, however long it is, if the device can
+  spare it: if a whole stretch waits besides, and as much again as is held. Otherwise stores of the stretch hold at most
+  what `report_steps` steps allocate.
+* **A host smaller than the stretch** evicts the beginning of it for the end. So a chunk that was stored or declined is
+  *settled*: neither it nor what hangs below it is stored again, until the watermark has been handed out or a quarter
+  of the stretch used again.
+* **A device nearly all in use.** Where less waits than the stretch, the blocks of a request that ends are handed out in
+  the same step or the next, before any look. Until more waits, lazy stores what requests compute, as eager does.
+* **Loads** take blocks of the stretch too, many at once. So while one load is on the link, another waits if its
+  destinations would reach beyond e (`has_room_for`); a load that finds the link free never waits. A step in which a
+  load goes out does not look, since a request waits for that load. `catch_up` looks, once the plan has gone out.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
@@ -54,12 +55,12 @@ Place = tuple[int, bytes | None]  # a device block that waits, and the key it co
 class Look:
     """What the last look found. Counts are of device blocks."""
 
-    watermark: Place | None = None  # a quarter of the stretch stands before it
-    end: Place | None = None  # the last that is covered and was left to wait
+    watermark: Place | None = None  # a quarter of the stretch waits before it
+    end: Place | None = None  # the last place that is covered and still waits
     quarter: int = 1  # of the stretch
     is_short: bool = False  # less waits than the stretch
-    waiting: int | None = None  # how many waited when `end` was the last of all; None: others stand behind it
-    refused_at: int | None = None  # host blocks that were ready when the look ended for want of room
+    waiting: int | None = None  # how many waited, if `end` was the last of all; None: others wait behind it
+    refused_at: int | None = None  # host blocks that were ready, if the look stopped because the host was full
 
 
 class Lazy(Eager):
@@ -88,12 +89,12 @@ class Lazy(Eager):
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back
-        self._computed = 0  # since then, while no request has ended
+        self._computed = 0  # device blocks computed since the last request ended
         self._has_landed = False  # a store of what waits, since the last look
         self._settled: set[bytes] = set()
-        self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, as long as this place is the next
-        self._is_put_off = False  # the last step did not look, for the sake of a load
-        self._is_swept = False  # what left the device was forgotten since the last step
+        self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, while this place is the first
+        self._is_put_off = False  # a load went out in the last step, so it did not look
+        self._is_swept = False  # since the last step
 
     @property
     def lost(self) -> int:
@@ -129,7 +130,7 @@ class Lazy(Eager):
         super().preempted(running)
 
     def _give_back(self) -> None:
-        """Blocks join the order again: a watermark without a key among them stands there as if never handed out."""
+        """The request's blocks wait again. If the watermark is one without a key, it may have been in use unnoticed."""
         if self._last.watermark is not None and self._last.watermark[1] is None:
             self._used += self._computed
             self._computed = 0
@@ -164,7 +165,7 @@ class Lazy(Eager):
     def _count_room(self) -> int:
         """How many blocks wait up to the end of what is covered."""
         if not self._waits(self._last.end):
-            return 0  # it was handed out, or used: nobody knows before the next look
+            return 0  # not known before the next look
         order = islice(self._device.soonest_evicted(), self._ahead())
         return 1 + sum(1 for _ in takewhile(self._last.end.__ne__, order))
 
@@ -183,7 +184,7 @@ class Lazy(Eager):
             self._plan()
 
     def _sweep(self) -> None:
-        """Once a step, whoever asks first."""
+        """Forget chunks that have left the device. Once a step."""
         if not self._is_swept:
             self._parents.sweep()
             self._is_swept = True
@@ -199,7 +200,7 @@ class Lazy(Eager):
     # Looking
 
     def _is_due(self) -> bool:
-        """Whether anything has happened since the last look that asks for another."""
+        """Whether another look is due: see the table above."""
         last = self._last
         return (
             self._has_landed
@@ -214,32 +215,32 @@ class Lazy(Eager):
         return place is not None and self._device.is_waiting(*place)
 
     def _was_handed_out(self, place: Place | None) -> bool:
-        """Whether a block left the order for good: of one that waits no more the device may still have the key."""
+        """Whether the block was handed out. A block that waits no more may also be in use, under its key."""
         if place is None or self._waits(place):
             return False
         key = place[1]
         return key is None or not self._parents.are_here((key,))[0]
 
     def _has_joined(self) -> bool:
-        """Whether more waits than did, where nothing waited behind the end."""
+        """Whether more waits than at the last look, if nothing waited behind the end then."""
         return self._last.waiting is not None and self._device.num_waiting > self._last.waiting
 
     def _step_blocks(self) -> int:
         return self._steps.blocks(self._stores.planner, self._running())
 
     def _ahead(self) -> int:
-        """How many blocks are looked at."""
+        """The length of the stretch, in device blocks."""
         return self._steps.ahead_blocks or self._steps.stretch(self._step_blocks(), self._device.num_blocks)
 
     def _look(self) -> None:
-        """Cover the whole stretch, from its beginning, or as much of it as can be now."""
+        """Cover the stretch from its beginning, as far as possible now."""
         self._used = self._computed = 0
         self._has_landed = False
         self._room = (None, 0)
         ahead = self._ahead()
         held, held_ahead = self._stores.ledger.held_by_walk()
         stretch = list(islice(self._device.soonest_evicted(), max(0, ahead - held_ahead)))
-        is_short = len(stretch) + held < ahead  # what is held is not missing because it is in use
+        is_short = len(stretch) + held < ahead  # what is held waits too
         self.work += len(stretch)
         taken: set[int | bytes] = set()
         stopped_at, stop = self._cover(stretch, held, taken)
@@ -256,29 +257,29 @@ class Lazy(Eager):
         )
 
     def _cover(self, stretch: Sequence[Place], held: int, taken: set[int | bytes]) -> tuple[int, Stop | None]:
-        """Store what is missing, from the front. Where that had to end in the stretch, and why, if it had to.
+        """Store what is not covered, from the front. Returns the position in the stretch where that stopped, and why.
 
-        `held`: device blocks on their way by then. What is held from now on, blocks and keys, is added to `taken`.
+        `held` device blocks are held by stores in flight. The blocks and keys of new stores are added to `taken`.
         """
         missing = self._stores.uncovered(key for _, key in stretch if key is not None)
         blocks = {block for block, _ in stretch} if missing else set()
         for at in [at for at, (_, key) in enumerate(stretch) if key in missing]:
             key = stretch[at][1]
             if key is None or key not in missing or key in self._settled:
-                continue  # it went with one that waits before it, or is not stored again
+                continue  # stored with one that waits before it, or settled
             transfer, stop = self._store(key, held)
             if transfer is not None:
                 device_blocks = {block for copy in transfer.plan.copies for block in copy.device_blocks}
                 transfer.ahead = len(blocks & device_blocks)
                 held += transfer.held_blocks
                 taken.update(transfer.keys, device_blocks)
-                missing.difference_update(transfer.keys)  # what the host evicted for it the next look will see
+                missing.difference_update(transfer.keys)  # the next look sees what the host evicted for it
             if stop is not None and not stop.is_final:
                 return at, stop
         return len(stretch), None
 
     def _store(self, key: bytes, held: int) -> tuple[Transfer | None, Stop | None]:
-        """Plan the store of the chunk or checkpoint with this key and its missing ancestors; and what stopped it."""
+        """Plan the store of this chunk or checkpoint and its missing ancestors. The transfer, and what stopped it."""
         budget = self._steps.report_steps * self._step_blocks() - held
         if budget <= 0 and not self._can_spare(self._chunk_blocks, held):
             return None, Stop.IN_FLIGHT  # before the chain is walked, which may be long
@@ -291,7 +292,7 @@ class Lazy(Eager):
         wanted = self._stores.device_blocks(chain)
         portion = chain
         if wanted > budget and not self._can_spare(wanted, held):
-            stop = self._stores.obstacle(chain)  # a part of it would be of no use
+            stop = self._stores.obstacle(chain)  # a part of it would be no use
             if stop is not None or budget < self._chunk_blocks:
                 return None, self._noted(key, stop or Stop.IN_FLIGHT)
             portion = chain.first(budget // self._chunk_blocks)
@@ -301,8 +302,8 @@ class Lazy(Eager):
         return transfer, self._noted(key, stop or Stop.IN_FLIGHT)
 
     def _can_spare(self, blocks: int, held: int) -> bool:
-        """Whether a stretch waits besides so many blocks, and as much again as is held then: the longer a store, the
-        longer it takes.
+        """Whether a stretch waits besides so many blocks, and as much again as is held then, since a longer store takes
+        longer.
         """
         stretch = self._steps.stretch(self._step_blocks(), self._device.num_blocks)
         return self._device.num_waiting >= stretch + held + 2 * blocks
@@ -314,14 +315,14 @@ class Lazy(Eager):
         return stop
 
     def _missing_chain(self, key: bytes) -> Chain | None:
-        """From the first chunk the host lacks down to `key`; None if that is covered, beyond saving or not worth it."""
+        """From the first chunk that is not covered down to `key`; None if it is covered or cannot be stored."""
         if self._parents.is_dependent(key):
             return None  # it comes with its checkpoint
         checkpoint = self._parents.checkpoint(key)
         deepest = key if checkpoint is None else checkpoint.tail[-1]
         missing = self._parents.missing_above(deepest, self._stores.is_covered)
         if missing is None:
-            return None  # never confirmed, or an ancestor is gone from the device: nothing can be stored
+            return None  # never confirmed, or an ancestor has left the device
         keys, above = missing
         self.work += len(keys)
         chain = Chain(above, keys, checkpoint)
@@ -331,10 +332,10 @@ class Lazy(Eager):
 def _watermark(
     stretch: Sequence[Place], stopped_at: int, quarter: int, taken: Container[int | bytes | None]
 ) -> Place | None:
-    """The place that says by waiting that no look is due, of those that are left to wait.
+    """As long as this place waits, no look is due. One of those that are not held.
 
-    Where the look had to stop, the first, or else the one it stopped at. Otherwise the last of the quarter, if it can
-    be one with a key: one without may be handed out and come back as it was between two steps.
+    Where the look stopped, the first, or else the one it stopped at. Otherwise the last of the quarter, with a key if
+    possible: a block without a key may be handed out and wait again, unchanged, between two steps.
     """
     if stopped_at < len(stretch):
         return _first_left(stretch[:stopped_at], taken) or stretch[stopped_at]

@@ -1,14 +1,11 @@
-"""What an engine cannot tell: which chunk each chunk on its device hangs below.
+"""The parent of each chunk on the device: an engine does not know which chunk another one hangs below.
 
-A device block that is about to be evicted shows its key, not its parent's. So every chunk confirmed as computed is
-remembered with the key of its parent for as long as the device holds it, and forgotten some time after
-(`forgetting.py`). What is swept without ever having reached the host was lost, unless the host did not want it.
+A device block that is about to be evicted shows its key, not its parent's. So every confirmed chunk is remembered with
+the key of its parent while the device has it, and forgotten some time after (`forgetting.py`). A chunk that is
+forgotten and never reached the host was lost, unless the host declined it.
 
-A prompt that was loaded brings thousands of chunks at once, in the very step that answers it. So they are taken in as a
-whole, and the sweep follows a portion at a time.
-
-A checkpoint hangs below its chunk, and is remembered in the same way. In a model that needs them, chunks are worth
-storing for a checkpoint's sake only, so that only checkpoints can be lost.
+A checkpoint hangs below its chunk, and is remembered in the same way. In a model that needs them a chunk is stored only
+with a checkpoint below it, so only checkpoints can be lost.
 """
 
 from bisect import bisect_left
@@ -24,8 +21,9 @@ from cpu_prefix_cache.offload.forgetting import Forgetting
 class Parents:
     """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up.
 
-    `on_device` is asked of the keys of many chunks at once, `has_checkpoint` of one checkpoint. `needs_checkpoint` says
-    of a depth, in chunks, whether resuming there takes a checkpoint; None: it never does.
+    `on_device` tells of many chunks at once whether the device has them, `on_host` and `has_checkpoint` of one key and
+    of one checkpoint. `needs_checkpoint` tells of a depth, in chunks, whether to resume there takes a checkpoint; None:
+    it never does.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class Parents:
         self._on_host = on_host
         self._needs_checkpoint = needs_checkpoint
         self._checkpoints: dict[bytes, CheckpointAt] = {}
-        self._dependent: set[bytes] = set()  # chunks that are of no use without a checkpoint
+        self._dependent: set[bytes] = set()  # chunks that are no use without a checkpoint
         self._parent: dict[bytes, bytes | None] = {}
         self._sweep = Forgetting()
         self._unsaved: set[bytes] = set()
@@ -57,7 +55,7 @@ class Parents:
         return self._parent[key]
 
     def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
-        """Remember `keys[start:stop]`, each below the one before it. Of all, the first `saved` are on the host."""
+        """Remember `keys[start:stop]`, each below the one before it. The host has the first `saved` of all keys."""
         parents = chain((keys[start - 1] if start else None,), keys[start : stop - 1])
         new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
         self._parent.update(new)
@@ -81,11 +79,11 @@ class Parents:
             self._unsaved.add(key)
 
     def sweep(self) -> None:
-        """Look at some of the oldest entries, if there is reason to: is it still on the device?"""
+        """Forget those of the oldest entries that have left the device, a portion at a time."""
         self._forget(self._sweep.gone(self.are_here))
 
     def is_dependent(self, key: bytes) -> bool:
-        """Whether this is a chunk that is of no use without a checkpoint."""
+        """Whether this is a chunk that is no use without a checkpoint."""
         return key in self._dependent
 
     def checkpoint(self, key: bytes) -> CheckpointAt | None:
@@ -93,10 +91,8 @@ class Parents:
         return self._checkpoints.get(key)
 
     def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
-        """The chunks that are not covered, from the first one down to `key`, and what they hang below; None when one of
-        them is not remembered.
-
-        What stands above a covered chunk is covered too (rule 3). So it gallops upwards and then bisects.
+        """The chunks from the first that is not covered down to `key`, and their parent; None when one of them is not
+        remembered. What is above a covered chunk is covered too (rule 3), so it gallops upwards and then bisects.
         """
         parents = self._parent
         upwards: list[Any] = [key]  # keys; above a first chunk, None
@@ -117,7 +113,7 @@ class Parents:
         self._unsaved.difference_update(keys)
 
     def unwanted(self, key: bytes) -> None:
-        """The chunk is not to be stored: it is not lost when the device evicts it."""
+        """The host declined this chunk: it is not lost when the device evicts it."""
         self._unsaved.discard(key)
 
     def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:

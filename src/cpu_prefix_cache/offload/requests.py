@@ -1,10 +1,11 @@
-"""The requests that run, from admission to their end: what each has computed for certain, and when it is asked again.
+"""Running requests, from admission to their end: what each has computed, and in which step it is due again.
 
-    admitted    its first boundary is asked for in the next step
-    computed    chunks up to here hold computed tokens; the next boundary is asked for when it can have been crossed
-    left        it ended or was preempted, or is from before a reset (`stale`): nothing more is stored for its sake
+    admitted    due in the next step
+    computed    chunks up to here are confirmed; due again in the step that can cross its next boundary
+    left        it ended or was preempted
+    stale       it was admitted before a reset, or wants no stores: nothing is stored for it
 
-Requests are asked by an agenda, a dictionary from step to requests: nobody goes through all of them (rule 18).
+The agenda maps steps to the requests that are due then, so no step goes through all requests (rule 18).
 """
 
 from bisect import bisect_right
@@ -17,7 +18,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
 class RunningRequests:
-    """All of them, by id, and the agenda."""
+    """The running requests by id, and the agenda."""
 
     def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Eager, steps: EngineSteps) -> None:
         self._planner = coordinator.planner
@@ -27,7 +28,7 @@ class RunningRequests:
         self._steps = steps
         self._running: dict[str, Running] = {}
         self._step = 0  # the last that began
-        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary by then
+        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary in it
 
     def __len__(self) -> int:
         return len(self._running)
@@ -44,15 +45,15 @@ class RunningRequests:
 
     def admitted(self, running: Running) -> None:
         self._running[running.id] = running
-        self._ask_in(running, 1)
+        self._due_in(running, 1)
 
     def due(self) -> list[str]:
-        """Those to be asked in this step, once each."""
+        """The requests that are due in this step, once each."""
         asked = (self._running.get(id) for id in dict.fromkeys(self._agenda.get(self._step, ())))
         return [running.id for running in asked if running is not None and running.due == self._step]
 
     def computed(self, id: str, num_tokens: int) -> None:
-        """So many tokens of it hold KV; ignored while it loads, and of requests that store nothing."""
+        """Its first `num_tokens` tokens hold KV. Confirms nothing while the request loads, or if it is stale."""
         running = self._running.get(id)
         if running is None or running.stale:
             return
@@ -61,19 +62,19 @@ class RunningRequests:
         self._schedule(running, num_tokens)
 
     def leave(self, id: str) -> Running | None:
-        """It runs no more. The request, if there is something to be stored for its sake."""
+        """The request ends. Returns it unless it is stale or unknown."""
         running = self._running.pop(id, None)
         return None if running is None or running.stale else running
 
     def keep_last(self, running: Running, num_tokens: int | None) -> None:
-        """What it computed is confirmed up to so many tokens (None: as far as it was), and its last checkpoint kept."""
+        """Confirm its first `num_tokens` tokens (None: no more than before), and keep its last checkpoint."""
         if running.load is None:
             if num_tokens is not None:
                 self._confirm(running, num_tokens)
             self._keep(running, running.confirmed)
 
     def make_stale(self) -> None:
-        """What runs now computes on top of what must not be used again."""
+        """After a reset, what these requests compute must not be stored."""
         for running in self._running.values():
             running.stale = True
 
@@ -88,8 +89,8 @@ class RunningRequests:
                 self._keep(running, depth)
 
     def _keep(self, running: Running, depth: int) -> None:
-        """Remember the checkpoint at a confirmed boundary, if the device has it and it is of use."""
-        is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # they come in this order
+        """Remember the checkpoint at a confirmed boundary, if the device has it and the model needs it."""
+        is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # in ascending order
         if is_known or not depth or not self._planner.has_checkpoints or not self._planner.needs_checkpoint(depth):
             return
         checkpoint = self._coordinator.checkpoint_at(running.keys, depth)
@@ -99,18 +100,17 @@ class RunningRequests:
             self._offload.checkpointed(running, checkpoint)
 
     def _schedule(self, running: Running, num_tokens: int) -> None:
-        """The next step in which the request can have crossed a boundary that it is asked at: at once in prefill,
-        seldom in decode, or never."""
+        """Put the request on the agenda: for the next step in prefill; in decode, when it can cross a boundary."""
         running.decodes = num_tokens >= running.request.num_tokens
         if not running.decodes:
-            self._ask_in(running, 1)
+            self._due_in(running, 1)
         elif self._steps.asks_in_decode or self._planner.has_checkpoints:
             missing = self._planner.grid_tokens - num_tokens % self._planner.grid_tokens
-            self._ask_in(running, -(-missing // self._steps.decode_tokens))
+            self._due_in(running, -(-missing // self._steps.decode_tokens))
         else:
             running.due = 0
 
-    def _ask_in(self, running: Running, steps: int) -> None:
+    def _due_in(self, running: Running, steps: int) -> None:
         due = self._step + steps
         if due != running.due:
             running.due = due

@@ -1,14 +1,13 @@
-"""What requests left behind while the host was being prepared, and there was no room for it yet.
+"""Requests that ended while the host was being prepared and had no room for their chunks yet.
 
-A host region takes seconds to prepare, and an idle engine hears of it a step late. So it is tried again:
+A host region takes seconds to prepare. So their stores are tried again:
 
-    add          what was refused waits, if the host is still growing
-    that_fit     has grown: those whose missing chunks fit the blocks free by now, oldest first; and all of them once
-                 it has grown to its end
+    add          a request waits, if the host is still growing
+    that_fit     after the host has grown: the requests whose missing chunks fit the free blocks, oldest first; all of
+                 them once it has grown to its end
 
-Nothing is evicted for them before that: it would be what was stored a moment ago, with more room to come. A host may
-also never grow to its end, where a rank is short of memory. So no more is kept than the device has chunks: what is
-older has left it.
+Before that nothing is evicted for them. A host may never grow to its end, where a rank is short of memory; so no more
+chunks are kept than the device has: older ones have left it.
 """
 
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Retries:
-    """Requests that ended or were preempted, for a pool that grows: of `most_chunks` chunks together at most. `missing`
-    counts the chunks of one that the pool lacks.
+    """Requests that ended or were preempted, with at most `most_chunks` chunks together. `missing` counts the chunks of
+    one that the pool lacks.
     """
 
     def __init__(self, pool: BlockPool, most_chunks: int, missing: Callable[[Running], int]) -> None:
@@ -28,7 +27,7 @@ class Retries:
         self._missing = missing
         self._waiting: dict[str, Running] = {}
         self._chunks = 0
-        self._tried_at = 0  # blocks that were ready then
+        self._tried_at = 0  # blocks that were ready at the last try
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -43,7 +42,7 @@ class Retries:
             self._remove(next(iter(self._waiting)))
 
     def that_fit(self) -> list[Running]:
-        """Those to be tried now, which wait no more."""
+        """The requests to be tried now. They wait no longer."""
         if not self._waiting or self._pool.ready == self._tried_at:
             return []
         self._tried_at = self._pool.ready

@@ -1,4 +1,4 @@
-"""A request that runs, from its admission until it ends, is preempted, or a reset makes it stale."""
+"""An admitted request, until it ends or is preempted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from cpu_prefix_cache.offload.transfers import Transfer
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An admitted request. `confirmed` counts its chunks that hold computed tokens.
+    """`confirmed` counts its chunks that hold computed tokens, `resumed` those it was given at admission.
 
-    `resumed` is the depth, in chunks, from which it goes on, and `kept` are those at which checkpoints are wanted,
-    ascending; `checkpoints` are those the device had there, and `unsaved` those of them that the host may lack.
+    `kept` are the depths, in chunks, at which checkpoints are wanted, ascending; `checkpoints` are those the device had
+    there, and `unsaved` those of them that the host may lack.
     """
 
     request: Request
@@ -21,12 +21,12 @@ class Running:
     touch: Any
     resumed: int
     kept: Sequence[int]
-    stale: bool  # it stores nothing: it does not want to, or what it computes is from before a reset
+    stale: bool  # nothing is stored for it: it wants no stores, or was admitted before a reset
     checkpoints: list[CheckpointAt] = field(default_factory=list)
     unsaved: list[CheckpointAt] = field(default_factory=list)
     confirmed: int = 0
-    due: int = 0  # the step in which it may have crossed a boundary again; 0: that is not asked
-    decodes: bool = False  # by what was reported last
+    due: int = 0  # the next step in which it may have crossed a boundary; 0: none
+    decodes: bool = False  # when it was reported last
     load: Transfer | None = None
 
     @property

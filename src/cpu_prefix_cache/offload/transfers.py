@@ -3,11 +3,11 @@
     PLANNED --launch--> MOVING --last rank reports--> LANDED ----> RESOLVED, once, as done or failed (rule 11)
                                                         `-- a store, until the one it follows is resolved
 
-Bytes that move cannot be called back, so nothing takes a MOVING transfer out but the reports of all its ranks. What
-the deciding half no longer wants is *cancelled*: it resolves like any other, and then registers nothing.
+A copy that has begun cannot be stopped, so only the reports of all ranks end a MOVING transfer. A *cancelled* transfer
+resolves like any other, and registers nothing.
 
-A store that builds on what is still being written, its parent chunk or pieces that its checkpoint shares, follows the
-transfers that write it, and waits for them (rule 3):
+A store whose parent chunk, or a piece that its checkpoint shares, is still being written follows the stores that write
+it, and is committed after them (rule 3):
 
     store 7   chunks 0..3    moving
     store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; cancelled if 7 fails
@@ -33,26 +33,26 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`; keys are of when it was planned (rule 14)."""
+    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`. Keys are those at planning time (rule 14)."""
 
     plan: TransferPlan
     keys: Sequence[bytes]
     nodes: Sequence[int]
-    hold: Any  # the device blocks, held by the engine's own reference until it has landed (rule 12)
-    held_blocks: int = 0  # so many
+    hold: Any  # on its device blocks, until it has landed (rule 12)
+    held_blocks: int = 0  # how many these are
     pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
     touch: Any = None  # of a store: the use its chunks belong to
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
     pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
-    owner: str | None = None  # of a store: the request it was planned for; None: what waited on the device is stored
-    ahead: int = 0  # of such a store: how many of its device blocks stood in the stretch that lazy looked at
+    owner: str | None = None  # of a store: the request it was planned for; None: lazy stores blocks that wait
+    ahead: int = 0  # of a store of lazy: how many of its device blocks were in the stretch
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
-    request_id: str | None = None  # of a load: who needs it
-    deadline: float = 0.0  # of a load: until then, others wait for it (rule 13)
+    request_id: str | None = None  # of a load
+    deadline: float = 0.0  # of a load, in seconds: until then other requests wait for it (rule 13)
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
-    reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether its share went well
+    reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
 
     @property
     def id(self) -> int:
@@ -101,7 +101,7 @@ class TransferLedger:
         return any(not transfer.is_store for transfer in self._planned)
 
     def held_by_walk(self) -> tuple[int, int]:
-        """How many device blocks stores of what waited hold, and how many of them stood in the stretch. O(open)."""
+        """How many device blocks the stores of lazy hold, and how many of them were in the stretch. O(open)."""
         stores = [each for each in self if each.is_store and each.owner is None and each.phase is not Phase.LANDED]
         return sum(each.held_blocks for each in stores), sum(each.ahead for each in stores)
 
@@ -125,12 +125,12 @@ class TransferLedger:
         else:
             self.loads[transfer.id] = transfer
             for key in transfer.keys:
-                self.loading.setdefault(key, transfer)  # others have waited for the first long enough (rule 13)
+                self.loading.setdefault(key, transfer)  # other requests wait for the first (rule 13)
         for followed in transfer.follows:
             followed.followers.append(transfer)
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
-        """The plans that go out now, and the ids that are not to be started any more."""
+        """The plans that go out now, and the ids of loads that are not to be started any more."""
         if not self._planned and not self._cancelled:
             return (), ()
         for transfer in self._planned:
@@ -147,9 +147,9 @@ class TransferLedger:
         return resolved
 
     def report(self, rank: int, ids: Iterable[int], done: bool) -> Iterator[Transfer]:
-        """Note what a rank has finished. The transfers for which it was the last; repeats and strangers are ignored.
+        """Note what a rank has finished. Yields the transfers for which it was the last rank.
 
-        Of two contradictory reports of one rank the failure counts.
+        Repeated and unknown ids are ignored. If a rank reports both success and failure, the failure counts.
         """
         for id in sorted(ids):
             transfer = self._open.get(id)
@@ -161,7 +161,7 @@ class TransferLedger:
                 yield transfer
 
     def cancel(self, transfer: Transfer) -> list[Transfer]:
-        """Let a transfer, and the stores that follow it, register nothing. Those it applies to for the first time."""
+        """Cancel a transfer and the stores that follow it. Those that were not cancelled before."""
         cancelled = []
         waiting = [transfer]
         while waiting:
