@@ -159,7 +159,7 @@ def test_steps_are_timed_beside_copies_that_are_late(start, asynchronous):
     engine = start(offload="eager", device_blocks=80, slowest=6, asynchronous=asynchronous)
     taken = []
     engine.half.cache.prefilled = lambda tokens, seconds: taken.append(tokens)
-    with patch.object(break_even, "TELLING_TOKENS", 20):
+    with patch.object(break_even, "MIN_TIMED_TOKENS", 20):
         for prompt in range(40):
             engine.submit([900 + prompt] * 20, max_tokens=1)
             for _ in range(prompt % 7):

@@ -319,7 +319,7 @@ def test_by_default_loads_that_take_longer_than_computing_are_not_made():
 
     with (
         patch.object(worker_module, "CopyWorker", SlowLink),
-        patch.object(break_even, "TELLING_TOKENS", 64),
+        patch.object(break_even, "MIN_TIMED_TOKENS", 64),
         CachedEngine(folder_of("llama"), offload="eager") as engine,
     ):
         engine.answer([PROMPT])

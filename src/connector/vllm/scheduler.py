@@ -140,7 +140,7 @@ class SchedulerHalf:
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of a step that begins now, if its time is to be taken."""
-        if tokens < break_even.TELLING_TOKENS:
+        if tokens < break_even.MIN_TIMED_TOKENS:
             return None
         self._steps += 1
         self._begun[self._steps] = tokens, self.clock()

@@ -1,4 +1,4 @@
-"""When is a load worth its while? A few tokens are computed sooner than they are fetched.
+"""From how many tokens on a load is faster than computing them again.
 
     seconds
       |            / computed: tokens / prefill rate
@@ -8,9 +8,9 @@
       +-----+------------------> tokens
             `- least_tokens
 
-Both rates are facts of the machine and of the model. While one of them is not known every load counts as worth it. The
-load rate is that of the slowest rank. The prefill rate is that of the second fastest of the last steps: what slows a
-step down is mostly not its tokens, and a step that was timed wrongly, and seems to be the fastest, counts for nothing.
+Both rates are measured. Until both are known every load counts as faster. The load rate is that of the slowest rank.
+The prefill rate is that of the second fastest of the last steps: most slow steps are slow for other reasons than their
+tokens, and the fastest may have been timed wrongly.
 
 >>> least_tokens(bytes_per_token=131_072, load_bytes_per_second=54e9, prefill_tokens_per_second=38_000)
 335
@@ -26,17 +26,14 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# What a load costs beside its time on the link: a step to begin it, one to hear of it, one to go on. In the shape of
-# Llama-3.1-8B on one H200, 8,192 tokens: 43 ms from the host, less 20 on the link, and 15 when they are on the device.
+# What a load costs besides its time on the link: a step each to begin, to report and to go on. Measured with the shape
+# of Llama-3.1-8B on one H200, 8,192 tokens: 43 ms from the host, less 20 on the link, and 15 if they are on the device.
 OVERHEAD_SECONDS = 0.008
 
-# Steps of fewer tokens say nothing of the rate: they take what a step takes at least.
-TELLING_TOKENS = 1024
-STEPS_REMEMBERED = 32  # of those that tell: some seconds of prefill
-
-# What a link is taken to carry before a rank has said what it loads at: PCIe 4.0 with 16 lanes.
-USUAL_BYTES_PER_SECOND = 25e9
-NEVER = 1 << 62  # more tokens than anybody has
+MIN_TIMED_TOKENS = 1024  # a step of fewer tokens takes as long as a step takes at least, so it tells no rate
+STEPS_REMEMBERED = 32  # some seconds of prefill
+USUAL_BYTES_PER_SECOND = 25e9  # assumed until a rank has reported its rate: PCIe 4.0 with 16 lanes
+NEVER = 1 << 62  # tokens: more than any request has
 
 
 def least_tokens(bytes_per_token: float, load_bytes_per_second: float, prefill_tokens_per_second: float) -> int | None:
@@ -46,9 +43,9 @@ def least_tokens(bytes_per_token: float, load_bytes_per_second: float, prefill_t
 
 
 class BreakEven:
-    """From how many tokens on a load is worth its while: `said`, or what follows from both rates if that is None.
+    """The shortest load that is faster than computing: `said`, or what follows from both rates if that is None.
 
-    `bytes_per_token` is what a token's chunks weigh on each of `ranks` ranks.
+    `bytes_per_token` is how many bytes of chunks a token has on each of `ranks` ranks.
 
     Raises ConfigurationError for a negative number of tokens.
     """
@@ -59,29 +56,24 @@ class BreakEven:
         self._said = said
         self._bytes_per_token = bytes_per_token
         self._ranks = ranks
-        self._loads: dict[int, float] = {}  # bytes a second of the ranks that know theirs
+        self._loads: dict[int, float] = {}  # rank -> bytes a second
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # tokens a second
-        self._least = said or 0
+        self.least_tokens = said or 0
         self._has_warned = False
 
     @property
-    def least_tokens(self) -> int:
-        """The shortest load that is worth it, in tokens."""
-        return self._least
-
-    @property
     def load_bytes_per_second(self) -> float:
-        """What the slowest rank is known to load at, or what is usual."""
+        """The rate of the slowest rank that has reported one, or what is usual."""
         return min(self._loads.values(), default=USUAL_BYTES_PER_SECOND)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
-        if tokens >= TELLING_TOKENS and seconds > 0:
+        if tokens >= MIN_TIMED_TOKENS and seconds > 0:
             self._steps.append(tokens / seconds)
             self._weigh()
 
     def loads_at(self, rank: int, bytes_per_second: float) -> None:
-        """A rank knows what it loads at."""
+        """A rank has measured its load rate."""
         if self._loads.get(rank) != bytes_per_second:
             self._loads[rank] = bytes_per_second
             self._weigh()
@@ -91,7 +83,7 @@ class BreakEven:
             return
         prefill = sorted(self._steps)[-2]
         least = least_tokens(self._bytes_per_token, self.load_bytes_per_second, prefill)
-        self._least = NEVER if least is None else least
+        self.least_tokens = NEVER if least is None else least
         if least is None and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -1,11 +1,12 @@
-"""The device side as the cache sees it: the engine's own prefix cache, reached through a handful of verbs.
+"""The engine's own prefix cache, as the deciding half sees it.
 
-Blocks are found by key, in both offload modes: positions in an engine's block tables are unstable (nulls, copies on
-write, relocated speculative blocks). An engine adapter implements `Device`; `PooledDevice` is the one for an engine
-whose device pool is this library's own BlockPool.
+Blocks are found by key, because positions in an engine's block tables are unstable (nulls, copies on write, relocated
+speculative blocks). An engine adapter implements `Device`; `PooledDevice` is the one for an engine whose device pool is
+a BlockPool of this library.
 
 All numbers are of device blocks, those that the engine hands out one by one. A block *waits* when nobody uses it, with
-or without a key: it can be handed out. What waits stands in one order, that of being handed out.
+or without a key, so that it can be handed out. The order of eviction is the order in which waiting blocks are handed
+out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,11 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 
 
 class Device(Protocol):
-    """What an engine lets the cache see and hold of its device blocks. Called from the deciding thread only."""
+    """What an engine tells of its device blocks, and which it holds. Called from the deciding thread only."""
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the device has to hand out when none is in use."""
+        """How many blocks the device can hand out when none is in use."""
 
     @property
     def num_waiting(self) -> int:
@@ -30,49 +31,48 @@ class Device(Protocol):
 
     @property
     def null_block(self) -> int | None:
-        """The block that stands for "no block" in the engine's tables, if it has one. Never copied."""
+        """The block that means "no block" in the engine's tables, if there is one. Never copied."""
 
     def find(self, key: bytes) -> Sequence[int] | None:
         """The device blocks of the chunk with this key, group by group; None unless all of them are there.
 
-        Only blocks whose bytes are written: an engine that gives blocks their keys before it computes them leaves
-        those out until it has (rule 12).
+        Only blocks whose bytes are written. An engine that gives blocks their keys before it computes them must answer
+        None until then (rule 12).
         """
 
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
-        """What `find` answers to each of them. Asked for thousands at a time."""
+        """`find` of each key. Called with thousands of keys."""
 
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
 
-        Only what is written, and for a state only the page at this very boundary (rule 10).
+        Only pieces whose bytes are written, and of a state only the page at exactly this boundary (rule 10).
         """
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
-        """The blocks that wait, each where it stands, soonest handed out first, with its key.
+        """The waiting blocks with their keys, in the order of eviction: the first is handed out next.
 
-        Of a chunk of several blocks the one that is handed out first brings the key; the others, and blocks that hold
-        nothing, come with None. A checkpoint comes by whatever block the engine knows it by, under its
-        `checkpoint_key`. The cache reads as far as it needs before it holds anything.
+        Of a chunk of several blocks the one that is handed out first has the key; the others, and blocks without
+        contents, have None. A checkpoint is represented by one of its blocks, with its `checkpoint_key`. The cache
+        reads as far as it needs before it holds anything.
         """
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
-        """Whether `block` still comes with this key, or still with none, in that order."""
+        """Whether the order of eviction still has `block` with this key, or with None."""
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
-        """Keep `blocks` from being reused, with a reference of the engine's own. Given back to `release`.
+        """Keep `blocks` from being handed out until `release`, to which the answer is given back.
 
         They are the sources of a store, the deepest chunk last, or the destinations of a load. Those that wait leave
-        the order until then. `parent` are the blocks of the chunk that the first of them hangs below, if it matters.
+        the order of eviction. `parent` are the blocks of the parent chunk of the first of them, or empty.
         """
 
     def release(self, hold: Any) -> None:
         """End a hold. Of the blocks that nobody else uses, those that waited when it began wait again where they did.
 
-        The others become the last of the order, the deepest chunk before its ancestors, as where the engine ends its
-        own use; where a block of the parent waits already, right before that. (Were all of them last, what was about
-        to be evicted when it was stored would be evicted last: 6 points of hit ratio. `places.py` remembers where a
-        block waited.)
+        The others become the last in the order, the deepest chunk before its ancestors, as when the engine frees a
+        request; or, if a block of `parent` waits already, they wait right before that. (If all became the last, the
+        hit ratio would be 6 points lower. `places.py` remembers where blocks waited.)
         """
 
 

@@ -1,9 +1,9 @@
-"""How an engine steps: what one step can allocate, and how long it takes until a copy is heard of.
+"""How an engine steps: how many blocks one step can allocate, and after how many steps a copy is reported.
 
     step N        allocates up to `blocks`; its plan tells the ranks to store
-    step N + R    hears that they have, if the copy took no longer than step N; R is `report_steps`
+    step N + R    gets their report, if the copy took no longer than step N; R is `report_steps`
 
-From that follows how far lazy offload looks ahead: what steps N to N + R can hand out has to be covered before.
+So what steps N to N + R can hand out has to be covered before: that is how far lazy offload looks ahead.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,21 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSteps:
-    """What bounds a step of an engine.
+    """Bounds on one step of an engine.
 
-    One step computes at most `max_tokens` tokens, and moves a decoding request by at most `decode_tokens`. A copy that
-    ends with its step is reported `report_steps` steps after it.
+    A step computes at most `max_tokens` tokens, and at most `decode_tokens` of a decoding request. A copy that ends
+    with its step is reported `report_steps` steps later.
 
-    An engine that allocates chunks whole leaves `groups` at 0. One that allocates a block in each of so many groups as
-    tokens come says so: each request may then begin some. `blocks_per_chunk` is how many blocks of theirs a chunk takes
-    (default: one of each).
+    `groups` is 0 for an engine that allocates whole chunks. For one that allocates blocks as tokens come, it is the
+    number of groups, in each of which every request may begin a block, and `blocks_per_chunk` is how many of these
+    blocks a chunk takes (default: one in each group).
 
-    With `asks_in_decode` false, and where no checkpoints are needed, a decoding request is not asked for its progress
-    before its end. (What it computes cannot be evicted before, so that nothing is lost by it.)
+    With `asks_in_decode` false, and if the model needs no checkpoints, a decoding request is not due before its end.
+    Nothing is lost by that: its blocks cannot be evicted before.
 
-    `ahead_blocks` is how many device blocks lazy looks at, for who knows better than what follows from the rest: at
-    most as many as the device has.
+    `ahead_blocks` overrides how many device blocks lazy looks at: at most as many as the device has.
 
-    Raises ConfigurationError for numbers that no engine has.
+    Raises ConfigurationError for numbers below 1 (`groups`: below 0).
     """
 
     max_tokens: int = 8192
@@ -50,17 +49,17 @@ class EngineSteps:
                 raise ConfigurationError(f"{name} must be at least {least}, got {value}")
 
     def blocks(self, planner: HybridChunkPlanner, running: int) -> int:
-        """How many device blocks a step can allocate while so many requests run."""
+        """How many device blocks a step can allocate while `running` requests run."""
         chunks = -(-self.max_tokens // planner.grid_tokens)
         if not self.groups:
             return chunks * max(1, planner.device_blocks_per_chunk)
         return chunks * (self.blocks_per_chunk or self.groups) + running * self.groups
 
     def stretch(self, step_blocks: int, device_blocks: int) -> int:
-        """How many device blocks have to be covered, where a step allocates so many.
+        """How many device blocks have to be covered, if a step can allocate `step_blocks`; at most half of the device.
 
-        So many that what the next step and all until a store is heard of can allocate is left when a quarter of them
-        is gone, before which lazy does not look again; at most half of the device.
+        Lazy looks again after a quarter of them. The rest must last for the next step, and for those until a store that
+        is planned in it is reported.
         """
         steps = -(-4 * (1 + self.report_steps) * step_blocks // 3)
         return max(1, min(steps, device_blocks // 2))
