@@ -1,12 +1,12 @@
-"""CPUPrefixCache: what an engine's KV cache manager holds.
+"""CPUPrefixCache: the host prefix cache, as an engine's KV cache manager uses it.
 
-An engine asks four questions and reports eight events. Everything is decided here, in one thread, without a clock:
+It decides in one thread, and takes the time as an argument. The manager asks, and reports what happens:
 
     question                                      event
-    lookup     how much could I skip?             admit        a request was scheduled
-    load       bring it here                      computed     so many of its tokens hold KV now
-    reserve    keep it until I ask for it         step         one engine step begins: what is to be copied?
-    due        whose progress do you need?        preempted    the request lost its device blocks
+    lookup     how long a prefix can be loaded?   admit        a request was scheduled
+    load       load it                            computed     so many of its tokens hold KV now
+    reserve    keep it on the host for later      step         an engine step begins: what is to be copied?
+    due        which progress is to be reported?  preempted    the request lost its device blocks
                                                   finished     the request ended, or was aborted
                                                   report       a rank has copied
                                                   invalidated  these device blocks hold wrong bytes
@@ -22,7 +22,6 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,23 +75,21 @@ class Lease:
 class CPUPrefixCache:
     """A prefix cache in host memory for an engine that has one on its device.
 
-    `host_blocks` blocks of `planner.host_block_bytes` bytes each lie in every rank's host region, of which
-    `ready_blocks` may be used at once (default: all) and the rest as ranks report them. `steps` is how the engine
-    steps: what lazy offload has to look ahead over.
+    Every rank's host region has `host_blocks` blocks of `planner.host_block_bytes` bytes each. Of these `ready_blocks`
+    may be used at once (default: all), and more as ranks report them. `steps` bounds the engine's steps.
 
-    Where the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
+    If the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
 
-    `thresholds` hold back what few or short prompts had; by default nothing.
+    `thresholds` exclude rare or short prompts from stores. The default excludes none.
 
-    Hits of fewer than `min_load_tokens` tokens are misses; None: of so few that they are computed sooner
-    (break_even.py), which takes `prefilled` and ranks that know what they load at, and is 0 until then.
+    Hits of fewer than `min_load_tokens` tokens are misses. None: of as many as are computed faster than loaded, by what
+    `prefilled` and the ranks report (break_even.py).
 
-    When FAILURES_IN_A_ROW stores, or loads, have failed one after another it turns itself off (`is_off`): it then has
-    nothing, and stores nothing.
+    After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good (`is_off`).
 
-    With `log_boundaries` it keeps a log of what can be hit on the host alone, which the engine takes (`take_events`).
-    It goes by what is here: what groups that look ahead drop from the end of a hit is not taken off.
+    With `log_boundaries`, `take_events` tells which boundaries can be hit on the host alone. It does not take off what
+    groups that look ahead drop from the end of a hit.
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -132,9 +129,9 @@ class CPUPrefixCache:
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
         self._completion = Completion(self.pool, self._ledger, device, self._offload, self._running.__contains__)
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
-        self._is_full = False  # a load was refused in this step: there was no room for it beside others
+        self._is_full = False  # in this step a load had no room beside others
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
-        self._counts = Counter[str]()
+        self._hit_tokens = self._union_misses = 0
         self._work = 0
 
     # Questions
@@ -142,8 +139,8 @@ class CPUPrefixCache:
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
         """How far `request` could be resumed, when the device has everything before token `n0`.
 
-        Changes nothing, but for one thing: where the answer is Pending for want of device blocks, so is that to all who
-        ask for a load later in this step (rule 13). `now` is in seconds, on any clock that does not run backwards.
+        Changes one thing only: after an answer Pending for lack of device blocks, all later loads of this step are
+        Pending too (rule 13). `now` is in seconds, of any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         if boundary == n0 or self.is_off or boundary - n0 < self.min_load_tokens:
@@ -151,7 +148,7 @@ class CPUPrefixCache:
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return Pending(loading.deadline)
-        if not self.planner.has_checkpoints:  # else waiting costs hits, in random stories
+        if not self.planner.has_checkpoints:  # in those, waiting costs hits
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):
                 return Pending(min(others))
@@ -172,8 +169,8 @@ class CPUPrefixCache:
     def load(self, request_id: str, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
         """Plan the load of an admitted request's tokens [n0, boundary). The id of the transfer.
 
-        `destinations` are device blocks, one list for each group, in token order. If a source has gone since the
-        lookup, the load is planned all the same, marked failed, and reported by the ranks like any other failure.
+        `destinations` are device blocks, one list for each group, in token order. If a source was evicted since the
+        lookup, the load is planned as failed, and the ranks report it like any other failure.
 
         Raises MisuseError for a request that is not admitted or loads already, an n0 or a boundary that is not on
         the grid, a boundary not after n0, and destinations that are too few, null, or named twice (rule 7).
@@ -209,10 +206,10 @@ class CPUPrefixCache:
         return transfer.id
 
     def boundaries(self, request_id: str) -> list[int]:
-        """Tokens at which the engine should let a step end, so that what it computed until there can be kept.
+        """Tokens at which the engine should let a step end, so that it has a checkpoint there. Ascending.
 
-        These are the boundaries of the request's prompt at which a checkpoint is wanted, ascending; none in a model
-        that needs none. Where the device has none when the boundary is reported as computed, none is kept.
+        Boundaries of the request's prompt; none in a model that needs no checkpoints. A checkpoint is kept if the
+        device has it when the boundary is reported as computed.
 
         Raises MisuseError for a request that is not admitted.
         """
@@ -223,8 +220,8 @@ class CPUPrefixCache:
     def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
         """The engine has scheduled `request`: `n0` tokens are on the device, and [n0, boundary) will be loaded.
 
-        This is the request's one use of the cache (rule 3). Told again of a running request, it changes nothing.
-        `now` is in seconds, as in `lookup`; only the policy `adaptive` asks for it.
+        This is the request's one use of the cache (rule 3). For a running request it does nothing. `now` is in seconds,
+        as in `lookup`; only the policy `adaptive` needs it.
 
         Raises MisuseError for a boundary that is not on the grid or beyond the request's keys, and without `now` if
         the policy needs it.
@@ -239,40 +236,39 @@ class CPUPrefixCache:
                 *(request.keys, end, request.num_tokens, self._checkpoint_interval),
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
-            self._counts["union_misses"] += self._is_union_miss(request, end)
+            self._union_misses += self._is_union_miss(request, end)
         resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
-        self._counts["hit_tokens"] += end - n0
+        self._hit_tokens += end - n0
         self._offload.used(self.planner.full_chunks(n0))
 
     def due(self) -> list[str]:
-        """The requests that may have crossed a boundary they are asked at, since they were last reported as computed.
+        """The requests that may have crossed a boundary since `computed` was last called for them.
 
-        An engine that steps many requests at once calls `computed` for these and for no others (rule 18).
+        An engine that steps many requests at once calls `computed` for these and no others (rule 18).
         """
         return self._running.due()
 
     def computed(self, request_id: str, num_tokens: int) -> None:
         """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
 
-        The device finds the chunks of these tokens by now; what it does not find counts as evicted.
-
-        Ignored while the request loads: its blocks count as computed before they hold anything. Ignored for one that
-        is not running, or was admitted before a reset.
+        From now on a chunk of these that the device does not find counts as evicted. Ignored while the request loads,
+        if it is not running, and if it was admitted before a reset.
         """
         self._running.computed(request_id, num_tokens)
 
     def goes_on(self, request_id: str) -> None:
-        """The request computes from here on with what its load brings, though not all ranks have reported it: they see
-        to it that nothing reads its blocks before they are filled. What it computes counts. The load stays open.
+        """The request computes while its load is in flight: the ranks order its kernels after the load.
+
+        `computed` counts for it from now on.
         """
         running = self._running.get(request_id)
         if running is not None:
             running.load = None
 
     def step(self) -> StepPlan:
-        """One engine step: what all ranks are to copy, after the compute of the steps before it."""
+        """An engine step begins: what all ranks are to copy after the compute of the steps before."""
         self._running.begin_step()
         self._is_full = False
         if not self.is_off:
@@ -281,10 +277,9 @@ class CPUPrefixCache:
         return StepPlan(self.epoch, plans, cancelled, self._ledger.resolved_below, self._ledger.take_resolved())
 
     def catch_up(self) -> None:
-        """The step's plan has gone out to the ranks: time for what would have held it up. That is to forget what has
-        left the device, after a step with loads to plan stores, and those that a growing host had no room for.
+        """Do what would have delayed the step's plan, now that it has gone out to the ranks.
 
-        `report` does so too. If neither comes before the next step, that does.
+        Optional: `report` and the next `step` do so too.
         """
         if not self.is_off:
             self._offload.catch_up()
@@ -292,14 +287,14 @@ class CPUPrefixCache:
     def preempted(self, request_id: str, num_tokens: int = 0) -> None:
         """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
 
-        That is what was reported as computed; of one that was decoding by then, its first `num_tokens` tokens.
-        Here and in `finished`, a request that is not running is ignored: it may have ended already.
+        In prefill that is what was reported as computed, in decode its first `num_tokens` tokens. Ignored for a request
+        that is not running, here and in `finished`.
         """
         running = self._running.leave(request_id)
         if running is not None:
             self._running.keep_last(running, num_tokens if running.decodes else None)
             self._offload.preempted(running)
-            self._forsake(running)  # it may never come back, and without a checkpoint it could not resume here
+            self._retire_useless(running)
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
@@ -307,10 +302,10 @@ class CPUPrefixCache:
         if running is not None:
             self._running.keep_last(running, num_tokens)
             self._offload.ended(running)
-            self._forsake(running)
+            self._retire_useless(running)
 
     def report(self, report: RankReport) -> list[Resolved]:
-        """A rank has finished transfers. Those that are over now. Lost, late and repeated reports do no harm.
+        """A rank has finished transfers. The transfers that end with this report. Reports may be late or repeated.
 
         Raises MisuseError for a rank that does not exist.
         """
@@ -341,14 +336,14 @@ class CPUPrefixCache:
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
-        """The engine has declared device blocks bad: stores in flight that read them register nothing (rule 14)."""
+        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 14)."""
         self._completion.cancel_stores_from(device_blocks)
 
     def reset(self) -> None:
         """Nothing cached before now may be used again. Never fails, takes effect at once (rule 14).
 
-        Transfers in flight resolve as usual and register nothing. Requests that are running store no more: what they
-        compute continues from before the reset.
+        Transfers in flight resolve as usual and register nothing. Nothing more is stored for running requests, whose
+        tokens from before the reset must not be used either.
         """
         self.epoch += 1
         self._completion.cancel_all()
@@ -357,54 +352,46 @@ class CPUPrefixCache:
         self._running.make_stale()
 
     def turn_off(self) -> None:
-        """Look up and store nothing any more, for good. Transfers in flight resolve as after a reset."""
+        """Miss every lookup and store nothing from now on. Transfers in flight resolve as after a reset."""
         self.is_off = True
         self.reset()
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """The engine has computed so many tokens in one step, in so much time: what `min_load_tokens` may go by."""
+        """A step has computed so many tokens in so many seconds. `min_load_tokens` may follow from it."""
         self._break_even.prefilled(num_tokens, seconds)
 
     @property
     def min_load_tokens(self) -> int:
-        """The shortest load, in tokens: as it was said, or from where on it is sooner there than computed."""
+        """The shortest load, in tokens: as given, or as it follows from the rates reported."""
         return self._break_even.least_tokens
 
     @property
     def has_transfers(self) -> bool:
-        """Whether anything is planned or moving: an engine at rest keeps stepping until it is not."""
+        """Whether any transfer is in flight. An idle engine keeps stepping until none is."""
         return len(self._ledger) > 0
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds and has done so far. O(1)."""
-        copies = self._completion.counts
         loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
             running=len(self._running),
             storing=len(self._ledger) - loading,
             loading=loading,
-            hit_tokens=self._counts["hit_tokens"],
-            chunks_stored=copies["chunks_stored"],
-            checkpoints_stored=copies["checkpoints_stored"],
-            chunks_loaded=copies["chunks_loaded"],
-            bytes_stored=copies["bytes_stored"],
-            bytes_loaded=copies["bytes_loaded"],
-            stores_failed=copies["stores_failed"],
-            loads_failed=copies["loads_failed"],
             store_refusals=self._stores.refusals,
             store_declined=self._stores.declined,
-            store_cancelled=copies["store_cancelled"],
-            union_misses=self._counts["union_misses"],
             lost_before_store=self._offload.lost,
             remembered=self._offload.remembered,
             work=self._work + self._offload.work,
+            hit_tokens=self._hit_tokens,
+            union_misses=self._union_misses,
+            **self._completion.counts,
         )
 
     def take_events(self) -> list[BoundaryEvent]:
-        """What can be hit on the host and could not before, and what no longer, since this was asked last.
+        """The boundaries that became hittable on the host, or no longer are, since the last call.
 
-        Nothing unless the cache was built with `log_boundaries`.
+        Empty unless the cache was built with `log_boundaries`.
         """
         return self.pool.take_events()
 
@@ -424,12 +411,12 @@ class CPUPrefixCache:
             if transfer.phase is Phase.LANDED:
                 assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 11)"
 
-    # Small things
+    # Details
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this
-        step allocates. When one was refused so are all that ask after it in this step, or small ones would be served
-        for ever before a large one.
+        step allocates. After one without room none has room in this step, or small loads could overtake a large one
+        for ever.
         """
         blocks = sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
         blocks += self._steps.blocks(self.planner, len(self._running))
@@ -438,23 +425,23 @@ class CPUPrefixCache:
         return not self._is_full
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
-        """What must be held on the host to resume at `boundary`, if all of it is here."""
+        """What must be pinned on the host to resume at `boundary`, if all of it is here."""
         chunks, off_grid = divmod(boundary, self.planner.grid_tokens)
         if off_grid or not 0 <= chunks <= len(request.keys):
             raise MisuseError(f"request {request.id!r} has no boundary at token {boundary} (rule 6)")
         return self.coordinator.resume_node(request.keys, chunks) if chunks else None
 
     def _is_union_miss(self, request: Request, end: int) -> bool:
-        """Whether the last boundary was out of reach only because the chunks are here and the checkpoint is there."""
+        """Whether the last boundary was missed only because the host has the chunks and the device the checkpoint."""
         last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
         if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False
         if self.coordinator.resume_node(request.keys, last) is not None:
-            return False  # the host alone could have: the engine took less than it was offered
+            return False  # the host has both: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
-    def _forsake(self, running: Running) -> None:
-        """The request is over: chunks that it brought to the host and that led to no checkpoint are of no use."""
+    def _retire_useless(self, running: Running) -> None:
+        """The request ended: those of its host chunks that lead to no checkpoint are no use."""
         if self.planner.has_checkpoints:
             here = self.pool.resident_run(running.keys, 0, running.confirmed)
             deepest = self.pool.find(running.keys[here - 1]) if here else None
@@ -468,7 +455,7 @@ class CPUPrefixCache:
         return running
 
     def _check_destinations(self, destinations: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
-        """Enough of them, none null, and within a group none twice (rule 7)."""
+        """Raises MisuseError for too few or too many of them, null ones, and within a group one named twice."""
         if [len(blocks) for blocks in destinations] != wanted:
             raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
         for group, blocks in zip(self.planner.groups, destinations, strict=True):

@@ -17,7 +17,11 @@ from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
-FAILURES_IN_A_ROW = 5  # one copy that fails may have been bad luck; so many are not
+FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
+COUNTED = (  # as CacheStatistics names them
+    *("chunks_stored", "checkpoints_stored", "bytes_stored", "stores_failed", "store_cancelled"),
+    *("chunks_loaded", "bytes_loaded", "loads_failed"),
+)
 
 
 class Completion:
@@ -37,7 +41,7 @@ class Completion:
         self._offload = offload
         self._is_running = is_running
         self._failures_in_a_row = Counter[Direction]()
-        self.counts = Counter[str]()  # as CacheStatistics names them
+        self.counts = dict.fromkeys(COUNTED, 0)
 
     def land(self, transfer: Transfer) -> bool:
         """All ranks have reported. Whether all succeeded and the transfer was not cancelled."""
