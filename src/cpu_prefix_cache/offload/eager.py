@@ -81,7 +81,7 @@ def store_confirmed(pool: BlockPool, stores: StorePlanner, running: Running, *, 
     start = present = pool.resident_run(keys, 0, stop)
     if ended:
         kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
-        while stop > max(start, kept) and pool.needs_checkpoint(stop):
+        while stop > max(start, kept) and stores.planner.needs_checkpoint(stop):
             stop -= 1
     start = stores.covered_run(keys, start, stop)
     if start < stop:

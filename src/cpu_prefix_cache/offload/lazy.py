@@ -94,7 +94,7 @@ class Lazy(Offload):
             lambda keys: [found is not None for found in device.find_all(keys)],
             lambda key: pool.find(key) is not None,
             lambda checkpoint: device.find_checkpoint(checkpoint) is not None,
-            needs_checkpoint=pool.needs_checkpoint if pool.has_checkpoints else None,
+            needs_checkpoint=stores.planner.needs_checkpoint if stores.planner.has_checkpoints else None,
         )
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._eager = Eager(pool, stores)  # while less than a stretch waits

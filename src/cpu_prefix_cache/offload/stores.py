@@ -223,12 +223,13 @@ class StorePlanner:
             if writer is not None and writer not in taken.follows:
                 taken.follows.append(writer)
         keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-        checkpoint = self._pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
-        taken.nodes.append(checkpoint.node)
-        taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, checkpoint.blocks, sources.pieces)
-        new = [at for at, blocks in enumerate(checkpoint.blocks) if blocks is not None]
+        *chunks, node = self._pool.allocate(len(sources.chunks), keys, needs)
+        host_blocks = self._pool.checkpoints.to_write(node)
+        taken.nodes.append(node)
+        taken.copies += self._coordinator.checkpoint_copies(chain.checkpoint.depth, host_blocks, sources.pieces)
+        new = [at for at, blocks in enumerate(host_blocks) if blocks is not None]
         taken.pieces += [needs[at].key for at in new]
-        return checkpoint.chunks, [block for at in new for block in sources.pieces[at]]
+        return chunks, [block for at in new for block in sources.pieces[at]]
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""
