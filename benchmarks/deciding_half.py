@@ -167,8 +167,8 @@ def measure_hybrid_lookups(rng: random.Random, chains: int, policy: str) -> None
 
 def add_checkpoint(cache: CPUPrefixCache, keys: list[bytes], depth: int) -> None:
     needs = cache.coordinator.needs(cache.coordinator.checkpoint_at(keys, depth))
-    node, key = cache.pool.allocate_checkpoint(needs).node, checkpoint_key(keys[depth - 1])
-    cache.pool.commit([node], [key], cache.pool.find(keys[depth - 1]), cache.pool.touch(None))
+    nodes, key = cache.pool.allocate(0, needs=needs), checkpoint_key(keys[depth - 1])
+    cache.pool.commit(nodes, [key], cache.pool.find(keys[depth - 1]), cache.pool.touch(None))
 
 
 def linear(pool: BlockPool, keys: list[bytes]) -> int:

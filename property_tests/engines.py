@@ -21,8 +21,8 @@ from cpu_prefix_cache import (
     State,
     Thresholds,
 )
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 
 def cache_options(**said: Any) -> dict[str, Any]:
@@ -149,10 +149,10 @@ class HybridSlots(PoolSlots):
     def stage(self, name: str, widths: Sequence[int]) -> tuple[int, list[tuple[int, ...]]] | None:
         """Blocks to load pieces into: under a name of their own they are shared with no checkpoint."""
         try:
-            node = self.pool.allocate_checkpoint([PieceNeed((name, at), width) for at, width in enumerate(widths)]).node
+            [node] = self.pool.allocate(0, needs=[PieceNeed((name, at), width) for at, width in enumerate(widths)])
         except PoolExhausted:
             return None
-        return node, self.pool.pieces(node)
+        return node, self.pool.checkpoints.pieces(node)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, WIDTHS, worths
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from property_tests.strategies import chain, prompts
 
 rates = st.floats(-14, 2).map(lambda power: 10.0**power)
@@ -153,7 +153,7 @@ def test_nothing_is_lost_by_what_was_forgotten(seed: int, blocks: int, has_check
             now += chance.choice([0.0, 0.5, 3.0, 40.0, 4_000.0])
             requests.append(asks(pool, "".join(chance.choices("ab", k=chance.randint(1, 6))), now))
         elif what == "stores" and requests:
-            stores(pool, chance, chance.choice(requests[-6:]))
+            stores(pool, chance, chance.choice(requests[-6:]), has_checkpoints)
         elif what == "is withdrawn" and (there := list(pool.soonest_evicted())):
             pool.withdraw(pool.path(chance.choice(there), 1)[0])
         elif what == "all is withdrawn":
@@ -169,7 +169,7 @@ def asks(pool: BlockPool, prompt: str, now: float) -> list[bytes]:
     return keys
 
 
-def stores(pool: BlockPool, chance: random.Random, keys: list[bytes]) -> None:
+def stores(pool: BlockPool, chance: random.Random, keys: list[bytes], has_checkpoints: bool) -> None:
     """A few of the chunks that a request lacks, one more that it decoded perhaps, perhaps with a checkpoint."""
     if chance.random() < 0.2:
         keys = [*keys, keys[-1] + b"z"]
@@ -179,10 +179,10 @@ def stores(pool: BlockPool, chance: random.Random, keys: list[bytes]) -> None:
     pin = pool.pin(parent) if have else pool.pin()
     checkpoint = checkpoint_key(new[-1] if new else keys[have - 1])
     with suppress(PoolExhausted):
-        if pool.needs_checkpoint(1) and chance.random() < 0.5 and pool.find(checkpoint) is None:
+        if has_checkpoints and chance.random() < 0.5 and pool.find(checkpoint) is None:
             needs = [PieceNeed(checkpoint, chance.randint(1, 2))]
-            both = pool.allocate_checkpoint(needs, [*new, checkpoint], chunks=len(new))
-            pool.commit([*both.chunks, both.node], [*new, checkpoint], parent, None)
+            both = pool.allocate(len(new), [*new, checkpoint], needs)
+            pool.commit(both, [*new, checkpoint], parent, None)
         else:
             new = new[: pool.accepted(parent, new)]
             pool.commit(pool.allocate(len(new), new), new, parent, None)

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State
 from cpu_prefix_cache.index import nearest_checkpoint
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
 from property_tests.listener import Listener
 from property_tests.strategies import pick, positions, prompts
@@ -215,7 +215,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert refusal.value.available == at_hand < len(names)
         elif not any(self.model.shared(need.key) for need in needs) and not names:
             with pytest.raises(PoolExhausted):
-                self.pool.allocate_checkpoint(needs)
+                self.pool.allocate(0, needs=needs)
 
     def allocate_checkpoint(
         self, name: str, needs: list[PieceNeed], chunks: int
@@ -224,12 +224,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         node = Node(-1, name, pieces=[piece for piece in pieces if piece is not None])
         self.model.nodes.append(node)  # what it shares is protected from now on
         missing = sum(need.num_blocks for need, piece in zip(needs, pieces, strict=True) if piece is None)
-        made = self.pool.allocate_checkpoint(needs, chunks=chunks)
-        self.evict_for(missing + chunks * self.per_chunk - self.free, [made.node])
-        node.number = made.node
+        *above, node.number = self.pool.allocate(chunks, needs=needs)
+        self.evict_for(missing + chunks * self.per_chunk - self.free, [node.number])
+        made = self.pool.checkpoints.to_write(node.number)
         fresh = []
         for at, (need, piece) in enumerate(zip(needs, pieces, strict=True)):
-            new = made.blocks[at]
+            new = made[at]
             assert (new is None) == (piece is not None), f"piece {need.key} is copied twice, or not at all"
             if new is not None:
                 assert len(new) == need.num_blocks
@@ -238,9 +238,9 @@ class CheckpointMachine(RuleBasedStateMachine):
                 pieces[at] = Piece(need.key, new, node)
                 fresh.append(pieces[at])
         node.pieces = [piece for piece in pieces if piece is not None]
-        assert self.pool.pieces(made.node) == [piece.blocks for piece in node.pieces]
+        assert self.pool.checkpoints.pieces(node.number) == [piece.blocks for piece in node.pieces]
         self.widest = max(self.widest, sum(len(piece.blocks) for piece in node.pieces))
-        return made.chunks, [node], fresh
+        return above, [node], fresh
 
     def take(self, blocks: tuple[int, ...]) -> None:
         """Blocks are handed out that are nobody's."""
@@ -335,7 +335,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def a_request_ends(self, prompt: str) -> None:
         node = self.model.cached(self.model.longest(prompt))
         if node is not None:
-            self.pool.ended(node.number)
+            self.pool.resume_points.may_be_useless(node.number)
             node.over = True
 
     @rule(prompt=prompts)
@@ -450,7 +450,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         for node in self.model.in_state("cached"):
             assert self.pool.find(self.key(node.name)) == node.number
             assert self.pool.state(node.number) is State.CACHED
-            assert self.pool.is_checkpoint(node.number) == node.is_checkpoint
+            assert (node.number in self.pool.checkpoints) == node.is_checkpoint
             assert all(self.memory[block] == (self.epoch, node.name) for block in node.blocks)
             for piece in node.pieces:
                 assert {self.memory[block] for block in piece.blocks} == {(self.epoch, piece.key)}, "torn (rule 9)"
@@ -471,7 +471,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def the_nearest_checkpoint_is_found(self) -> None:
         for node in self.model.in_state("cached"):
             if not node.is_checkpoint:
-                found = self.pool.nearest_resumable(node.number)
+                found = self.pool.resume_points.nearest(node.number)
                 name = self.model.resumable(node.name)
                 assert found == (self.model.cached(name).number if name else self.pool.root)
                 assert self.pool.depth(node.number) == len(node.name)

@@ -208,7 +208,9 @@ class HybridCacheMachine(PrefixCacheMachine):
     def working_memory(self, n0: int, node: int | None) -> list[dict[tuple[int, int, int], Any]]:
         work: list[dict[tuple[int, int, int], Any]] = [{} for _ in self.ranks]
         if node is not None and self.needed(n0):
-            for at, blocks in zip(self.planner.checkpoint(n0 // GRID), self.slots.pool.pieces(node), strict=True):
+            for at, blocks in zip(
+                self.planner.checkpoint(n0 // GRID), self.slots.pool.checkpoints.pieces(node), strict=True
+            ):
                 for rank in self.ranks:
                     work[rank][tuple(at)] = tuple(self.device[rank].get(block, NOTHING) for block in blocks)
         return work
@@ -268,14 +270,14 @@ class HybridCacheMachine(PrefixCacheMachine):
             return
         needs = self.slots.coordinator.needs(self.slots.coordinator.checkpoint_at(sequence.request.keys, depth))
         try:
-            made = pool.allocate_checkpoint(needs, [checkpoint_key(key)])
+            [node] = pool.allocate(0, [checkpoint_key(key)], needs)
         except PoolExhausted:
             return
-        for at, blocks in zip(self.planner.checkpoint(depth), made.blocks, strict=True):
+        for at, blocks in zip(self.planner.checkpoint(depth), pool.checkpoints.to_write(node), strict=True):
             for rank in self.ranks:
                 if blocks is not None:
                     self.device[rank].update(zip(blocks, sequence.work[rank][tuple(at)], strict=True))
-        pool.commit([made.node], [checkpoint_key(key)], sequence.holding.slots[depth - 1], sequence.holding.touch)
+        pool.commit([node], [checkpoint_key(key)], sequence.holding.slots[depth - 1], sequence.holding.touch)
 
     def read_everything_before(self, sequence: Hybrid) -> None:
         super().read_everything_before(sequence)
@@ -339,8 +341,9 @@ class HybridCacheMachine(PrefixCacheMachine):
             nodes = [node for node in nodes if node is not None]
             if not nodes:
                 return
-            bad = set(pick(pool.pieces(pick(nodes, which)), which))
-            nodes = [node for node in nodes if any(bad & set(piece) for piece in pool.pieces(node))]
+            pieces = pool.checkpoints.pieces
+            bad = set(pick(pieces(pick(nodes, which)), which))
+            nodes = [node for node in nodes if any(bad & set(piece) for piece in pieces(node))]
         else:
             running = [each.request.keys for each in self.running.values()]
             free = [pool.find(name) for name in ALL_NAMES if not any(name in keys for keys in running)]
@@ -370,7 +373,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         super().bytes_are_those_of_the_key()
         for name in self.kept_on_host():
             node = self.cache.pool.find(checkpoint_key(name.encode()))
-            pieces = self.cache.pool.pieces(node)
+            pieces = self.cache.pool.checkpoints.pieces(node)
             needed = self.needed(len(name) * GRID)
             assert len(pieces) == len(needed), "a checkpoint is not complete (rule 9)"
             for (group, chunk, block), blocks in zip(needed, pieces, strict=True):
@@ -388,14 +391,14 @@ class HybridCacheMachine(PrefixCacheMachine):
             for rank in self.ranks:
                 if slot is not None:
                     assert self.on_device(rank, slot) == self.pattern(self.epoch, name)
-                for at, blocks in enumerate(() if node is None else pool.pieces(node)):
+                for at, blocks in enumerate(() if node is None else pool.checkpoints.pieces(node)):
                     group, chunk, block = self.needed(len(name) * GRID)[at]
                     found = tuple(self.device[rank][each] for each in blocks)
                     assert found == self.piece_pattern(self.epoch, name[: chunk + 1], group, block)
 
     @invariant()
     def bytes_that_move_are_held(self) -> None:
-        free = set(self.slots.pool.free_blocks())
+        free = set(self.slots.pool.free)
         for id, copy in self.copies.items():
             if id not in self.resolved:
                 assert free.isdisjoint(block for group in copy.plan.copies for block in group.device_blocks)

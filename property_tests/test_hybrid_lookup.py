@@ -85,7 +85,7 @@ class Host:
         for name in boundaries:
             if name in self.chunks and name not in self.kept and self.planner.needs_checkpoint(len(name)):
                 needs = self.coordinator.needs(self.coordinator.checkpoint_at(chain(name), len(name)))
-                node = pool.allocate_checkpoint(needs).node
+                [node] = pool.allocate(0, needs=needs)
                 pool.commit([node], [checkpoint_key(name.encode())], pool.find(name.encode()), pool.touch(None))
                 self.kept.add(name)
         pool.check_valid()

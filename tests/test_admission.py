@@ -7,7 +7,7 @@ import pytest
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, Thresholds
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.admission import Admission
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from tests.story import GRID, Engine, chain
 
 both_modes = pytest.mark.parametrize("mode", ["eager", "lazy"])

@@ -97,8 +97,8 @@ class Hybrid:
 
     def keeps(self, prompt):
         keys = chain(prompt)
-        new = self.pool.allocate_checkpoint(self.coordinator.needs(self.coordinator.checkpoint_at(keys, len(keys))))
-        self.pool.commit([new.node], [checkpoint_key(keys[-1])], self.pool.find(keys[-1]), self.touch)
+        new = self.pool.allocate(0, needs=self.coordinator.needs(self.coordinator.checkpoint_at(keys, len(keys))))
+        self.pool.commit(new, [checkpoint_key(keys[-1])], self.pool.find(keys[-1]), self.touch)
 
 
 def test_a_chunk_is_told_with_its_checkpoint_and_leaves_with_it():

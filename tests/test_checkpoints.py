@@ -22,8 +22,8 @@ from cpu_prefix_cache import (
     Request,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 from property_tests.engines import cache_options
 from property_tests.strategies import chain
 
@@ -76,8 +76,13 @@ class Engine:
             self.gpu.commit(self.gpu.allocate(1), [name.encode()], parent, touch)
         if checkpoint and self.gpu.find(checkpoint_key(name.encode())) is None:
             needs = self.blocks.needs(self.blocks.checkpoint_at(chain(name), len(name)))
-            node = self.gpu.allocate_checkpoint(needs).node
+            [node] = self.gpu.allocate(0, needs=needs)
             self.gpu.commit([node], [checkpoint_key(name.encode())], self.gpu.find(name.encode()), touch)
+
+    def room_for_a_state(self):
+        """A node on the device that shares its one piece with nobody, and the blocks of that."""
+        [node] = self.gpu.allocate(0, needs=[PieceNeed("own", 1)])
+        return node, self.gpu.checkpoints.pieces(node)[0]
 
     def ends(self, prompt, chunks=None):
         self.cache.finished(prompt, (len(prompt) if chunks is None else chunks) * GRID)
@@ -224,9 +229,8 @@ def test_a_shared_block_stays_until_the_last_checkpoint_that_sees_it_goes():
     engine.serves("abcd")
     engine.serves("abcde")
     pool = engine.cache.pool
-    shared = set(pool.pieces(pool.find(checkpoint_key(b"abcd")))) & set(
-        pool.pieces(pool.find(checkpoint_key(b"abcde")))
-    )
+    first, second = (pool.checkpoints.pieces(pool.find(checkpoint_key(key))) for key in (b"abcd", b"abcde"))
+    shared = set(first) & set(second)
     assert len(shared) == 1
     pool.withdraw(pool.find(checkpoint_key(b"abcd")))
     assert pool.statistics().free == 64 - 5 - 2 and engine.asks("abcde") == Hit(5 * GRID)
@@ -285,13 +289,13 @@ def test_the_pool_shares_nothing_whose_writer_gave_up():
     """Even while somebody still holds on to it."""
     pool = BlockPool(16, needs_checkpoint=lambda depth: True)
     a, b = PieceNeed("a", 1), PieceNeed("b", 1)
-    writer = pool.allocate_checkpoint([a])
-    follower = pool.allocate_checkpoint([a, b])
-    assert follower.blocks[0] is None and pool.pieces(follower.node)[0] == writer.blocks[0]
-    pool.retire([writer.node])
-    third = pool.allocate_checkpoint([a])
-    assert third.blocks[0] is not None and third.blocks[0] != writer.blocks[0], "a torn piece is shared"
-    pool.abort([follower.node, writer.node, third.node])
+    [writer], [follower] = pool.allocate(0, needs=[a]), pool.allocate(0, needs=[a, b])
+    [torn], both = pool.checkpoints.to_write(writer), pool.checkpoints
+    assert both.to_write(follower)[0] is None and both.pieces(follower)[0] == torn
+    pool.retire([writer])
+    [third] = pool.allocate(0, needs=[a])
+    assert pool.checkpoints.to_write(third)[0] not in (None, torn), "a torn piece is shared"
+    pool.abort([follower, writer, third])
     assert pool.statistics().free == 16
 
 
@@ -387,15 +391,15 @@ def test_a_load_copies_of_a_window_only_what_the_engine_has_not():
         assert engine.cache.lookup(request, n0 * GRID, 100.0 * (4 - n0)) == Hit(4 * GRID)
         engine.cache.admit(request, n0 * GRID, 4 * GRID)
         chunks = engine.gpu.allocate(4 - n0)
-        pieces = engine.gpu.allocate_checkpoint([PieceNeed((n0, at), 1) for at in range(windows)])
-        destinations = [block for (block,) in pieces.blocks]
+        [pieces] = engine.gpu.allocate(0, needs=[PieceNeed((n0, at), 1) for at in range(windows)])
+        destinations = [block for (block,) in engine.gpu.checkpoints.pieces(pieces)]
         engine.cache.load(request.id, 4 * GRID, [chunks, destinations], 100.0 * (4 - n0))
         (plan,) = engine.steps()
         full, window = plan.copies
         assert (len(full.host_blocks), len(window.host_blocks)) == (4 - n0, windows)
         assert window.device_blocks == tuple(destinations)
         node = engine.cache.pool.find(checkpoint_key(b"abcd"))
-        assert window.host_blocks == tuple(b for (b,) in engine.cache.pool.pieces(node)[-windows:])
+        assert window.host_blocks == tuple(b for (b,) in engine.cache.pool.checkpoints.pieces(node)[-windows:])
         engine.reports(plan)
 
 
@@ -404,7 +408,7 @@ def test_a_load_that_fails_takes_its_checkpoint_away():
     engine.serves("abc")
     engine.device_forgets()
     engine.cache.admit(Request("r", chain("abcd"), 4 * GRID + 1), 0, 3 * GRID)
-    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
     engine.reports(*engine.steps(), ok=False)
     assert engine.host == set() and engine.cache.statistics().pool.free == 64
@@ -462,9 +466,10 @@ def test_pieces_that_are_there_need_no_room():
     pool = BlockPool(6, needs_checkpoint=lambda depth: True)
     a, b, c = (PieceNeed(name, 1) for name in "abc")
     pool.allocate(2)
-    pool.allocate_checkpoint([a, b])
+    pool.allocate(0, needs=[a, b])
     assert pool.has_room(0, [a, b, c]) and pool.has_room(1, [a, b, c]) and not pool.has_room(2, [a, b, c])
-    assert pool.allocate_checkpoint([a, b, c]).blocks[:2] == (None, None)
+    [node] = pool.allocate(0, needs=[a, b, c])
+    assert pool.checkpoints.to_write(node)[:2] == [None, None]
 
 
 def test_a_load_in_flight_keeps_its_checkpoint():
@@ -473,7 +478,7 @@ def test_a_load_in_flight_keeps_its_checkpoint():
     engine.serves("abc")
     engine.device_forgets()
     engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
-    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
     (load,) = engine.steps()
     engine.serves("x")
@@ -505,10 +510,10 @@ def test_lazy_remembers_a_checkpoint_that_was_loaded():
     engine.serves("vw")
     engine.device_forgets()
     engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
-    chunks, state = engine.gpu.allocate(3), engine.gpu.allocate_checkpoint([PieceNeed("own", 1)])
-    engine.cache.load("r", 3 * GRID, [chunks, state.blocks[0]], 0.0)
+    chunks, (node, state) = engine.gpu.allocate(3), engine.room_for_a_state()
+    engine.cache.load("r", 3 * GRID, [chunks, state], 0.0)
     engine.copies()
-    engine.gpu.abort([*chunks, state.node])
+    engine.gpu.abort([*chunks, node])
     for name in chain("abcd"):
         engine.device_has(name.decode(), checkpoint=name == b"abc")
     engine.cache.computed("r", 4 * GRID)
@@ -529,11 +534,11 @@ def test_lazy_looks_past_chunks_without_bytes():
         engine.computes(name, keep=[])
         engine.ends(name)
         for end in range(1, 7):
-            engine.gpu.ended(engine.gpu.find(name[:end].encode()))
-    filler = engine.gpu.allocate_checkpoint([PieceNeed("in use", 7)])
+            engine.gpu.resume_points.may_be_useless(engine.gpu.find(name[:end].encode()))
+    filler = engine.gpu.allocate(0, needs=[PieceNeed("in use", 7)])
     engine.copies()
     assert "ab!" in engine.host
-    engine.gpu.abort([filler.node])
+    engine.gpu.abort(filler)
 
 
 def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint():
@@ -584,7 +589,7 @@ def below_a_load():
     engine.computes("abcd")
     stores = engine.steps()
     engine.cache.admit(Request("r", chain("abcx"), 4 * GRID), 0, 3 * GRID)
-    state = engine.gpu.allocate_checkpoint([PieceNeed("own", 1)]).blocks[0]
+    _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
     (load,) = engine.steps()
     engine.reports(load, ok=False)
@@ -631,7 +636,7 @@ def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
     engine.computes("abc")
     transfers = engine.steps()
     node = engine.gpu.find(checkpoint_key(b"abc"))
-    engine.cache.invalidated(engine.gpu.pieces(node)[0])
+    engine.cache.invalidated(engine.gpu.checkpoints.pieces(node)[0])
     engine.reports(*transfers)
     assert engine.checkpoints == set()
 
@@ -640,7 +645,7 @@ def test_a_block_that_went_to_a_piece_does_not_wait_any_more():
     """Or the lazy walk would wait for it, for ever."""
     engine = Engine(FULL, STATE, device=4)
     device = PooledDevice(engine.gpu)
-    ((block,),) = engine.gpu.allocate_checkpoint([PieceNeed("state", 1)]).blocks
+    _, (block,) = engine.room_for_a_state()
     assert [device.is_waiting(each, None) for each in range(4)] == [each != block for each in range(4)]
 
 
@@ -653,9 +658,9 @@ def test_a_chunk_is_not_of_no_use_because_another_was_that_had_its_number():
         return chunk
 
     old = put(b"x")
-    pool.commit([pool.allocate_checkpoint([PieceNeed("x", 1)]).node], [b"x!"], old, pool.touch(None))
+    pool.commit(pool.allocate(0, needs=[PieceNeed("x", 1)]), [b"x!"], old, pool.touch(None))
     done = put(b"y")
-    pool.ended(done)
+    pool.resume_points.may_be_useless(done)
     pool.withdraw(done)
     assert put(b"z") == done  # of a request that runs
     pool.allocate(1)
@@ -680,7 +685,7 @@ def test_arc_where_chunks_take_no_blocks():
 def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
     """With all of its prefix it is larger than the pool: waiting for room would be waiting for ever."""
     engine = lazy(host=4, device=14)
-    engine.gpu.allocate_checkpoint([PieceNeed("in use", 7)])
+    engine.gpu.allocate(0, needs=[PieceNeed("in use", 7)])
     engine.starts("abcd")
     engine.computes("abcd")
     engine.ends("abcd")
@@ -768,7 +773,7 @@ def test_a_piece_that_is_held_already_takes_no_room():
 
 def test_a_pool_of_chunks_only_has_no_checkpoints():
     with pytest.raises(MisuseError, match="without needs_checkpoint"):
-        BlockPool(2).allocate_checkpoint([PieceNeed("x", 1)])
+        BlockPool(2).allocate(0, needs=[PieceNeed("x", 1)])
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
@@ -791,14 +796,14 @@ def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
     def put(name, needs=()):
         touch, (chunk,) = pool.touch(None), pool.allocate(1)
         pool.commit([chunk], [name], pool.root, touch)
-        return pool.allocate_checkpoint(needs), chunk, touch
+        return pool.allocate(0, needs=needs), chunk, touch
 
     new, chunk, touch = put(b"a", [PieceNeed("state of a", 20)])
-    pool.commit([new.node], [checkpoint_key(b"a")], chunk, touch)
+    pool.commit(new, [checkpoint_key(b"a")], chunk, touch)
     pool.withdraw(chunk)
     for name in (b"%02d" % at for at in range(20)):
         new, chunk, touch = put(name, [PieceNeed(name, 1)])
-        pool.commit([new.node], [checkpoint_key(name)], chunk, touch)
+        pool.commit(new, [checkpoint_key(name)], chunk, touch)
     asked, evict, accepts = [], pool._policy.evict, pool._policy.accepts
     pool._policy.evict = lambda count, keys=(): asked.append(count) or evict(count, keys)
     pool._policy.accepts = lambda parent, keys, count: asked.append(count) or accepts(parent, keys, count)

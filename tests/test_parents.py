@@ -1,5 +1,7 @@
 """Parents are remembered for as long as the device has the chunk, and what is lost is counted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from cpu_prefix_cache.messages.request import CheckpointAt
@@ -9,12 +11,31 @@ from tests.sizes import sizes_of_containers
 from tests.story import chain
 
 
-class Family:
-    """A lineage beside a device and a host that are sets of keys."""
+class Keys:
+    """A device or a host that is a set of keys. It has a checkpoint if it has the chunk."""
 
     def __init__(self):
-        self.device, self.host = set(), set()
-        self.parents = Parents(lambda keys: [key in self.device for key in keys], self.host.__contains__)
+        self.keys = set()
+
+    def find(self, key):
+        return (0,) if key in self.keys else None
+
+    def find_all(self, keys):
+        return [self.find(key) for key in keys]
+
+    def find_checkpoint(self, checkpoint):
+        return self.find(checkpoint.tail[-1])
+
+
+class Family:
+    """The parents of chunks on a device, beside a host."""
+
+    planner = SimpleNamespace(has_checkpoints=False)
+
+    def __init__(self):
+        on_device, on_host = Keys(), Keys()
+        self.device, self.host = on_device.keys, on_host.keys
+        self.parents = Parents(on_device, on_host, self.planner)
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))
@@ -23,13 +44,17 @@ class Family:
         self.parents.sweep()
 
 
+def knows(family, key):
+    return family.parents.missing_above(key, {None}.__contains__) is not None
+
+
 def test_every_chunk_knows_the_one_above_it():
     family = Family()
     family.hears("abc")
-    assert family.parents.parent(b"a") is None
-    assert family.parents.parent(b"abc") == b"ab"
-    with pytest.raises(KeyError):
-        family.parents.parent(b"x")
+    nothing = set()
+    assert family.parents.missing_above(b"abc", nothing.__contains__) == ([b"a", b"ab", b"abc"], None)
+    assert family.parents.missing_above(b"abc", {b"a"}.__contains__) == ([b"ab", b"abc"], b"a")
+    assert family.parents.missing_above(b"x", nothing.__contains__) is None
 
 
 def test_chunks_heard_of_twice_are_remembered_once():
@@ -46,21 +71,14 @@ def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
     family.host.add(b"a")
     family.device.clear()
     family.hears("wxyz")
-    assert b"abc" not in family.parents and b"wxyz" in family.parents
+    assert not knows(family, b"abc") and knows(family, b"wxyz")
     assert family.parents.lost == 2  # "a" was saved
 
 
-class Kept:
-    """A lineage where every boundary needs a checkpoint, beside a device that has both or neither of a chunk."""
+class Kept(Family):
+    """Of a model where every boundary needs a checkpoint."""
 
-    def __init__(self):
-        self.device, self.host = set(), set()
-        self.parents = Parents(
-            lambda keys: [key in self.device for key in keys],
-            self.host.__contains__,
-            has_checkpoint=lambda checkpoint: checkpoint.tail[-1] in self.device,
-            needs_checkpoint=lambda depth: True,
-        )
+    planner = SimpleNamespace(has_checkpoints=True, needs_checkpoint=lambda depth: True)
 
     def hears(self, prompt):
         self.device.update(chain(prompt))
@@ -77,7 +95,8 @@ def test_a_checkpoint_that_nobody_saved_is_lost_and_its_chunks_are_not():
     kept.device.clear()
     for prompt in "mnopq":
         kept.hears(prompt)
-    assert checkpoint_key(b"abc") not in kept.parents and checkpoint_key(b"xyz") not in kept.parents
+    assert not knows(kept, checkpoint_key(b"abc")) and not knows(kept, checkpoint_key(b"xyz"))
+    assert knows(kept, checkpoint_key(b"q"))
     assert kept.parents.lost == 1
 
 
@@ -106,7 +125,7 @@ def test_what_the_device_keeps_is_never_forgotten():
     family.hears("abc")
     for number in range(100):
         family.hears(chr(200 + number) * 3)
-    assert family.parents.parent(b"abc") == b"ab"
+    assert knows(family, b"abc")
 
 
 def test_clearing_forgets_without_counting():

@@ -77,7 +77,7 @@ def start(tmp_path, monkeypatch):
 def can_be_hit(cache):
     """What the pool has, chunk by chunk, that a request could resume after."""
     pool = cache.pool
-    nodes = [node for node in range(len(pool._forest.key)) if pool.key(node) and not pool.is_checkpoint(node)]
+    nodes = [node for node in range(len(pool._forest.key)) if pool.key(node) and node not in pool.checkpoints]
     return {
         pool.key(node)
         for node in nodes

@@ -446,7 +446,7 @@ class CPUPrefixCache:
             here = self.pool.resident_run(running.keys, 0, running.confirmed)
             deepest = self.pool.find(running.keys[here - 1]) if here else None
             if deepest is not None:
-                self.pool.ended(deepest)
+                self.pool.resume_points.may_be_useless(deepest)
 
     def _admitted(self, request_id: str) -> Running:
         running = self._running.get(request_id)

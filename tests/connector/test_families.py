@@ -216,7 +216,7 @@ def test_control_a_wrong_piece_on_the_device_shows_in_the_logits(family):
                 blocks = [generator.pool.find(key)]
             else:
                 places = generator.planner.checkpoint(BOUNDARY // BLOCK)
-                pieces = generator.pool.pieces(generator.pool.find(checkpoint_key(key)))
+                pieces = generator.pool.checkpoints.pieces(generator.pool.find(checkpoint_key(key)))
                 blocks = list([each for place, each in zip(places, pieces, strict=True) if place.group == at][-1])
             generator.kv.region[blocks] = 0
             _, off, _ = pair.ask(ids, 1)

@@ -11,7 +11,7 @@ from cpu_prefix_cache import BlockPool, MisuseError
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, HALF_LIFE_REQUESTS, Survival
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from tests.story import Shelf, chain
 
 
@@ -137,8 +137,8 @@ def stores_with_checkpoint(pool, prompt, now):
     there = pool.find(checkpoint_key(keys[-1]))
     touch = pool.touch(there, keys, now)
     if there is None:
-        new = pool.allocate_checkpoint([PieceNeed(prompt, 2)], [*keys, checkpoint_key(keys[-1])], chunks=len(keys))
-        pool.commit([*new.chunks, new.node], [*keys, checkpoint_key(keys[-1])], pool.root, touch)
+        new = [*keys, checkpoint_key(keys[-1])]
+        pool.commit(pool.allocate(len(keys), new, [PieceNeed(prompt, 2)]), new, pool.root, touch)
     pool.check_valid()
 
 

@@ -4,7 +4,7 @@ import random
 
 from cpu_prefix_cache import BlockPool
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from tests.story import Engine, Shelf
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
@@ -191,8 +191,7 @@ def test_a_chunk_that_comes_back_with_its_checkpoint_is_named_first():
     def put(name):
         keys = [name.encode(), checkpoint_key(name.encode())]
         touch = pool.touch(None)
-        new = pool.allocate_checkpoint([PieceNeed(name, 1)], keys, chunks=1)
-        pool.commit([*new.chunks, new.node], keys, pool.root, touch)
+        pool.commit(pool.allocate(1, keys, [PieceNeed(name, 1)]), keys, pool.root, touch)
 
     put("x")
     pool.touch(pool.find(checkpoint_key(b"x")))
@@ -200,9 +199,9 @@ def test_a_chunk_that_comes_back_with_its_checkpoint_is_named_first():
     put("w")
     pool.allocate(2, [b"y", b"yy"])
     assert pool._policy._ghosts.counts == [2, 0] and pool.find(b"v") is None
-    new = pool.allocate_checkpoint([PieceNeed("v", 1)], [b"v", checkpoint_key(b"v")], chunks=1)
+    new = pool.allocate(1, [b"v", checkpoint_key(b"v")], [PieceNeed("v", 1)])
     assert pool._policy._again.coming == 2
-    pool.abort([*new.chunks, new.node])
+    pool.abort(new)
 
 
 def add(shelf, prompt, touch):

@@ -19,8 +19,7 @@ from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
 from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import PieceAt
-from cpu_prefix_cache.pool.block_pool import NewCheckpoint
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 
 
 class Checkpoints:
@@ -51,15 +50,14 @@ class Checkpoints:
         start, depth = n0 // self._planner.grid_tokens, boundary // self._planner.grid_tokens
         shared = self._pieces(keys, start) if self.are_needed(n0) else {}
         needs = self._needs(keys, depth)
-        missing, mine = self._pool.missing(needs), object()
+        missing, mine = self._pool.checkpoints.missing(needs), object()
         wanted = []
         for at, need in zip(self._planner.checkpoint(depth), needs, strict=True):
             if at.chunk < start:
                 wanted.append(shared[at])
             else:
                 wanted.append(need if need in missing else PieceNeed((mine, need.key), need.num_blocks))
-        new = self._allocate(wanted)
-        return None if new is None else new.node
+        return self._allocate(wanted)
 
     def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
         """Write the checkpoint at `boundary`, where a forward has just ended. Its node, to be given to `commit`.
@@ -69,15 +67,15 @@ class Checkpoints:
         depth = boundary // self._planner.grid_tokens
         if self._pool.find(checkpoint_key(keys[depth - 1])) is not None:
             return None
-        new = self._allocate(self._needs(keys, depth))
-        if new is None:
+        node = self._allocate(self._needs(keys, depth))
+        if node is None:
             return None
         try:
-            self._write(state, depth, new)
+            self._write(state, depth, node)
         except BaseException:  # an interrupt leaves no room that nobody will ever fill
-            self._pool.abort([new.node])
+            self._pool.abort([node])
             raise
-        return new.node
+        return node
 
     def commit(self, node: int, key: bytes, chunk: int, touch: Any) -> bool:
         """Let others find a checkpoint below its chunk, which has this key. False: there was one, this is given up."""
@@ -98,7 +96,7 @@ class Checkpoints:
         pieces: dict[int, list[torch.Tensor]] = {}
         if self.are_needed(boundary):
             places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
-            for at, blocks in zip(places, self._pool.pieces(node), strict=True):
+            for at, blocks in zip(places, self._pool.checkpoints.pieces(node), strict=True):
                 pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
         self._restore(state, boundary, pieces)
 
@@ -107,14 +105,15 @@ class Checkpoints:
         node = self._coordinator.resume_node(keys, depth)
         if node is None:
             raise InternalError(f"the device has no checkpoint after {depth} chunks, where a request is to resume")
-        return dict(zip(self._planner.checkpoint(depth), self._pool.needs(node), strict=True))
+        return dict(zip(self._planner.checkpoint(depth), self._pool.checkpoints.needs(node), strict=True))
 
     def _needs(self, keys: Sequence[bytes], depth: int) -> list[PieceNeed]:
         return self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
 
-    def _allocate(self, needs: Sequence[PieceNeed]) -> NewCheckpoint | None:
+    def _allocate(self, needs: Sequence[PieceNeed]) -> int | None:
         try:
-            return self._pool.allocate_checkpoint(needs)
+            [node] = self._pool.allocate(0, needs=needs)
+            return node
         except PoolExhausted:
             return None
 
@@ -128,8 +127,9 @@ class Checkpoints:
             elif self._kv.groups[group].kind is GroupKind.STATE:
                 state.restore_states(found[0])
 
-    def _write(self, state: WorkingState, depth: int, new: NewCheckpoint) -> None:
-        for at, blocks in zip(self._planner.checkpoint(depth), new.blocks, strict=True):
+    def _write(self, state: WorkingState, depth: int, node: int) -> None:
+        to_write = self._pool.checkpoints.to_write(node)
+        for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
                 tokens = self._kv.groups[at.group].block_tokens
                 first = at.chunk * self._planner.grid_tokens + at.block * tokens

@@ -31,7 +31,7 @@ first as random as the rest (rule 17).
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
@@ -45,7 +45,6 @@ class Forest:
     def __init__(self, num_blocks: int) -> None:
         self.root = num_blocks
         size = num_blocks + 1
-        self.on_bared: Callable[[int], object] | None = None  # is told of what has lost its last child
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("I", [0]) * size  # of what is linked, and so is depth
@@ -224,28 +223,34 @@ class Forest:
         else:
             self._pinned_before.remove(block)
 
-    def protected_at_most(self) -> int:
-        """An upper bound on how many nodes with a key pins protect: counts what many share once. Amortised O(1) a node.
+    def num_protected(self, enough: int) -> int:
+        """How many chunks with a key pins protect, or anything between that and `enough`, whatever is quicker to know.
 
-        A new pin is walked up from until it meets what others protect; an ended one counts until the next exact count.
+        O(1) while `enough` is large, then amortised O(1) a node, and O(their number) when a pin has ended since.
+        """
+        if self.pinned_depth <= enough:
+            return self.pinned_depth
+        if self.protected_at_most() > enough and not self._is_exact:
+            self._protected.clear()
+            self._pinned_since = dict.fromkeys(self.pinned)
+            self._is_exact = True
+        return self.protected_at_most()
+
+    def protected_at_most(self) -> int:
+        """The same, exact but for pins that have ended: what they protected may count. Amortised O(1) a node.
+
+        A new pin is walked up from until it meets what others protect.
         """
         protected, keys, parents, root = self._protected, self.key, self.parent, self.root
         withdrawn: set[int] = set()
         for block in self._pinned_since:
+            if block > root:
+                block = parents[block]  # a checkpoint is no chunk
             while block != root and block not in protected and block not in withdrawn:
                 (withdrawn if keys[block] is None else protected).add(block)
                 block = parents[block]
         self._pinned_since.clear()
         return len(protected)
-
-    def protected(self) -> set[int]:
-        """The nodes with a key that are pinned or stand above a pinned one. O(their number) if a pin has ended."""
-        if not self._is_exact:
-            self._protected.clear()
-            self._pinned_since = dict.fromkeys(self.pinned)
-            self._is_exact = True
-        self.protected_at_most()
-        return self._protected
 
     def subtree(self, block: int) -> list[int]:
         """`block` and all below it, parents before children."""
@@ -280,7 +285,9 @@ class Forest:
         assert self._protected <= set(indexed), "what is protected has no key"
         for block in self._protected:
             assert self.parent[block] in {self.root, *self._protected}, f"what is above block {block} is not protected"
-        assert set(self.pinned) & set(indexed) <= {*self._protected, *self._pinned_since}, "a pin protects nothing"
+        for block in (set(self.pinned) & set(indexed)) - set(self._pinned_since):
+            above = self.parent[block] if block > self.root else block
+            assert above in {self.root, *self._protected}, f"the pin on block {block} protects nothing"
 
     def _children(self, block: int) -> Iterator[int]:
         child = self._first_child[block] if self.children[block] else NONE
@@ -303,5 +310,3 @@ class Forest:
             self._previous_sibling[after] = before
             self._next_sibling[block] = NONE
         self.children[parent] -= 1
-        if self.on_bared is not None and not self.children[parent]:
-            self.on_bared(parent)

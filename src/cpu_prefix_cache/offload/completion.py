@@ -104,7 +104,7 @@ class Completion:
         if load.pin is None:
             return  # the load was planned as failed: it read nothing
         (node,) = load.pin.blocks
-        chunk = self._pool.path(node, len(load.keys) + self._pool.is_checkpoint(node))[0]
+        chunk = self._pool.path(node, len(load.keys) + (node in self._pool.checkpoints))[0]
         if self._pool.key(chunk) is not None:
             self._pool.withdraw(chunk)
             self._cancel_orphans()
@@ -137,13 +137,13 @@ class Completion:
         if parent is None:
             return False
         self._pool.commit(store.nodes, store.keys, parent, store.touch)
-        has_checkpoint = self._pool.is_checkpoint(store.nodes[-1])
+        has_checkpoint = store.nodes[-1] in self._pool.checkpoints
         self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
         self.counts["checkpoints_stored"] += has_checkpoint
         self.counts["bytes_stored"] += store.plan.num_bytes
         self._offload.committed(store.keys)
         if store.owner is None or not self._is_running(store.owner):
-            self._pool.ended(store.nodes[-1])
+            self._pool.resume_points.may_be_useless(store.nodes[-1])
         return True
 
     def _pin_parent(self, store: Transfer) -> None:

@@ -104,13 +104,13 @@ class PooledDevice:
 
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         node = self._pool.find(checkpoint_key(checkpoint.tail[-1]))
-        return None if node is None else self._pool.pieces(node)
+        return None if node is None else self._pool.checkpoints.pieces(node)
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
-        for block in self._pool.free_blocks():
+        for block in self._pool.free:
             yield block, None
         for node in self._pool.soonest_evicted():
-            if self._pool.is_checkpoint(node):
+            if node in self._pool.checkpoints:
                 yield node, self._pool.key(node)
                 continue
             for at, block in enumerate(self._pool.blocks_of((node,))):  # none where only checkpoints take blocks
@@ -118,7 +118,7 @@ class PooledDevice:
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if key is None:
-            return self._pool.is_free(block)
+            return block in self._pool.free
         return self._pool.key(block) == key and not self._pool.is_pinned(block)
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:

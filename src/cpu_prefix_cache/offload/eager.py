@@ -112,7 +112,7 @@ class Eager:
         start = present = self._pool.resident_run(keys, 0, stop)
         if ended:
             kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
-            while stop > max(start, kept) and self._pool.needs_checkpoint(stop):
+            while stop > max(start, kept) and self._stores.planner.needs_checkpoint(stop):
                 stop -= 1
         start = self._stores.covered_run(keys, start, stop)
         if start < stop:

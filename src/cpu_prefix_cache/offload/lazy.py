@@ -80,12 +80,7 @@ class Lazy(Eager):
             )
         self._steps = steps
         self._running = running
-        self._parents = Parents(
-            lambda keys: [found is not None for found in device.find_all(keys)],
-            lambda key: self._pool.find(key) is not None,
-            lambda checkpoint: device.find_checkpoint(checkpoint) is not None,
-            needs_checkpoint=self._pool.needs_checkpoint if self._pool.has_checkpoints else None,
-        )
+        self._parents = Parents(device, self._pool, stores.planner)
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back

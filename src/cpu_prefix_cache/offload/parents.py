@@ -15,44 +15,28 @@ from typing import Any
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.forgetting import Forgetting
+from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Parents:
-    """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up.
+    """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up."""
 
-    `on_device` tells of many chunks at once whether the device has them, `on_host` and `has_checkpoint` of one key and
-    of one checkpoint. `needs_checkpoint` tells of a depth, in chunks, whether to resume there takes a checkpoint; None:
-    it never does.
-    """
-
-    def __init__(
-        self,
-        on_device: Callable[[Sequence[bytes]], Sequence[bool]],
-        on_host: Callable[[bytes], bool],
-        has_checkpoint: Callable[[CheckpointAt], bool] = lambda checkpoint: False,
-        needs_checkpoint: Callable[[int], bool] | None = None,
-    ) -> None:
-        self._has_checkpoint = has_checkpoint
-        self._on_device = on_device
-        self._on_host = on_host
-        self._needs_checkpoint = needs_checkpoint
+    def __init__(self, device: Device, pool: BlockPool, planner: HybridChunkPlanner) -> None:
+        self._device = device
+        self._pool = pool
+        self._planner = planner
+        self._parent: dict[bytes, bytes | None] = {}
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are no use without a checkpoint
-        self._parent: dict[bytes, bytes | None] = {}
-        self._sweep = Forgetting()
         self._unsaved: set[bytes] = set()
+        self._sweep = Forgetting()
         self.lost = 0
 
     def __len__(self) -> int:
         return len(self._parent)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._parent
-
-    def parent(self, key: bytes) -> bytes | None:
-        """The chunk above `key`, or None for a first chunk. KeyError for one that is not remembered."""
-        return self._parent[key]
 
     def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
         """Remember `keys[start:stop]`, each below the one before it. The host has the first `saved` of all keys."""
@@ -61,8 +45,9 @@ class Parents:
         self._parent.update(new)
         self._sweep.add(new)
         unsaved = new.keys() & keys[max(start, saved) : stop]
-        if self._needs_checkpoint is not None:
-            dependent = {keys[at] for at in range(start, stop) if self._needs_checkpoint(at + 1)}.intersection(new)
+        if self._planner.has_checkpoints:
+            depths = range(start + 1, stop + 1)
+            dependent = {keys[at - 1] for at in depths if self._planner.needs_checkpoint(at)}.intersection(new)
             self._dependent |= dependent
             unsaved -= dependent
         self._unsaved |= unsaved
@@ -75,7 +60,7 @@ class Parents:
         self._checkpoints[key] = checkpoint
         self._parent[key] = checkpoint.tail[-1]
         self._sweep.add((key,))
-        if not self._on_host(key):
+        if self._pool.find(key) is None:
             self._unsaved.add(key)
 
     def sweep(self) -> None:
@@ -118,11 +103,12 @@ class Parents:
 
     def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Of each of these chunks and checkpoints, whether the device has it."""
-        known = self._checkpoints
+        known, device = self._checkpoints, self._device
         if not known:
-            return self._on_device(keys)
-        chunks = iter(self._on_device([key for key in keys if key not in known]))
-        return [self._has_checkpoint(known[key]) if key in known else next(chunks) for key in keys]
+            return [found is not None for found in device.find_all(keys)]
+        chunks = iter(device.find_all([key for key in keys if key not in known]))
+        found = (device.find_checkpoint(known[key]) if key in known else next(chunks) for key in keys)
+        return [each is not None for each in found]
 
     def clear(self) -> None:
         self._parent.clear()

@@ -46,7 +46,7 @@ class Retries:
         if not self._waiting or self._pool.ready == self._tried_at:
             return []
         self._tried_at = self._pool.ready
-        room = self._pool.num_free
+        room = len(self._pool.free)
         fit = []
         for request in list(self._waiting.values()):
             room -= self._missing(request) * self._pool.blocks_per_chunk

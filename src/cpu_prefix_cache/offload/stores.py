@@ -19,8 +19,8 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
 
 
 class Stop(enum.Enum):
@@ -66,10 +66,9 @@ class _Sources(NamedTuple):
 
 
 class _Destinations(NamedTuple):
-    """The host chunks to be written, and of a checkpoint its node and the pieces that no other checkpoint has."""
+    """The host nodes to be written, and of a checkpoint the pieces that no other checkpoint has."""
 
-    chunks: list[int]
-    checkpoint: tuple[int, ...] = ()
+    nodes: list[int]
     new_pieces: Sequence[Hashable] = ()
     piece_blocks: Sequence[int] = ()  # their device blocks
     piece_copies: Sequence[GroupCopy] = ()
@@ -155,12 +154,13 @@ class StorePlanner:
         to = self._allocate(chain, keys, sources, needs)
         device_blocks = [block for blocks in sources.chunks for block in blocks]
         by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
-        copies = (*to.piece_copies, *self._coordinator.chunk_copies(to.chunks, by_group))
+        chunks = to.nodes[: len(sources.chunks)]
+        copies = (*to.piece_copies, *self._coordinator.chunk_copies(chunks, by_group))
         device_blocks += to.piece_blocks
         return Transfer(
             self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
             tuple(keys),
-            (*to.chunks, *to.checkpoint),
+            to.nodes,
             hold=self.device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
             held_blocks=len(device_blocks),
             pin=pin,
@@ -211,14 +211,14 @@ class StorePlanner:
         """Host blocks for what is to be stored under `keys`."""
         if chain.checkpoint is None:
             return _Destinations(self.pool.allocate(len(keys), keys))
-        to = self.pool.allocate_checkpoint(needs, keys, chunks=len(sources.chunks))
-        new = [at for at, blocks in enumerate(to.blocks) if blocks is not None]
+        nodes = self.pool.allocate(len(sources.chunks), keys, needs)
+        host_blocks = self.pool.checkpoints.to_write(nodes[-1])
+        new = [at for at, blocks in enumerate(host_blocks) if blocks is not None]
         return _Destinations(
-            to.chunks,
-            (to.node,),
+            nodes,
             [needs[at].key for at in new],
             [block for at in new for block in sources.pieces[at]],
-            self._coordinator.checkpoint_copies(chain.checkpoint.depth, to.blocks, sources.pieces),
+            self._coordinator.checkpoint_copies(chain.checkpoint.depth, host_blocks, sources.pieces),
         )
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:

@@ -20,8 +20,8 @@ above its end that has a checkpoint. Where both hold is the intersection of what
 >>> pool.commit(chunks, keys, pool.root, touch)
 >>> coordinator.longest_boundary(keys, 16, 64)  # there is no state to resume from
 16
->>> checkpoint = pool.allocate_checkpoint(coordinator.needs(coordinator.checkpoint_at(keys, depth=2)))
->>> pool.commit([checkpoint.node], [checkpoint_key(keys[1])], chunks[1], touch)
+>>> [checkpoint] = pool.allocate(0, needs=coordinator.needs(coordinator.checkpoint_at(keys, depth=2)))
+>>> pool.commit([checkpoint], [checkpoint_key(keys[1])], chunks[1], touch)
 >>> coordinator.longest_boundary(keys, 16, 64)
 32
 """
@@ -36,7 +36,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
-from cpu_prefix_cache.pool.shared_pieces import PieceNeed
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
 
 Blocks = Sequence[int]
 
@@ -86,7 +86,7 @@ class KVCacheCoordinator:
         stop = min(self.planner.hittable_chunks(num_tokens), len(keys))
         depth = self.planner.resumable_chunks(self.pool.resident_run(keys, n0 // grid, stop))
         if self.planner.has_checkpoints and depth * grid > n0:
-            depth = self.pool.depth(self.pool.nearest_resumable(self._chunk(keys, depth)))
+            depth = self.pool.depth(self.pool.resume_points.nearest(self._chunk(keys, depth)))
         return max(n0, depth * grid)
 
     def resume_node(self, keys: Sequence[bytes], depth: int) -> int | None:
@@ -159,7 +159,7 @@ class KVCacheCoordinator:
         for group, blocks in zip(self._in_chunk, by_group, strict=True):
             found[group].extend(blocks)
         if checkpoint is not None:
-            pieces = zip(self.planner.checkpoint(stop), self.pool.pieces(checkpoint), strict=True)
+            pieces = zip(self.planner.checkpoint(stop), self.pool.checkpoints.pieces(checkpoint), strict=True)
             for at, piece in pieces:
                 found[at.group].extend(piece if at.chunk >= start else ())
         return list(found)
@@ -206,7 +206,7 @@ class KVCacheCoordinator:
             tuple(islice(rest[at.group], self.planner.pieces[at.group].device_blocks)) if at.chunk >= start else None
             for at in self.planner.checkpoint(stop)
         ]
-        return copies + self.checkpoint_copies(stop, self.pool.pieces(node), device)
+        return copies + self.checkpoint_copies(stop, self.pool.checkpoints.pieces(node), device)
 
     def chunk_blocks_by_group(self, device_blocks: Blocks) -> list[Blocks]:
         """Split device blocks given chunk by chunk, as `Device.find` gives them, into a list for each group."""

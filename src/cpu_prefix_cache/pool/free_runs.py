@@ -27,7 +27,7 @@ class FreeRuns:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: object) -> bool:
         at = self._length_at.bisect_right(block) - 1
         if at < 0:
             return False

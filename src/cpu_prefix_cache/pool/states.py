@@ -1,4 +1,4 @@
-"""The states of a host block. `block_pool.py` says how it moves between them (rule 1)."""
+"""The states of a block. `block_pool.py` says how it moves between them (rule 1)."""
 
 import enum
 
@@ -11,3 +11,4 @@ class State(enum.IntEnum):
 
 
 FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
+HELD = 4  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses

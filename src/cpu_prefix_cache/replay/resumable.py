@@ -83,8 +83,7 @@ class ResumableReplay:
         fits = self.pool.has_room(depth - have, needs)
         if not fits or self.pool.accepted(parent, new, needs) < len(new):
             return []
-        checkpoint = self.pool.allocate_checkpoint(needs, new, chunks=depth - have)
-        nodes = [*checkpoint.chunks, checkpoint.node]
+        nodes = self.pool.allocate(depth - have, new, needs)
         self.pool.commit(nodes, new, parent, touch)
         return nodes
 

@@ -1,0 +1,190 @@
+"""The checkpoints of a pool: the pieces of each, and the blocks that hold them.
+
+Two checkpoints not far apart see some of the same window blocks, which are kept once:
+
+    tokens         64      80      96     112
+    window blocks     [a ]    [b ]    [c ]
+    checkpoint at 96   a       b             uses a, b
+    checkpoint at 112          b       c     uses b, c
+
+A piece stays as long as a checkpoint uses it or its bytes are pinned. A new checkpoint finds it by its key as long as
+it is or will be right: until the checkpoint that writes it is retired, or all that use it have been withdrawn.
+
+Where checkpoints in different states use one piece, its blocks count as what keeps them longest: WRITING, then RETIRED
+(so do pinned bytes), then HELD, of a pinned checkpoint, then CACHED. So eviction can free those counted as CACHED.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from cpu_prefix_cache.pool.states import CACHED, FREE, HELD, RETIRED, WRITING
+
+
+class PieceNeed(NamedTuple):
+    """A piece a checkpoint is to have: what identifies it among all checkpoints, and how many blocks it takes."""
+
+    key: Hashable
+    num_blocks: int
+
+
+class _Piece:
+    """One piece: its blocks, the checkpoint that is to fill them, and how many checkpoints use it, by their state."""
+
+    __slots__ = ("blocks", "held", "need", "pins", "users", "writer")
+
+    def __init__(self, need: PieceNeed, writer: int) -> None:
+        self.need = need
+        self.blocks: tuple[int, ...] = ()
+        self.writer: int | None = writer  # None: it is written
+        self.users = [0, 0, 0, 0]  # that of FREE means nothing
+        self.held = 0  # pins on checkpoints that use it
+        self.pins = 0  # on its bytes, whatever becomes of the checkpoints
+
+    @property
+    def state(self) -> int:
+        if self.users[WRITING]:
+            return WRITING
+        if self.users[RETIRED] or self.pins:
+            return RETIRED
+        if self.users[CACHED]:
+            return HELD if self.held else CACHED
+        return FREE
+
+
+class Checkpoints:
+    """Every checkpoint of a pool, by node. `count` is the pool's number of blocks in each state, and is kept right."""
+
+    def __init__(self, count: list[int]) -> None:
+        self._count = count
+        self._of: dict[int, tuple[_Piece, ...]] = {}  # by checkpoint, in the order they were asked for
+        self._by_key: dict[Hashable, _Piece] = {}  # those that a new checkpoint may use
+        self._at: dict[int, _Piece] = {}  # by block
+        self._widths = Counter[int]()  # of all checkpoints, in blocks
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._of
+
+    def pieces(self, checkpoint: int) -> list[tuple[int, ...]]:
+        """The blocks of each of its pieces, in the order they were asked for."""
+        return [piece.blocks for piece in self._of[checkpoint]]
+
+    def to_write(self, checkpoint: int) -> list[tuple[int, ...] | None]:
+        """The same of one that is being written, with None for a piece that it shares with another."""
+        return [piece.blocks if piece.writer == checkpoint else None for piece in self._of[checkpoint]]
+
+    def needs(self, checkpoint: int) -> list[PieceNeed]:
+        """What another checkpoint asks for to share the pieces of this one."""
+        return [piece.need for piece in self._of[checkpoint]]
+
+    def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
+        """Those of `needs` that no checkpoint has, and a new one would write."""
+        return [need for need in needs if need.key not in self._by_key]
+
+    def cost(self, needs: Sequence[PieceNeed]) -> int:
+        """How many blocks, of those that are free or can be evicted, a checkpoint with these needs takes or keeps."""
+        there = ((need, self._by_key.get(need.key)) for need in needs)
+        return sum(need.num_blocks for need, piece in there if piece is None or piece.state == CACHED)
+
+    @property
+    def widest(self) -> int:
+        """Blocks of the largest checkpoint there is, shared ones included; 0 without any. O(different sizes)."""
+        return max(self._widths, default=0)
+
+    # What the pool tells
+
+    def add(self, checkpoint: int, needs: Sequence[PieceNeed]) -> int:
+        """One is to be written. It shares the pieces that are there; how many blocks the others take."""
+        missing = self.missing(needs)
+        self._by_key.update((need.key, _Piece(need, checkpoint)) for need in missing)
+        self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs)
+        self._widths[self._width(checkpoint)] += 1
+        self.move(checkpoint, FREE, WRITING)
+        return sum(need.num_blocks for need in missing)
+
+    def fill(self, checkpoint: int, blocks: Sequence[int]) -> None:
+        """These are the blocks of the pieces that it does not share."""
+        rest = iter(blocks)
+        for piece in self._of[checkpoint]:
+            if piece.writer == checkpoint:
+                piece.blocks = tuple(islice(rest, piece.need.num_blocks))
+                self._at.update(dict.fromkeys(piece.blocks, piece))
+
+    def move(self, checkpoint: int, before: int, after: int) -> list[int]:
+        """It went from one state to another. The blocks that nobody uses any more."""
+        freed = []
+        for piece in self._of[checkpoint]:
+            was = piece.state
+            piece.users[before] -= 1
+            piece.users[after] += 1
+            is_right = True
+            if piece.writer == checkpoint:
+                piece.writer = None if after == CACHED else checkpoint
+                is_right = after in (WRITING, CACHED)
+            if not is_right or not (piece.users[WRITING] or piece.users[CACHED]):
+                self._hide(piece)
+            freed += self._recount(piece, was)
+        if after == FREE:
+            self._widths -= Counter((self._width(checkpoint),))
+            del self._of[checkpoint]
+        return freed
+
+    def hold(self, node: int, change: int) -> None:
+        """A node has one pin more (+1) or less (-1). Changes nothing if it is a chunk."""
+        for piece in self._of.get(node, ()):
+            was = piece.state
+            piece.held += change
+            self._recount(piece, was)
+
+    def has_block(self, block: int) -> bool:
+        """Whether this is a block of a piece."""
+        return block in self._at
+
+    def pin_block(self, block: int, change: int) -> list[int]:
+        """The bytes of the piece with this block have one pin more (+1) or less (-1). Returns as `move` does."""
+        piece = self._at[block]
+        was = piece.state
+        piece.pins += change
+        return self._recount(piece, was)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Every block of every piece once, with the state it counts as. For tests."""
+        for piece in set(self._at.values()):
+            yield from ((block, piece.state) for block in piece.blocks)
+
+    def check_valid(self, states: Sequence[int], pins: Sequence[int]) -> None:
+        """Assert that users are counted right, given every node's state and pins. For tests."""
+        users: dict[_Piece, list[int]] = {}
+        for checkpoint, pieces in self._of.items():
+            for piece in pieces:
+                users.setdefault(piece, [0, 0, 0, 0])[states[checkpoint]] += 1
+        for piece, counted in users.items():
+            name = repr(piece.need.key)
+            assert piece.users[WRITING:] == counted[WRITING:] and not counted[FREE], f"users of {name}"
+            assert piece.held == sum(pins[each] for each in self._of if piece in self._of[each]), f"pins on {name}"
+            found = self._by_key.get(piece.need.key) is piece
+            assert not found or counted[WRITING] or counted[CACHED], f"{name} can be found and nobody keeps it right"
+            assert found or not counted[CACHED], f"{name} is in use and cannot be found"
+        for piece in self._by_key.values():
+            assert piece in users, f"{piece.need.key!r} is used by no checkpoint"
+        assert self._widths == Counter(map(self._width, self._of)), "sizes of checkpoints are miscounted"
+        assert {piece for piece in users if piece.need.num_blocks} <= set(self._at.values()), "a piece has no blocks"
+
+    def _recount(self, piece: _Piece, was: int) -> list[int]:
+        """A piece may have changed its state. Its blocks, if nobody uses them any more."""
+        state = piece.state
+        self._count[was] -= piece.need.num_blocks
+        self._count[state] += piece.need.num_blocks
+        if state != FREE:
+            return []
+        for block in piece.blocks:
+            del self._at[block]
+        return list(piece.blocks)
+
+    def _hide(self, piece: _Piece) -> None:
+        if self._by_key.get(piece.need.key) is piece:
+            del self._by_key[piece.need.key]
+
+    def _width(self, checkpoint: int) -> int:
+        return sum(piece.need.num_blocks for piece in self._of[checkpoint])

@@ -1,0 +1,106 @@
+"""After which chunks a request can resume, and which chunks are of no use because it cannot (rule 9).
+
+In a model without checkpoints it can after every chunk. In one with them, a childless, unpinned chunk that nobody can
+resume after is of no use once whoever brought it is done, and goes first. Whether a chunk is of no use changes with its
+children, its pins and its checkpoint. So there is no list of those that are, but one of those that may have become so,
+the latest last: each is judged when it is taken.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cpu_prefix_cache.index.boundary_log import BoundaryLog
+from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.index.nearest_checkpoint import NearestCheckpoints
+from cpu_prefix_cache.pool.checkpoints import Checkpoints
+
+
+class ResumePoints:
+    """Told of every node that comes and goes; tells the log where a request can resume, and where no longer.
+
+    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; None: it never does.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        checkpoints: Checkpoints,
+        needs_checkpoint: Callable[[int], bool] | None,
+        log: BoundaryLog | None,
+    ) -> None:
+        self._forest = forest
+        self._checkpoints = checkpoints
+        self._needs_checkpoint = needs_checkpoint or (lambda depth: False)
+        self._log = log
+        self._nearest = None if needs_checkpoint is None else NearestCheckpoints(forest, log)
+        self._candidates: dict[int, None] = {}  # chunks that may be of no use
+
+    def nearest(self, chunk: int) -> int:
+        """The deepest chunk, at or above a cached one, from which a request can resume; the root if there is none."""
+        return chunk if self._nearest is None else self._nearest.nearest(chunk)
+
+    def found(self, nodes: Sequence[int], parent: int) -> None:
+        """Nodes are cached now, the first below `parent`, each further one below the one before it."""
+        if self._nearest is None:
+            if self._log is not None:
+                self._log.stored(nodes)
+            return
+        for node in nodes:
+            if node in self._checkpoints:
+                self._nearest.set(parent, True)
+            else:
+                self._nearest.enter(node)
+                self._nearest.set(node, not self._needs_checkpoint(self._forest.depth[node]))
+            parent = node
+
+    def lost(self, nodes: Sequence[int]) -> None:
+        """Nodes are not cached any more. What each hung below may be of no use now."""
+        if self._nearest is None:
+            if self._log is not None:
+                self._log.removed(nodes)
+            return
+        for node in nodes:
+            parent = self._forest.parent[node]
+            self._nearest.set(parent if node in self._checkpoints else node, False)
+            self.may_be_useless(parent)
+
+    def may_be_useless(self, node: int) -> None:
+        """It has lost a child, a pin or its checkpoint, or whoever brought it is done."""
+        if self._nearest is not None:
+            self._candidates.pop(node, None)
+            self._candidates[node] = None
+
+    def forget(self, node: int) -> None:
+        """It is gone: the next node of this number is another one."""
+        self._candidates.pop(node, None)
+
+    def take_useless(self) -> int | None:
+        """The next chunk to be evicted for being of no use, which is no candidate any more; None if there is none."""
+        while self._candidates:
+            node, _ = self._candidates.popitem()
+            if self._is_useless(node):
+                return node
+        return None
+
+    def useless(self) -> list[int]:
+        """Those that `take_useless` would answer with, in that order. Changes nothing."""
+        return [node for node in reversed(self._candidates) if self._is_useless(node)]
+
+    def check_valid(self) -> None:
+        """Assert that a chunk can be resumed from if its checkpoint is here, or it needs none. For tests."""
+        forest = self._forest
+        if self._nearest is None:
+            return
+        self._nearest.check_valid()
+        cached = [node for node in forest.subtree(forest.root) if forest.key[node] is not None]
+        with_checkpoint = {forest.parent[node] for node in cached if node in self._checkpoints}
+        for chunk in cached:
+            if chunk not in self._checkpoints:
+                resumable = chunk in with_checkpoint or not self._needs_checkpoint(forest.depth[chunk])
+                assert (self.nearest(chunk) == chunk) == resumable, f"chunk {chunk} can be resumed from, or not"
+        assert with_checkpoint <= set(cached), "a checkpoint stands below a chunk that is not cached"
+
+    def _is_useless(self, node: int) -> bool:
+        forest = self._forest
+        if forest.key[node] is None or forest.children[node] or forest.pins[node] or node in self._checkpoints:
+            return False
+        return self._nearest is not None and not self._nearest.here(node)
