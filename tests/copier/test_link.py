@@ -29,15 +29,15 @@ class Memory:
 
 
 class Pinned:
-    def __init__(self, pinned_bytes, is_pinned=False):
-        self.pinned_bytes, self.is_pinned = pinned_bytes, is_pinned
+    def __init__(self, pinned_bytes):
+        self.pinned_bytes = pinned_bytes
 
 
 def link_of(kind, host, driver):
     if kind == "memory":
         return MemoryLink()
-    pinned = {"batched": (0, True), "old": (0, True), "pinned": (30,), "pageable": (29,)}.get(kind)
-    return DriverLink(driver, host.data_ptr(), pinned and Pinned(*pinned))
+    pinned = {"batched": 64, "old": 64, "pinned": 30, "pageable": 29}.get(kind)
+    return DriverLink(driver, host, pinned and Pinned(pinned))
 
 
 @pytest.mark.parametrize("kind", ["memory", "old", "batched", "whole", "pinned", "pageable"])
@@ -61,7 +61,7 @@ def test_every_link_copies_what_it_is_told_and_nothing_else(kind, direction):
 def test_what_ends_past_the_pinned_bytes_is_not_pinned():
     host, device, driver = poisoned(64), randoms(64), Memory()
     for pinned_bytes, batched in ((29, False), (30, True)):
-        link = DriverLink(driver, host.data_ptr(), Pinned(pinned_bytes))
+        link = DriverLink(driver, host, Pinned(pinned_bytes))
         link.cross(Direction.STORE, moves_of([(device.data_ptr(), 10, 20)], host.data_ptr()), 0)
         assert (driver.asked.pop() == (1, 0)) is batched
     assert (host[30:] == POISON).all()

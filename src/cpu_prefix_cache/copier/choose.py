@@ -10,8 +10,8 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes, Tensors
-from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 COPIERS = ("auto", "reference", "staged")
@@ -33,7 +33,7 @@ def choose_copier(
     *,
     name: str = "auto",
     null_block: int | None = None,
-    pinned: Pinned | None = None,
+    pinned: HostArena | None = None,
     ring_bytes: int | None = None,
     loads_first: bool = False,
 ) -> Choice:

@@ -8,29 +8,13 @@ DriverLink   in a stream, in its order. If all of them are pinned, and the drive
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 import torch
 
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
 from cpu_prefix_cache.messages.plan import Direction
-
-
-class Link(Protocol):
-    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        """Copy what `moves` says. `stream` is a handle of CUDA's."""
-
-
-class Pinned(Protocol):
-    """How far a region is pinned, from its first byte on. It may grow at any time. `HostArena` is one."""
-
-    @property
-    def pinned_bytes(self) -> int: ...
-
-    @property
-    def is_pinned(self) -> bool:
-        """As a whole."""
 
 
 class MemoryLink:
@@ -40,10 +24,11 @@ class MemoryLink:
 
 
 class DriverLink:
-    """Of a region from address `base` on. `pinned` None: all of it is."""
+    """`arena` says how far the region `blocks`, its first bytes, is pinned by now; None: all of it is."""
 
-    def __init__(self, driver: Driver, base: int, pinned: Pinned | None) -> None:
-        self._driver, self._base, self._pinned = driver, base, pinned
+    def __init__(self, driver: Driver, blocks: torch.Tensor, arena: HostArena | None) -> None:
+        self._driver, self._arena = driver, arena
+        self._begin, self._end = blocks.data_ptr(), blocks.data_ptr() + blocks.numel()
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         if self._driver.has_batches and self._are_pinned(moves):
@@ -54,23 +39,19 @@ class DriverLink:
             self._driver.copy(*_to_and_of(direction, there, here), size, stream)
 
     def _are_pinned(self, moves: Moves) -> bool:
-        """By now."""
-        if self._pinned is None or self._pinned.is_pinned:
-            return True
-        end = self._base + self._pinned.pinned_bytes
-        return all(here + size <= end for _, here, size in moves.listed())
+        end = self._end if self._arena is None else self._begin + self._arena.pinned_bytes
+        return end >= self._end or all(here + size <= end for _, here, size in moves.listed())
 
 
 class Region:
     """The host region `blocks`, uint8 [host blocks, bytes], as copies see it: its link to `device`, and its seams."""
 
     def __init__(
-        self, blocks: torch.Tensor, device: torch.device, pinned: Pinned | None, seam_bytes: int = SEAM_BYTES
+        self, blocks: torch.Tensor, device: torch.device, arena: HostArena | None, seam_bytes: int = SEAM_BYTES
     ) -> None:
         self.block_bytes = blocks.shape[1]
-        self._base = blocks.data_ptr()
-        self.link: Link = DriverLink(cuda_driver(), self._base, pinned) if device.type == "cuda" else MemoryLink()
-        self._seam_bytes = seam_bytes
+        self._base, self._seam_bytes = blocks.data_ptr(), seam_bytes
+        self.link = DriverLink(cuda_driver(), blocks, arena) if device.type == "cuda" else MemoryLink()
 
     def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
         """What has a stream copy these spans; there they are addresses."""

@@ -26,12 +26,13 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
-from cpu_prefix_cache.copier.link import Pinned, Region
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, StagedGroup, ThroughRing, round_up
 from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
 from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -60,7 +61,7 @@ class StagedCopier(Copier):
         host: torch.Tensor,
         *,
         null_block: int | None = None,
-        pinned: Pinned | None = None,
+        pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
         slots: int = SLOTS,
         direct_bytes: int = DIRECT_BYTES,
@@ -72,7 +73,8 @@ class StagedCopier(Copier):
         self._binding = Binding(shapes, tensors, host, null_block)
         device = self._binding.device
         _check_machine(device, host, pinned)
-        self._working = _working_on(device)
+        self._working: Callable[[], AbstractContextManager[None]]  # has any thread work on the device
+        self._working = partial(cuda_driver().working_in, device.index) if device.type == "cuda" else nullcontext
         self._streams = streams_for(device) if streams is None else streams
         region = Region(host, device, pinned, seam_bytes)
         groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
@@ -80,10 +82,11 @@ class StagedCopier(Copier):
         self._loads_first = LoadsFirst() if loads_first else None
         num_ids = max(SLOT_IDS, *(group.device_blocks for group in groups))
         pairs = {Direction.STORE: self._streams.stores, Direction.LOAD: self._streams.loads}
-        self._rings = {
-            direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
-            for direction, pair in pairs.items()
-        }
+        with self._working():
+            self._rings = {
+                direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
+                for direction, pair in pairs.items()
+            }
         tiling = triton_staging.default_tiling() if tiling is None else tiling
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
             self._paths = [
@@ -127,7 +130,7 @@ def _no_pause() -> None:
     pass
 
 
-def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> None:
+def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena | None) -> None:
     if host.device.type != "cpu" or not host.is_contiguous():
         raise ConfigurationError("the host region must be one contiguous tensor in host memory")
     if device.type not in ("cpu", "cuda"):
@@ -141,14 +144,6 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | No
             "on CPU tensors the staged copier runs in Triton's interpreter only; set TRITON_INTERPRET=1 before the "
             "kernels are imported, or take the reference copier"
         )
-
-
-def _working_on(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """How a thread, whichever it is, comes to work on the device."""
-    if device.type != "cuda":
-        return nullcontext
-    driver = cuda_driver()
-    return partial(driver.working_in, driver.primary_context(device.index))
 
 
 def _slot_bytes(groups: Sequence[StagedGroup], ring_bytes: int, slots: int) -> int:

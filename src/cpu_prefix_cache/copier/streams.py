@@ -13,7 +13,7 @@ Of an engine's own stream a copier knows where it stands (`compute_event`), on a
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -122,11 +122,10 @@ class DeviceEvent:
         is_cuda = stream.device.type == "cuda"
         self.event = torch.cuda.Event() if is_cuda else torch.Event(stream.device)
         self.event.record(stream)
-        self._beside_captures: Callable[[], AbstractContextManager[None]]
-        self._beside_captures = cuda_driver().beside_captures if is_cuda else nullcontext
+        self._working = partial(cuda_driver().working_in, None) if is_cuda else nullcontext  # beside captures
 
     def passed(self) -> bool:
-        with self._beside_captures():
+        with self._working():
             return bool(self.event.query())
 
     def until_passed(self) -> None:

@@ -13,10 +13,8 @@ import torch
 
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.driver import Driver, cuda_driver
-from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
-from cpu_prefix_cache.memory.numa import processors_near
-from cpu_prefix_cache.memory.pages import Pages
+from cpu_prefix_cache.memory.pages import Pages, processors_near
 from cpu_prefix_cache.memory.registration import Registration
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -57,19 +55,14 @@ class HostArena:
         self._shared_as = shared_as
         if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
-            near = processors_near(driver.pci_address(device))
-            self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, device, slice_bytes)
-            self._closing = weakref.finalize(self, _unpin, self.registration)  # at the end of the process at the latest
+            pages = Pages(memory, processors_near(driver.pci_address(device)), slice_bytes)
+            self.registration = Registration(memory, pages, driver, device, slice_bytes)
+            self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
 
     @property
     def pinned_bytes(self) -> int:
         """How far the region is pinned by now, from its first byte on."""
         return 0 if self.registration is None else self.registration.num_bytes
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is."""
-        return self.registration is not None and self.registration.is_whole
 
     @property
     def ready_blocks(self) -> int:
@@ -102,10 +95,6 @@ class HostArena:
             self._closing()
         self.registration = None
         self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8)
-
-
-def _unpin(registration: Registration) -> None:
-    end_outside_of(registration.threads, registration.close)
 
 
 def _driver_for(device: torch.device) -> Driver:

@@ -65,15 +65,15 @@ class Driver:
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin host memory for this process. No kernel is launched meanwhile: 0.6 to 1.2 ms for 16 MiB (one H200)."""
-        self._check("pin host memory", self._library.cuMemHostRegister_v2(_POINTER(address), _SIZE(num_bytes), 0))
+        _check("pin host memory", self._library.cuMemHostRegister_v2(_POINTER(address), _SIZE(num_bytes), 0))
 
     def unregister(self, address: int) -> None:
-        self._check("unpin host memory", self._library.cuMemHostUnregister(_POINTER(address)))
+        _check("unpin host memory", self._library.cuMemHostUnregister(_POINTER(address)))
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         """Have `stream` copy between device and host memory. With memory that is not pinned this may wait."""
         addresses = ctypes.c_uint64(destination), ctypes.c_uint64(source)
-        self._check("copy", self._library.cuMemcpyAsync(*addresses, _SIZE(num_bytes), _POINTER(stream)))
+        _check("copy", self._library.cuMemcpyAsync(*addresses, _SIZE(num_bytes), _POINTER(stream)))
 
     def copy_batch(
         self, destinations: int, sources: int, sizes: int, count: int, stream: int, order: int = STREAM_ORDER
@@ -83,85 +83,66 @@ class Driver:
             raise DriverError("copy in batches (it needs CUDA 12.8)", 801)
         attributes = _IN_ORDER if order == STREAM_ORDER else _Attributes(source_order=order)
         same = ctypes.addressof(attributes), ctypes.addressof(_ZERO), 1, ctypes.addressof(_FAILED)
-        self._check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
+        _check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
 
-    def primary_context(self, device: int) -> int:
-        """The context that torch works in on a device: made if it is not there, and kept."""
+    def working_in(self, device: int | None) -> "Working":
+        """Have this thread work for a while in the context of a device, the one that torch works in; None: in its own.
+
+        What it does meanwhile leaves alone the CUDA graphs that other threads capture, and they it. Otherwise a call as
+        harmless as pinning memory, or a look at an event, ends every capture in the process.
+        """
+        return Working(self._quick, None if device is None else self._primary_context(device))
+
+    def _primary_context(self, device: int) -> int:
+        """Made if it is not there, and kept."""
         if device not in self._contexts:
             context = _POINTER()
-            self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+            _check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
             self._contexts[device] = context.value or 0
         return self._contexts[device]
-
-    def beside_captures(self) -> "BesideCaptures":
-        """What this thread does meanwhile leaves alone the CUDA graphs that other threads capture, and they it.
-
-        Otherwise a call as harmless as pinning memory, or a look at an event, ends every capture in the process.
-        """
-        return BesideCaptures(self)
-
-    def working_in(self, context: int) -> "Working":
-        """Have this thread work in a context for a while, whatever it works in otherwise, and beside captures."""
-        return Working(self, context)
-
-    def push(self, context: int) -> None:
-        self._check("enter a context", self._quick.cuCtxPushCurrent_v2(_POINTER(context)))
-
-    def pop(self) -> None:
-        self._check("leave a context", self._quick.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
-
-    def exchange_capture_mode(self, mode: ctypes.c_int) -> None:
-        """Of this thread; `mode` becomes what it was before."""
-        self._check("change a capture mode", self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
     def pci_address(self, device: int) -> str:
         """Such as "0000:1b:00.0"."""
         text = ctypes.create_string_buffer(32)
-        self._check("tell a PCI address", self._library.cuDeviceGetPCIBusId(text, 32, device))
+        _check("tell a PCI address", self._library.cuDeviceGetPCIBusId(text, 32, device))
         return text.value.decode().lower()
 
-    def _check(self, call: str, code: int) -> None:
-        if code:
-            raise DriverError(call, code)
 
+class Working:
+    """See Driver.working_in. A class, because a generator takes three times as long, and loads wait for it."""
 
-class BesideCaptures:
-    """See Driver.beside_captures. A class, because a generator takes three times as long, and loads wait for it."""
+    __slots__ = ("_context", "_library", "_mode")
 
-    __slots__ = ("_driver", "_mode")
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._mode = driver, ctypes.c_int(RELAXED)
+    def __init__(self, library: ctypes.PyDLL, context: int | None) -> None:
+        self._library, self._context, self._mode = library, context, ctypes.c_int(RELAXED)
 
     def __enter__(self) -> None:
-        self._driver.exchange_capture_mode(self._mode)
-
-    def __exit__(self, *error: object) -> None:
-        self._driver.exchange_capture_mode(self._mode)
-
-
-class Working(BesideCaptures):
-    """See Driver.working_in."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, driver: Driver, context: int) -> None:
-        super().__init__(driver)
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.push(self._context)
+        if self._context is not None:
+            _check("enter a context", self._library.cuCtxPushCurrent_v2(_POINTER(self._context)))
         try:
-            super().__enter__()
+            self._exchange_capture_mode()
         except BaseException:
-            self._driver.pop()
+            self._leave()
             raise
 
     def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__()
+            self._exchange_capture_mode()
         finally:
-            self._driver.pop()
+            self._leave()
+
+    def _exchange_capture_mode(self) -> None:
+        """The thread's becomes `_mode`, and the other way round."""
+        _check("change a capture mode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)))
+
+    def _leave(self) -> None:
+        if self._context is not None:
+            _check("leave a context", self._library.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
+
+
+def _check(call: str, code: int) -> None:
+    if code:
+        raise DriverError(call, code)
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":

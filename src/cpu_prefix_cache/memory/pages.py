@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Set
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,15 @@ logger = logging.getLogger(__name__)
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 THREADS = 8  # 48 GiB in 3 to 6 s (one H200's host)
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def processors_near(pci_address: str) -> set[int]:
+    """The processors of a device's NUMA node, or all of them; none where the system does not say."""
+    file = PCI_DEVICES / pci_address / "local_cpus"  # a mask, such as "00000000,0000ff00"
+    mask = int(file.read_text().replace(",", ""), 16) if file.exists() else 0
+    return {number for number in range(mask.bit_length()) if mask >> number & 1}
 
 
 class Pages:

@@ -13,7 +13,8 @@ import threading
 
 import torch
 
-from cpu_prefix_cache.memory.driver import Driver, DriverError, Working
+from cpu_prefix_cache.memory.driver import Driver, DriverError
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.pages import Pages
 
@@ -40,15 +41,6 @@ class Registration:
         self.num_bytes = 0  # pinned
         self.ready_bytes = 0  # may be copied to and from: pinned, or there and never to be pinned
 
-    @property
-    def is_whole(self) -> bool:
-        return self.num_bytes == self._region.numel()
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Those that take pages and pin them: `close` waits for their end."""
-        return [*self._pages.threads, *([] if self._thread is None else [self._thread])]
-
     def start(self) -> None:
         """Begin, in a thread of its own. A second call does nothing."""
         if self._thread is None:
@@ -65,20 +57,20 @@ class Registration:
 
         Raises DriverError when CUDA would not unpin a slice, after it has been asked to unpin all the others.
         """
-        if os.getpid() != self._process:
-            return
+        if os.getpid() == self._process:
+            end_outside_of([*self._pages.threads, *([] if self._thread is None else [self._thread])], self._end)
+
+    def _end(self) -> None:
         self._stop.set()
         self._pages.close()
         if self._thread is not None:
             self._thread.join()
         pinned, self.num_bytes, self.ready_bytes = self.num_bytes, 0, 0
-        if pinned:
-            self._unpin(pinned)
-
-    def _unpin(self, num_bytes: int) -> None:
+        if not pinned:
+            return
         refused: list[DriverError] = []
-        with self._working():
-            for first in range(0, num_bytes, self._slice_bytes):
+        with self._driver.working_in(self._device):
+            for first in range(0, pinned, self._slice_bytes):
                 try:
                     self._driver.unregister(self._region.data_ptr() + first)
                 except DriverError as error:
@@ -86,13 +78,10 @@ class Registration:
         if refused:
             raise refused[0]
 
-    def _working(self) -> Working:
-        return self._driver.working_in(self._driver.primary_context(self._device))
-
     def _run(self) -> None:
         pins = True
         try:
-            with self._working():
+            with self._driver.working_in(self._device):
                 for first in range(0, self._region.numel(), self._slice_bytes):
                     if self._stop.is_set() or not self._pages.wait_for(first):
                         break
