@@ -18,7 +18,6 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # group by group, part by part
-MANY_IDS = 256  # above, torch finds the ends sooner than a loop: 0.07 ms for 4,096 and not 0.2
 
 
 class Shapes(Protocol):
@@ -97,10 +96,7 @@ def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
         numbers = array("q", ids)
     except (TypeError, OverflowError) as error:
         raise MisuseError(f"{what} blocks must be whole numbers from 0 to {limit - 1}: {error}") from error
-    if len(numbers) <= MANY_IDS:
-        least, most = min(numbers), max(numbers)
-    else:
-        least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
+    least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
     if least < 0 or most >= limit:
         raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
 

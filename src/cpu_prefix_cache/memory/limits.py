@@ -72,7 +72,7 @@ def _allowed_bytes() -> Iterator[int]:
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
-            yield limit - max(0, used - _reclaimable_bytes(folder, files))
+            yield limit - max(0, used - (_number(folder / "memory.stat", files.reclaimable) or 0))
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
@@ -91,15 +91,8 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
                 yield folder, files
 
 
-def _reclaimable_bytes(folder: Path, files: _Files) -> int:
-    stat = folder / "memory.stat"
-    lines = stat.read_text().splitlines() if stat.exists() else []
-    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == files.reclaimable)
-
-
-def _number(file: Path) -> int | None:
-    """The number in a control file; None where there is no such file, or it says "max"."""
-    if not file.exists():
-        return None
-    text = file.read_text().strip()
-    return int(text) if text.isdigit() else None
+def _number(file: Path, name: str = "") -> int | None:
+    """The number in a control file, behind `name` in one of many; None where there is none, or it says "max"."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    value = {before: text for before, _, text in (line.rpartition(" ") for line in lines)}.get(name, "")
+    return int(value) if value.isdigit() else None

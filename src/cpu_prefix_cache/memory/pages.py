@@ -40,9 +40,9 @@ class Pages:
 
     def __init__(self, region: torch.Tensor, near: Set[int] = frozenset(), slice_bytes: int = SEAM_BYTES) -> None:
         self._region, self._near, self._slice_bytes = region, near, slice_bytes
-        self._next = 0
         self._end = region.numel()
-        self._missing: set[int] = set(range(0, self._end, slice_bytes))
+        slices = range(0, self._end, slice_bytes)
+        self._next, self._missing = iter(slices), set(slices)
         self._changed = threading.Condition()
         workers = min(THREADS, len(os.sched_getaffinity(0)))
         self.threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
@@ -69,7 +69,9 @@ class Pages:
         if near := self._near & os.sched_getaffinity(0):
             with contextlib.suppress(OSError):  # a container may forbid it: then pages come from anywhere
                 os.sched_setaffinity(0, near)  # of this thread
-        while (first := self._take()) is not None:
+        for first in self._next:  # all threads share it, so a slice is taken by one of them
+            if first >= self._end:
+                break
             error = _populate(self._region, first, self._slice_bytes)
             if error:
                 logger.error("the system gave no more host memory after %.2f GB: error %d", first / 1e9, error)
@@ -77,13 +79,6 @@ class Pages:
             with self._changed:
                 self._missing.discard(first)
                 self._changed.notify_all()
-
-    def _take(self) -> int | None:
-        with self._changed:
-            if self._next >= self._end:
-                return None
-            self._next += self._slice_bytes
-            return self._next - self._slice_bytes
 
     def _shorten(self, end: int) -> None:
         with self._changed:

@@ -134,7 +134,7 @@ def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """
     for (one, one_name), (other, other_name) in combinations(zip(rows, names, strict=True), 2):
         low, high = (one, other) if one.data_ptr() <= other.data_ptr() else (other, one)
-        if high.data_ptr() >= low.data_ptr() + span(low):
+        if high.data_ptr() >= low.data_ptr() + (low.shape[0] - 1) * low.stride(0) + low.shape[1]:
             continue
         if same_blocks(one, other):
             raise ConfigurationError(f"the {one_name} and the {other_name} are the same memory; declare it once")
@@ -145,11 +145,6 @@ def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
 def same_blocks(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two parts are the same bytes."""
     return (one.data_ptr(), one.stride(), one.shape) == (other.data_ptr(), other.stride(), other.shape)
-
-
-def span(rows: torch.Tensor) -> int:
-    """Bytes from the first of the first block to the last of the last."""
-    return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
 
 
 def _interleave(low: torch.Tensor, high: torch.Tensor) -> bool:
