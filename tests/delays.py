@@ -70,7 +70,7 @@ class DelayedStreams:
         self.compute, *rest = [DelayedStream(self, name) for name in ("compute", "pack", "out", "in", "unpack")]
         pack, out, into, unpack = rest
         self.all = [self.compute, *rest]
-        self.streams = Streams(self.compute.record, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
+        self.streams = Streams(lambda: self.compute, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
 
     def step(self):
         ready = {stream.name: stream for stream in self.all if stream.may_go_on}

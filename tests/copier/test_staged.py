@@ -209,15 +209,13 @@ def test_no_stream_is_made_to_wait_for_a_slot():
 def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
     monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
     monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 64)
-    part, delays, ids = randoms(20, 64), DelayedStreams(("out",)), tuple(range(20))
+    part, delays, ids = randoms(20, 64), DelayedStreams(("in",)), tuple(range(20))
     shapes = shapes_of([[part]], [1], 64)
     copier = StagedCopier(shapes, [[part]], poisoned(20, 64), streams=delays.streams, direct_bytes=64)
-    copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here()).until_passed()
-    assert delays.ran.count("out") == 20
-    delays.ran.clear()
-    event = copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here())
-    assert delays.ran.count("out") == 20 - ring.DIRECT_AHEAD
+    event = copier.submit(Direction.LOAD, [GroupCopy(0, ids, ids)], copier.here())  # a store waits now and then
+    assert delays.ran.count("in") == 20 - ring.DIRECT_AHEAD
     event.until_passed()
+    assert delays.ran.count("in") == 20
 
 
 @pytest.mark.parametrize("eager", EAGER)
@@ -329,7 +327,7 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
-    monkeypatch.setattr(triton_staging.Launcher, "gather", None)  # what only staging needs
+    monkeypatch.setattr(triton_staging.Launcher, "launch", None)  # what only staging needs
     copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
     assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
     assert (host[[0, 4, 5, 6]] == POISON).all()
@@ -455,7 +453,7 @@ def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
     """The interpreter forgives an address that is not; a GPU does not."""
     seen = []
     monkeypatch.setattr(
-        triton_staging.Launcher, "gather", lambda launcher, slot, ids, stream: seen.append((launcher, slot))
+        triton_staging.Launcher, "launch", lambda launcher, direction, slot, *_: seen.append((launcher, slot))
     )
     parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
     copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)

@@ -11,6 +11,7 @@ import torch
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes, Tensors
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.ring import RING_BYTES
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -34,10 +35,10 @@ def choose_copier(
     name: str = "auto",
     null_block: int | None = None,
     pinned: HostArena | None = None,
-    ring_bytes: int | None = None,
+    ring_bytes: int = RING_BYTES,
     loads_first: bool = False,
 ) -> Choice:
-    """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
+    """The copier for these tensors. `ring_bytes` is for staging alone. `pinned` says how far
     `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be. With `loads_first`
     staged stores pause for loads (loads_first.py).
 
@@ -51,12 +52,11 @@ def choose_copier(
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
     try:
-        from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
+        from cpu_prefix_cache.copier.staged import StagedCopier
     except ImportError as missing:
         raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
-    ring = RING_BYTES if ring_bytes is None else ring_bytes
     copier = StagedCopier(
-        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring, loads_first=loads_first
+        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring_bytes, loads_first=loads_first
     )
     return Choice(copier, name, f"{reason}; {copier.paths}")
 

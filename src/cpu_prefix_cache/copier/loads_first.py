@@ -22,16 +22,19 @@ NAP_SECONDS = 0.5e-3
 
 
 class LoadsFirst:
-    """The loads of one copier before its stores. `clock` and `sleep` are in seconds."""
+    """The loads of one copier before its stores, which pause `patience` seconds in all: with 0 never."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
+        self,
+        patience: float = PATIENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._clock, self._sleep = clock, sleep
+        self._most, self._clock, self._sleep = patience, clock, sleep
         self._loads = 0
         self._loader = 0  # the thread that submitted the last one
         self._until = 0.0
-        self._patience = PATIENCE_SECONDS
+        self._patience = patience
         self._asked_at = clock()
 
     @contextmanager
@@ -48,7 +51,7 @@ class LoadsFirst:
     def pause(self) -> None:
         """Before a slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
-        self._patience = min(PATIENCE_SECONDS, self._patience + (now - self._asked_at) * REGAINED)
+        self._patience = min(self._most, self._patience + (now - self._asked_at) * REGAINED)
         while self._patience > 0 and self._has_loads(now):
             self._sleep(NAP_SECONDS)
             before, now = now, self._clock()

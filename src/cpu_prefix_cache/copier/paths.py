@@ -45,43 +45,33 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
 SLOT_IDS = 8192
 
 
-class StagedGroup:
-    """One group: how it would cross directly, with neighbouring parts joined, and whether that is as good: when its
-    blocks are of `direct_bytes` or more in every part."""
-
-    def __init__(self, group: BoundGroup, region: Region, direct_bytes: int) -> None:
-        self.region = region
-        self.name = group.piece.group.name
-        self.device_blocks = group.piece.device_blocks
-        self.host_blocks = group.piece.host_blocks
-        together = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
-        self.is_direct = all(part.shape[1] >= direct_bytes for part in together)
-        self.parts = together if self.is_direct else list(group.parts)
-        self.layout = PieceLayout([part.shape[1] for part in self.parts], self.device_blocks)
-
-    @property
-    def largest_part(self) -> int:
-        """What a piece has of the part that it has most of, in bytes."""
-        return self.device_blocks * max(part.shape[1] for part in self.parts)
+def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
+    """The group as it crosses directly, with parts made one that follow each other in every block; None when a part has
+    fewer than `direct_bytes` of a block even then."""
+    parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
+    if min(part.shape[1] for part in parts) < direct_bytes:
+        return None
+    layout = PieceLayout([part.shape[1] for part in parts], group.piece.device_blocks)
+    return BoundGroup(group.piece, tuple(parts), layout)
 
 
 class Direct:
     """Block by block over the link, part after part: for large blocks."""
 
-    def __init__(self, group: StagedGroup) -> None:
-        self._group, self._region = group, group.region
+    def __init__(self, group: BoundGroup, region: Region) -> None:
+        self._piece, self._region = group.piece, region
         self._parts = [
-            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], group.region.block_bytes)))
+            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
             for part, offset in zip(group.parts, group.layout.offsets, strict=True)
-            for which in range(group.device_blocks)
+            for which in range(group.piece.device_blocks)
         ]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
         ring.streams.copies.wait(after)
-        width = self._group.host_blocks
+        width = self._piece.host_blocks
         for part, which, places in self._parts:
             address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
-            device = [address + block * stride for block in copy.device_blocks[which :: self._group.device_blocks]]
+            device = [address + block * stride for block in copy.device_blocks[which :: self._piece.device_blocks]]
             for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
@@ -94,32 +84,34 @@ class _Section:
     In a slot, pieces are `_pitch` bytes apart, and at most `_most` of them.
     """
 
-    def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int, tiling: Tiling) -> None:
-        begin = group.layout.offsets[first]
+    def __init__(
+        self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
+    ) -> None:
+        begin, device_blocks = group.layout.offsets[first], group.piece.device_blocks
         num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
         tables = triton_staging.part_tables(group.parts[first:last], offsets)
-        self._group, self._num_bytes = group, num_bytes
+        self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
         self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
-        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // group.device_blocks))
-        self._places = list(columns(begin, num_bytes, group.region.block_bytes))
+        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
+        self._places = list(columns(begin, num_bytes, region.block_bytes))
         # one host block for each piece, all of it, and nothing between pieces in a slot
-        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, group.region.block_bytes)]
+        whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
         self._launchers = [
-            Launcher(table, device_blocks=group.device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
+            Launcher(table, device_blocks=device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
         ]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
-        here, there = self._group.host_blocks, self._group.device_blocks  # of a piece
+        here, there = self._piece.host_blocks, self._piece.device_blocks
         for begin, end in _slices(len(copy.device_blocks) // there, self._num_bytes, self._most):
             spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * here : end * here])
             ids, kernel = copy.device_blocks[begin * there : end * there], partial(self._launch, direction)
-            ring.through(ids, kernel, self._group.region.crossing(direction, spans))
+            ring.through(ids, kernel, self._region.crossing(direction, spans))
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
         """Pieces with these host blocks, one after another from address `slot` on."""
-        width, block_bytes = self._group.host_blocks, self._group.region.block_bytes
+        width, block_bytes = self._piece.host_blocks, self._region.block_bytes
         if self._is_one_block:
             return whole_blocks(slot, host_blocks, block_bytes)
         begins = range(slot, slot + len(host_blocks) // width * self._pitch, self._pitch)
@@ -128,15 +120,15 @@ class _Section:
     def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
-            (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids, stream)
+            launcher.launch(direction, memory, ids, stream)
 
 
 class ThroughRing:
     """Slice by slice through the slots: for fragments."""
 
-    def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
-        self._region = group.region
-        self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
+    def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
+        self._region = region
+        self._sections = [_Section(group, *run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
         ring.streams.kernels.wait(after)
@@ -144,7 +136,7 @@ class ThroughRing:
             section.submit(direction, copy, ring)
 
 
-def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
+def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
     """The parts of a piece in runs [first, last) that fit a slot, as few as there can be."""
     ends = [*group.layout.offsets[1:], group.layout.num_bytes]
     first = 0

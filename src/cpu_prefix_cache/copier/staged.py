@@ -25,12 +25,12 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
 from cpu_prefix_cache.copier.link import Region
-from cpu_prefix_cache.copier.loads_first import LoadsFirst
-from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, StagedGroup, ThroughRing, round_up
-from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
-from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
+from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, round_up, without_ring
+from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
+from cpu_prefix_cache.copier.streams import Event, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import cuda_driver
@@ -38,8 +38,6 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
-SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
 DIRECT_BYTES = 1024 * 1024  # from there on direct copies are 99 % of the link, and take less of the host (one H200)
 
 
@@ -66,7 +64,7 @@ class StagedCopier(Copier):
         slots: int = SLOTS,
         direct_bytes: int = DIRECT_BYTES,
         streams: Streams | None = None,
-        tiling: Tiling | None = None,
+        tiling: Tiling = triton_staging.TILING,
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
     ) -> None:
@@ -76,38 +74,40 @@ class StagedCopier(Copier):
         self._working: Callable[[], AbstractContextManager[None]]  # has any thread work on the device
         self._working = partial(cuda_driver().working_in, device.index) if device.type == "cuda" else nullcontext
         self._streams = streams_for(device) if streams is None else streams
-        region = Region(host, device, pinned, seam_bytes)
-        groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
-        slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
-        self._loads_first = LoadsFirst() if loads_first else None
-        num_ids = max(SLOT_IDS, *(group.device_blocks for group in groups))
-        pairs = {Direction.STORE: self._streams.stores, Direction.LOAD: self._streams.loads}
+        self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
+        region, groups = Region(host, device, pinned, seam_bytes), self._binding.groups
+        direct = [without_ring(group, direct_bytes) for group in groups]
+        staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
+        num_slots, slot_bytes = _slots(staged, ring_bytes // 2, slots)
+        num_ids = max(SLOT_IDS, *(group.piece.device_blocks for group in groups))
+        stores, loads = self._streams.stores, self._streams.loads
         with self._working():
             self._rings = {
-                direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
-                for direction, pair in pairs.items()
+                direction: Ring(direction, pair, num_slots, slot_bytes, num_ids, device, pause)
+                for direction, pair, pause in (
+                    (Direction.STORE, stores, self._loads_first.pause),
+                    (Direction.LOAD, loads, lambda: None),
+                )
             }
-        tiling = triton_staging.default_tiling() if tiling is None else tiling
+            self.here().until_passed()  # who had the rings' memory before may still use it
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
             self._paths = [
-                Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
+                ThroughRing(group, region, slot_bytes, tiling) if whole is None else Direct(whole, region)
+                for group, whole in zip(groups, direct, strict=True)
             ]
-        direct = [group.name for group in groups if group.is_direct]
-        self.paths = (
-            f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
-        )
+        names = [group.piece.group.name for group in direct if group is not None]
+        self.paths = f"directly: {', '.join(names) or 'no group'}; through the ring: {len(staged)} groups"
 
     def here(self) -> Event:
-        return self._streams.compute()
+        return self._streams.compute().record()
 
     def hold_compute(self, event: Event) -> None:
-        self._streams.hold_compute(event)
+        self._streams.compute().wait(event)
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
-        loads_first = self._loads_first if direction is Direction.LOAD else None
-        loading = nullcontext() if loads_first is None else loads_first.loading()
+        loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
         try:
             with self._working(), loading:
                 for copy in copies:
@@ -119,15 +119,6 @@ class StagedCopier(Copier):
                 ring.streams.synchronize()
             raise
         return event
-
-    def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, num_ids: int) -> Ring:
-        slots, device = num_bytes // slot_bytes if slot_bytes else 0, self._binding.device
-        pause = _no_pause if self._loads_first is None or direction is Direction.LOAD else self._loads_first.pause
-        return Ring(direction, pair, slots, slot_bytes, num_ids, device, self._streams.compute, pause)
-
-
-def _no_pause() -> None:
-    pass
 
 
 def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena | None) -> None:
@@ -146,15 +137,16 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena |
         )
 
 
-def _slot_bytes(groups: Sequence[StagedGroup], ring_bytes: int, slots: int) -> int:
-    """How large the slots of a ring are: a share of it, or what the largest part of a piece needs. 0: none needed."""
-    largest = max((group.largest_part for group in groups if not group.is_direct), default=0)
+def _slots(groups: Sequence[BoundGroup], ring_bytes: int, slots: int) -> tuple[int, int]:
+    """How many slots a ring has, and of how many bytes: a share of it, or what the largest part of a piece needs."""
+    largest = max((group.piece.device_blocks * part.shape[1] for group in groups for part in group.parts), default=0)
     if not largest:
-        return 0
+        return 0, 0
     needed = round_up(largest, SLOT_ALIGNMENT)
     if ring_bytes < 2 * needed:
         raise ConfigurationError(
             f"staging rings of {2 * ring_bytes} bytes together are too small for a part of {largest} bytes; "
             f"ring_bytes={4 * needed} works"
         )
-    return max(needed, ring_bytes // slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    slot_bytes = max(needed, ring_bytes // slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    return ring_bytes // slot_bytes, slot_bytes

@@ -68,12 +68,11 @@ class StreamPair:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a staged copier works with. Of the engine's own it sees where it stands, `compute`, and can have it wait."""
+    """What a staged copier works with. `compute` gives the stream that the engine computes in at the moment."""
 
-    compute: Callable[[], Event]
+    compute: Callable[[], Stream]
     stores: StreamPair
     loads: StreamPair
-    hold_compute: Callable[[Event], None] = lambda event: event.until_passed()
 
 
 class Passed:
@@ -174,10 +173,8 @@ def streams_for(device: torch.device) -> Streams:
 
     Compute is whatever stream is current when a copy is asked for.
     """
-
-    compute = partial(compute_event, device)
     if device.type != "cuda":
         at_once = StreamPair(ImmediateStream(), ImmediateStream())
-        return Streams(compute, at_once, at_once)
+        return Streams(ImmediateStream, at_once, at_once)
     stores, loads = (StreamPair(*(CudaStream(torch.cuda.Stream(device)) for _ in range(2))) for _ in range(2))
-    return Streams(compute, stores, loads, lambda event: CudaStream(torch.cuda.current_stream(device)).wait(event))
+    return Streams(lambda: CudaStream(torch.cuda.current_stream(device)), stores, loads)

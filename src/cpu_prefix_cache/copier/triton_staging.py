@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from cpu_prefix_cache.messages.plan import Direction
+
 # What changes from call to call must not make Triton compile again.
 VARIES = ["table", "ids", "num_parts", "num_fragments", "device_blocks", "pitch", "chunks"]
 
@@ -80,6 +82,7 @@ class Tiling:
 # Few widths: Triton compiles for each, half a second a time.
 GPU = Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=8)
 INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps=1)
+TILING = INTERPRETER if INTERPRETED else GPU
 
 LARGEST_WORD = 16  # bytes: the widest access of a GPU thread
 WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # alignment -> what is copied at a time
@@ -109,10 +112,6 @@ def part_tables(parts: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[P
     return tables
 
 
-def default_tiling() -> Tiling:
-    return INTERPRETER if INTERPRETED else GPU
-
-
 class Launcher:
     """Gather and scatter for the parts of one table, between slots and device blocks. Compiled when it is made.
 
@@ -130,18 +129,10 @@ class Launcher:
         self._sizes = (device_blocks, pitch, self._chunks)
         self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
-    def gather(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        """Copy the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8 [bytes].
-
-        `stream` is a handle of CUDA's.
-        """
-        self._launch(True, slot, ids, stream)
-
-    def scatter(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        """Copy what `gather` put into `slot` to the blocks with these `ids`."""
-        self._launch(False, slot, ids, stream)
-
-    def _launch(self, gathers: bool, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+    def launch(self, direction: Direction, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """For a store gather the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8
+        [bytes]; for a load scatter it to them. `stream` is a handle of CUDA's."""
+        gathers = direction is Direction.STORE
         num_fragments = len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
         sizes = (self._parts, num_fragments, *self._sizes)
