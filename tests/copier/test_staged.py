@@ -1,5 +1,6 @@
 """The staging ring: when a slot may be used again, what a copy waits for, and what goes through it in which slices."""
 
+import gc
 import mmap
 import random
 from contextlib import nullcontext
@@ -161,6 +162,16 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
         part.fill_(POISON)
     bench.copy(Direction.LOAD, ids, ids)
     assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copier_that_is_dropped_keeps_its_slots_until_what_uses_them_has_run(direction):
+    bench = Bench(DelayedStreams(("pack", "in")))
+    bench.copier.submit(direction, [GroupCopy(0, (0, 1), (3, 2))], bench.copier.here())
+    assert under_way(bench)
+    del bench.copier
+    gc.collect()
+    assert not under_way(bench)
 
 
 def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():

@@ -17,6 +17,7 @@ When a step cannot be submitted, what has been is waited for, so that every slot
 transfer can touch a block later; then the error goes on to whoever asked.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,7 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.streams import Event, Streams, streams_for
+from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import cuda_driver
@@ -90,6 +91,8 @@ class StagedCopier(Copier):
                 )
             }
             self.here().until_passed()  # who had the rings' memory before may still use it
+        # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
+        weakref.finalize(self, _synchronize, self._working, stores, loads).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
             self._paths = [
                 ThroughRing(group, region, slot_bytes, tiling) if whole is None else Direct(whole, region)
@@ -115,10 +118,15 @@ class StagedCopier(Copier):
                         self._paths[copy.group].submit(direction, copy, ring, after)
                 event = ring.streams.record()
         except BaseException:
-            with self._working():
-                ring.streams.synchronize()
+            _synchronize(self._working, ring.streams)
             raise
         return event
+
+
+def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: StreamPair) -> None:
+    with working():
+        for pair in pairs:
+            pair.synchronize()
 
 
 def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena | None) -> None:
