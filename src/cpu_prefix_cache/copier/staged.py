@@ -134,14 +134,12 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena |
         raise ConfigurationError("the host region must be one contiguous tensor in host memory")
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"staged copies need CUDA tensors, got {device}; the reference copier takes any")
-    if device.type == "cuda" and triton_staging.INTERPRETED:
-        raise ConfigurationError("TRITON_INTERPRET=1 runs kernels on the CPU; unset it for CUDA tensors")
     if device.type == "cuda" and pinned is None and not host.is_pinned():
         raise ConfigurationError("the host region is not pinned; make it with HostArena(..., pinned_for=device)")
-    if device.type == "cpu" and not triton_staging.INTERPRETED:
+    if (device.type == "cpu") != triton_staging.INTERPRETED:
         raise ConfigurationError(
-            "on CPU tensors the staged copier runs in Triton's interpreter only; set TRITON_INTERPRET=1 before the "
-            "kernels are imported, or take the reference copier"
+            "staged copies of CPU tensors need TRITON_INTERPRET=1 before the kernels are imported "
+            "(or take the reference copier), and those of CUDA tensors need it unset"
         )
 
 
