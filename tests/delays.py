@@ -29,17 +29,14 @@ class DelayedStream:
     def submit(self, work):
         self.entries.append(work)
 
-    def record(self):
-        event = DelayedEvent(self)
-        self.entries.append(event)
-        return event
-
-    def record_again(self, event):
+    def record(self, again=None):
+        event = again or DelayedEvent(self)
         assert event.stream is self
         if event in self.entries:
             self.entries.remove(event)
         event.has_passed = False
         self.entries.append(event)
+        return event
 
     def wait(self, event):
         self.entries.append(("wait", event))

@@ -1,8 +1,7 @@
-"""How the pieces of one group cross: through the slots of a ring, or directly.
+"""How the pieces of one group cross the link: through the slots of a ring, or directly.
 
-Both have a ring's streams carry out a copy, which touches device blocks only once `after` is passed. They go slice by
-slice, and work out what is in a slice when its turn has come: the link waits for the first one, and is busy with it
-while the host is at the next.
+Both paths touch device blocks only after the event `after`. They work slice by slice, and compute what a slice moves
+just before it is submitted, while the link is busy with the slice before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,32 +21,31 @@ from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-# The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
-# end. The others are as large as a slot, or this, where there is none: a slice costs the host 50 us.
+# The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
+# large as a slot, or as this without slots, because a slice costs the host 50 us.
 FIRST_SLICE_BYTES = 8 * 1024 * 1024
 DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 
-# A small transfer goes in this many slices all the same, if none is smaller than that: the last slice of a load is
-# scattered, and the first of a store gathered, while the link has nothing to do.
+# A small transfer is cut into so many slices of at least so many bytes, because the link is idle while the first slice
+# of a store is gathered, and the last of a load scattered.
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
+# The most blocks of a slice through the ring: 64 KiB of ids. Blocks of 4 KiB or more fill a slot with fewer.
+SLOT_IDS = 8192
+
 
 def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` pieces of `num_bytes` each, in slices [begin, end) of at most `most`."""
+    """`count` pieces of `num_bytes` bytes each, in slices [begin, end) of at most `most` pieces."""
     least = -(-SMALLEST_SLICE_BYTES // num_bytes)
     first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
     step = min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
     return pairwise([0, *range(first, count, step), count])
 
 
-# The blocks of a slice through the ring: 64 KiB of ids. A slot of 31 MiB holds fewer if they are larger than 4 KiB.
-SLOT_IDS = 8192
-
-
 def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
-    """The group as it crosses directly, with parts made one that follow each other in every block; None when a part has
-    fewer than `direct_bytes` of a block even then."""
+    """The group as it crosses directly, with parts joined that are neighbours in every block; None if a block has less
+    than `direct_bytes` bytes in some part even then."""
     parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
     if min(part.shape[1] for part in parts) < direct_bytes:
         return None
@@ -56,7 +54,7 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
 
 
 class Direct:
-    """Block by block over the link, part after part: for large blocks."""
+    """Copies large blocks without a slot, part after part."""
 
     def __init__(self, group: BoundGroup, region: Region) -> None:
         self._piece, self._region = group.piece, region
@@ -79,10 +77,8 @@ class Direct:
 
 
 class _Section:
-    """Parts that follow each other in a piece and fit a slot together: all of them, unless the piece is large.
-
-    In a slot, pieces are `_pitch` bytes apart, and at most `_most` of them.
-    """
+    """Parts [first, last) of a group, which fit a slot: all of them, unless the piece is large. A slot holds at most
+    `_most` pieces, `_pitch` bytes apart."""
 
     def __init__(
         self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
@@ -95,7 +91,7 @@ class _Section:
         self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
         self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
         self._places = list(columns(begin, num_bytes, region.block_bytes))
-        # one host block for each piece, all of it, and nothing between pieces in a slot
+        # each piece is one whole host block, and nothing is between pieces in a slot
         whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
         self._launchers = [
@@ -110,7 +106,7 @@ class _Section:
             ring.through(ids, kernel, self._region.crossing(direction, spans))
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
-        """Pieces with these host blocks, one after another from address `slot` on."""
+        """The pieces of these host blocks, in a slot from address `slot` on."""
         width, block_bytes = self._piece.host_blocks, self._region.block_bytes
         if self._is_one_block:
             return whole_blocks(slot, host_blocks, block_bytes)
@@ -124,7 +120,7 @@ class _Section:
 
 
 class ThroughRing:
-    """Slice by slice through the slots: for fragments."""
+    """Copies fragments through the slots of a ring."""
 
     def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
         self._region = region
@@ -137,7 +133,7 @@ class ThroughRing:
 
 
 def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a piece in runs [first, last) that fit a slot, as few as there can be."""
+    """The parts of a piece in as few runs [first, last) that fit a slot as possible."""
     ends = [*group.layout.offsets[1:], group.layout.num_bytes]
     first = 0
     for last in range(1, len(ends) + 1):

@@ -1,20 +1,19 @@
 """The fast copier: fragments are gathered on the device into a ring of slots, and whole pieces cross the link.
 
-An engine's block is many small fragments, one in each layer; the copy engines reach the link's speed only from some
-hundred KiB at a time. So a transfer is cut into slices that fit a slot, and each slice takes two steps:
+An engine's block is many small fragments, one in each layer, and copies reach the link's speed only from some hundred
+KiB on. So a transfer is cut into slices that fit a slot, and each slice takes two steps:
 
-    store   kernels   wait for the slot, gather fragments into it   |   copies    wait for that, slot to host blocks
-    load    copies    wait for the slot, host blocks into it        |   kernels   wait for that, scatter to fragments
+    store   kernels   gather fragments into a free slot      |   copies    then slot to host blocks
+    load    copies    host blocks into a free slot           |   kernels   then scatter to fragments
 
 While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
-streams each, and a thread each may submit them. Blocks that are large in every part cross the link as they are.
+streams each, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
 
-The gather of a store waits for all that compute had been given when the copy was asked for, so for what wrote the
-blocks. So does the scatter of a load: for the last reader of the blocks, and for whoever zeroes them (rule 12).
-`submit` waits for slots only; nobody uses the blocks before the event it returns.
+Device blocks are touched only after all that compute had been given when the copy was asked for: what writes a stored
+block, and what reads or zeroes a loaded one (rule 12). `submit` waits for slots only.
 
-When a step cannot be submitted, what has been is waited for, so that every slot is free again and nothing of the
-transfer can touch a block later; then the error goes on to whoever asked.
+When a step cannot be submitted, `submit` waits for the earlier ones before it raises. So every slot is free again, and
+nothing of the transfer can touch a block later.
 """
 
 import weakref
@@ -39,18 +38,18 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-DIRECT_BYTES = 1024 * 1024  # from there on direct copies are 99 % of the link, and take less of the host (one H200)
+DIRECT_BYTES = 1024 * 1024  # larger direct copies reach 99 % of the link, and take less of the host (one H200)
 
 
 class StagedCopier(Copier):
-    """Copies through two staging rings of `ring_bytes` bytes of device memory together. On CPU tensors, in Triton's
-    interpreter, it is for tests. `host` is contiguous; for CUDA tensors `pinned` says how far it is pinned by now
-    (a `HostArena` does), and without that it is pinned as a whole.
+    """Copies through two staging rings of `ring_bytes` bytes of device memory together. CPU tensors, which need
+    Triton's interpreter, are for tests.
 
-    Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
-    largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
-    With `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
-    measurements.
+    Arguments and errors are those of Binding, and: `host` is contiguous; for CUDA tensors it is pinned, or begins
+    `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross directly. With
+    `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
+    measurements. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
+    fit the device.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class StagedCopier(Copier):
         self._binding = Binding(shapes, tensors, host, null_block)
         device = self._binding.device
         _check_machine(device, host, pinned)
-        self._working: Callable[[], AbstractContextManager[None]]  # has any thread work on the device
+        self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
         self._working = partial(cuda_driver().working_in, device.index) if device.type == "cuda" else nullcontext
         self._streams = streams_for(device) if streams is None else streams
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
@@ -90,7 +89,7 @@ class StagedCopier(Copier):
                     (Direction.LOAD, loads, lambda: None),
                 )
             }
-            self.here().until_passed()  # who had the rings' memory before may still use it
+            self.here().until_passed()  # earlier owners may still use the memory of the rings
         # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
         weakref.finalize(self, _synchronize, self._working, stores, loads).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
