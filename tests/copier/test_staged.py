@@ -454,27 +454,30 @@ def test_tiles_of_any_width_cover_every_byte_and_no_other(size, tiling):
 def test_words_are_as_wide_as_everything_about_a_part_is_aligned(size, first, stride, word):
     memory = torch.empty(1024, dtype=torch.uint8)
     assert memory.data_ptr() % 16 == 0
-    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [0])
-    assert table.alignment == word
-    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [2])
-    assert table.alignment == min(word, 2)  # where it lies in a slot counts too
+    part = memory.as_strided((4, size), (stride, 1), first)
+    (launcher,) = triton_staging.launchers([part], [0], device_blocks=1)
+    assert launcher.alignment == word
+    (launcher,) = triton_staging.launchers([part], [2], device_blocks=1)
+    assert launcher.alignment == min(word, 2)  # where it lies in a slot counts too
 
 
 def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
     """The interpreter forgives an address that is not; a GPU does not."""
     seen = []
     monkeypatch.setattr(
-        triton_staging.Launcher, "launch", lambda launcher, direction, slot, *_: seen.append((launcher, slot))
+        triton_staging.Launcher,
+        "launch",
+        lambda launcher, direction, pitch, slot, *_: seen.append((launcher, pitch, slot)),
     )
     parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
     copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)
     seen.clear()
     copier.copy(Direction.STORE, [GroupCopy(0, (0, 1), (0, 1, 2, 3))])
-    assert sorted(launcher.table.alignment for launcher, _ in seen) == [2, 4, 16]
-    for launcher, slot in seen:
-        lengths, offsets = launcher.table.rows[2:]
-        for number in (slot.data_ptr(), launcher.pitch, *lengths.tolist(), *offsets.tolist()):
-            assert number % launcher.table.alignment == 0
+    assert sorted(launcher.alignment for launcher, *_ in seen) == [2, 4, 16]
+    for launcher, pitch, slot in seen:
+        lengths, offsets = launcher.table[2:]
+        for number in (slot.data_ptr(), pitch, *lengths.tolist(), *offsets.tolist()):
+            assert number % launcher.alignment == 0
 
 
 # Where it runs

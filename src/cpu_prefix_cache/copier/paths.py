@@ -15,7 +15,7 @@ from cpu_prefix_cache.copier.binding import BoundGroup
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
-from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling
+from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Tiling
 from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import side_by_side
@@ -86,17 +86,15 @@ class _Section:
         begin, device_blocks = group.layout.offsets[first], group.piece.device_blocks
         num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
         offsets = [offset - begin for offset in group.layout.offsets[first:last]]
-        tables = triton_staging.part_tables(group.parts[first:last], offsets)
+        parts = group.parts[first:last]
+        self._launchers = triton_staging.launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
         self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
-        self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
+        self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
         self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
         self._places = list(columns(begin, num_bytes, region.block_bytes))
         # each piece is one whole host block, and nothing is between pieces in a slot
         whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
-        self._launchers = [
-            Launcher(table, device_blocks=device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
-        ]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
         here, there = self._piece.host_blocks, self._piece.device_blocks
@@ -116,7 +114,7 @@ class _Section:
     def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
-            launcher.launch(direction, memory, ids, stream)
+            launcher.launch(direction, self._pitch, memory, ids, stream)
 
 
 class ThroughRing:

@@ -88,73 +88,66 @@ LARGEST_WORD = 16  # bytes: the widest access of a GPU thread
 WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # alignment -> what is copied at a time
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartTable:
-    """Parts of one alignment and size. `rows` is int64 [4, parts] on the device: bases, strides, lengths, offsets."""
-
-    rows: torch.Tensor
-    alignment: int
-    most_words: int  # of a fragment of any of these parts
-
-
-def part_tables(parts: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[PartTable]:
-    """The parts, uint8 [blocks, bytes] on the device, with where each begins within a piece in a slot."""
-    columns: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for part, offset in zip(parts, offsets, strict=True):
-        column = (part.data_ptr(), part.stride(0), part.shape[1], offset)
-        aligned = gcd(LARGEST_WORD, *column)
-        columns[aligned, triton.next_power_of_2(part.shape[1])].append(column)
-    tables = []
-    for (aligned, _), rows in columns.items():
-        bases, strides, lengths, offsets = zip(*rows, strict=True)
-        table = torch.tensor([bases, strides, lengths, offsets], dtype=torch.int64, device=parts[0].device)
-        tables.append(PartTable(table, aligned, max(lengths) // _word_bytes(aligned)))
-    return tables
-
-
 class Launcher:
-    """Gather and scatter for the parts of one table, between slots and device blocks. Compiled when it is made.
+    """Gather and scatter for parts of one alignment and size, between slots and device blocks. Compiled when it is
+    made.
 
-    A piece has `device_blocks` blocks, and pieces lie `pitch` bytes apart in a slot. Compiled kernels are called
-    directly: what Triton's own call does besides takes 12 us (H200 host), and a slice has 50.
+    `table` is int64 [4, parts] on the device: bases, strides, lengths and offsets of the parts; a fragment has at most
+    `most_words` words. Compiled kernels are called directly, because Triton's own call takes 12 us more (H200 host).
     """
 
-    def __init__(self, table: PartTable, *, device_blocks: int, pitch: int, tiling: Tiling) -> None:
-        self.table, self.pitch = table, pitch
-        self._tiling = tiling
-        self._parts = table.rows.shape[1]
-        self._words = next((width for width in tiling.widths if width >= table.most_words), tiling.widths[-1])
+    def __init__(
+        self, table: torch.Tensor, alignment: int, most_words: int, *, device_blocks: int, tiling: Tiling
+    ) -> None:
+        self.table, self.alignment = table, alignment
+        self._device_blocks, self._tiling = device_blocks, tiling
+        self._parts = table.shape[1]
+        self._words = next((width for width in tiling.widths if width >= most_words), tiling.widths[-1])
         self._fragments = max(1, tiling.words // self._words)  # of a tile
-        self._chunks = triton.cdiv(table.most_words, self._words)
-        self._sizes = (device_blocks, pitch, self._chunks)
+        self._chunks = triton.cdiv(most_words, self._words)
         self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
-    def launch(self, direction: Direction, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+    def launch(self, direction: Direction, pitch: int, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """For a store gather the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8
-        [bytes]; for a load scatter it to them. `stream` is a handle of CUDA's."""
-        gathers = direction is Direction.STORE
-        num_fragments = len(ids) * self._parts
+        [bytes], in which pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's.
+        """
+        gathers, num_fragments = direction is Direction.STORE, len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
-        sizes = (self._parts, num_fragments, *self._sizes)
-        if INTERPRETED:  # a tile is no wider than needed: there is nothing to compile
+        sizes = (self._parts, num_fragments, self._device_blocks, pitch, self._chunks)
+        if INTERPRETED:  # nothing is compiled, so a tile is no larger than needed
             fragments = min(self._fragments, triton.next_power_of_2(num_fragments))
-            _copy[(programs,)](slot, self.table.rows, ids, *sizes, *self._constants(fragments, gathers))
-        else:  # by addresses, which nobody looks up
-            addresses = slot.data_ptr(), self.table.rows.data_ptr(), ids.data_ptr()
+            _copy[(programs,)](slot, self.table, ids, *sizes, *self._constants(fragments, gathers))
+        else:  # by addresses, so that nobody looks them up
+            addresses = slot.data_ptr(), self.table.data_ptr(), ids.data_ptr()
             constants = self._constants(self._fragments, gathers)
             self._compiled[gathers][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
 
     def _compile(self, gathers: bool) -> Any:
         """By a launch that copies nothing."""
-        device = self.table.rows.device
-        slot = torch.empty(0, dtype=torch.uint8, device=device)
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        sizes, constants = (self._parts, 0, *self._sizes), self._constants(self._fragments, gathers)
-        return _copy[(1,)](slot, self.table.rows, nothing, *sizes, *constants, num_warps=self._tiling.warps)
+        slot, ids = (torch.empty(0, dtype=each, device=self.table.device) for each in (torch.uint8, torch.int64))
+        sizes, constants = (self._parts, 0, self._device_blocks, 0, 1), self._constants(self._fragments, gathers)
+        return _copy[(1,)](slot, self.table, ids, *sizes, *constants, num_warps=self._tiling.warps)
 
     def _constants(self, fragments: int, gathers: bool) -> tuple[Any, ...]:
-        alignment = self.table.alignment
+        alignment = self.alignment
         return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment, gathers
+
+
+def launchers(
+    parts: Sequence[torch.Tensor], offsets: Sequence[int], *, device_blocks: int, tiling: Tiling = TILING
+) -> list[Launcher]:
+    """For parts, uint8 [blocks, bytes] on the device, that begin at these offsets of a piece in a slot. A piece has
+    `device_blocks` blocks."""
+    columns: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for part, offset in zip(parts, offsets, strict=True):
+        column = (part.data_ptr(), part.stride(0), part.shape[1], offset)
+        columns[gcd(LARGEST_WORD, *column), triton.next_power_of_2(part.shape[1])].append(column)
+    made = []
+    for (alignment, _), rows in columns.items():
+        table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
+        most_words = max(length for _, _, length, _ in rows) // _word_bytes(alignment)
+        made.append(Launcher(table, alignment, most_words, device_blocks=device_blocks, tiling=tiling))
+    return made
 
 
 def _word_bytes(alignment: int) -> int:
