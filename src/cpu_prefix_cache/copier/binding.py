@@ -1,4 +1,4 @@
-"""A planner's groups, bound to the tensors that hold their bytes and to the host region; and the checks of a copy.
+"""A planner's groups, bound to their tensors and to the host region; and the checks of a copy.
 
 Every copier is built on a Binding and asks it before it moves anything: what passes here addresses only blocks that
 exist, writes none twice, and writes no null block (rules 7 and 16).
@@ -17,11 +17,11 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 
-Tensors = Sequence[Sequence[torch.Tensor]]  # group by group, part by part
+Tensors = Sequence[Sequence[torch.Tensor]]  # of each group its parts
 
 
 class Shapes(Protocol):
-    """What a copier needs of a planner: the pieces, group by group, and how large a host block is."""
+    """What a copier needs of a planner: the piece of each group, and the size of a host block."""
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
@@ -40,12 +40,12 @@ class BoundGroup:
 
 
 class Binding:
-    """`tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`: tensors as they are, or
-    what `parts.canonical` made of other layouts. `host` is the region, uint8 [host blocks, host_block_bytes].
-    `null_block` is the device block that stands for "no block" in every group, if the engine has one.
+    """`tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`, as `parts.canonical`
+    orders them. `host` is the region, uint8 [host blocks, host_block_bytes]. `null_block` is the device block that
+    stands for "no block" in every group, if the engine has one.
 
-    Raises ConfigurationError when the tensors do not weigh what the planner was told, differ in blocks, share memory
-    within a group or are on several devices, or the host region has other blocks.
+    Raises ConfigurationError when the tensors of a group have other bytes than the planner was told, differ in blocks
+    or share memory, when tensors are on several devices, or when the host region has other blocks.
     """
 
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, null_block: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Binding:
         (self.device,) = devices
 
     def check(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        """Raise MisuseError unless every id of a transfer may be copied. Nothing has moved then."""
+        """Raise MisuseError unless every id of a transfer may be copied."""
         for copy in copies:
             self._check_whole_pieces(copy)
         if direction is Direction.STORE:
@@ -102,7 +102,7 @@ def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
 
 
 def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
-    """Raise MisuseError when a destination comes twice."""
+    """Raise MisuseError when an id comes twice."""
     if len(set().union(*ids)) != sum(map(len, ids)):
         raise MisuseError(f"a {what} block is written twice in one copy")
 

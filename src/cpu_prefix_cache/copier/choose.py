@@ -1,7 +1,7 @@
-"""Which copier, and why: by what the device tensors are, or by name.
+"""Which copier, by the device of the tensors or by name:
 
-reference   torch indexing, on any device; what every other copier must match
-staged      Triton gather and scatter with a staging ring, for CUDA tensors; large blocks cross without it
+reference   torch indexing, on any device
+staged      Triton gather and scatter with a staging ring, for CUDA tensors
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ COPIERS = ("auto", "reference", "staged")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The copier, its name, and in a clause for the log why it was chosen."""
+    """The copier, its name, and why it was chosen, for the log."""
 
     copier: Copier
     name: str
@@ -38,9 +38,7 @@ def choose_copier(
     ring_bytes: int = RING_BYTES,
     loads_first: bool = False,
 ) -> Choice:
-    """The copier for these tensors. `ring_bytes` is for staging alone. `pinned` says how far
-    `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be. With `loads_first`
-    staged stores pause for loads (loads_first.py).
+    """The copier for these tensors. The arguments are those of StagedCopier, which alone needs the last three.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """

@@ -1,8 +1,8 @@
 """Copies between device memory and the host region: the moves of one slice, by their addresses.
 
-MemoryLink   memory to memory, at once: for tensors that are in host memory too
-DriverLink   in a stream, in its order. If all of them are pinned, and the driver has batches (cuMemcpyBatchAsync),
-             by one call: 12 us of the host, and 0.4 us each; else by one call each: 3 us (one H200)
+MemoryLink   copies memory at once: for tensors in host memory
+DriverLink   copies in the order of a stream: by one call if the driver has batches and all moves are pinned (12 us of
+             the host, and 0.4 us each), else by a call each (3 us; one H200)
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class MemoryLink:
 
 
 class DriverLink:
-    """`arena` says how far the region `blocks`, its first bytes, is pinned by now; None: all of it is."""
+    """`blocks` is the host region, or begins it. `arena` says how far it is pinned by now; None: it is pinned."""
 
     def __init__(self, driver: Driver, blocks: torch.Tensor, arena: HostArena | None) -> None:
         self._driver, self._arena = driver, arena
@@ -44,7 +44,7 @@ class DriverLink:
 
 
 class Region:
-    """The host region `blocks`, uint8 [host blocks, bytes], as copies see it: its link to `device`, and its seams."""
+    """The host region `blocks`, uint8 [host blocks, bytes]: its `link` to a device, and its seams."""
 
     def __init__(
         self, blocks: torch.Tensor, device: torch.device, arena: HostArena | None, seam_bytes: int = SEAM_BYTES
@@ -54,7 +54,7 @@ class Region:
         self.link = DriverLink(cuda_driver(), blocks, arena) if device.type == "cuda" else MemoryLink()
 
     def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
-        """What has a stream copy these spans; there they are addresses."""
+        """Has a stream, given by its handle, copy these spans, which have addresses on the device."""
         return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
 
 

@@ -1,13 +1,12 @@
-"""Loads go first: for a load a request waits, and for a store nobody does.
+"""Stores pause for loads: a request waits for a load, and none for a store.
 
     no load   --a load is submitted-->   loads   --STEP_SECONDS after the last of them-->   no load
 
-Between two slices a store pauses while there are loads. Else the two share the link (a load then takes a seventh
-longer), and the engine, about to compute what the load was for, shares Python and the driver with the store: that step
-took 16 to 23 ms of the host, and 8 without (vLLM 0.26, one H200).
+A store that goes on beside loads makes them a seventh slower, and takes Python and the driver from the engine, which is
+about to compute what was loaded: that step then took 16 to 23 ms of the host, not 8 (vLLM 0.26, one H200).
 
-A store has patience, and loads without pause must not use up the blocks that it holds: it pauses PATIENCE_SECONDS in
-all, and gets back REGAINED seconds of that in each second. Then both go on at once.
+Stores hold device blocks, so they do not pause for ever: PATIENCE_SECONDS in all, of which each second gives back
+REGAINED seconds. After that both share the link.
 """
 
 import threading
@@ -15,14 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STEP_SECONDS = 0.015  # from when a load is submitted: up to 4 until vLLM computes, 8 to launch that, 1 for the token
+STEP_SECONDS = (
+    0.015  # after a load is submitted vLLM needs up to 4 ms until it computes, 8 to launch that, 1 for the token
+)
 PATIENCE_SECONDS = 0.4  # four loads of 32,768 tokens of Llama 3.1 8B
 REGAINED = 0.1
 NAP_SECONDS = 0.5e-3
 
 
 class LoadsFirst:
-    """The loads of one copier before its stores, which pause `patience` seconds in all: with 0 never."""
+    """Lets the stores of one copier pause for its loads, for `patience` seconds in all; 0: never."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class LoadsFirst:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While a load is submitted. One thread submits loads."""
+        """Entered while a load is submitted, by the one thread that submits loads."""
         self._loads += 1
         self._loader = threading.get_ident()
         try:
@@ -49,7 +50,7 @@ class LoadsFirst:
             self._loads -= 1
 
     def pause(self) -> None:
-        """Before a slice of a store. A thread that submits both does not wait for itself."""
+        """Called before each slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
         self._patience = min(self._most, self._patience + (now - self._asked_at) * REGAINED)
         while self._patience > 0 and self._has_loads(now):

@@ -1,9 +1,7 @@
-"""What copying means, in plain torch. Every other copier must match it byte for byte; without a GPU it is the one used.
+"""Copies in plain torch. Every other copier must match it byte for byte.
 
-For the pieces of one group, with d device blocks and h host blocks each:
-
-    store   the h host blocks  =  the parts' bytes at the d ids, side by side; what is left of the last stays as it was
-    load    the same, read the other way
+A store writes the bytes of a piece, part after part and within a part device block after device block, into its host
+blocks. What is left of the last one stays as it was. A load is the inverse.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +15,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class ReferenceCopier(Copier):
-    """Copies with torch indexing, on any device, and has ended when `submit` returns. Arguments and errors are those of
-    Binding."""
+    """Copies on any device, and has ended when `submit` returns. Arguments and errors are those of Binding."""
 
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
@@ -55,7 +52,7 @@ class ReferenceCopier(Copier):
             part[device_ids] = packed[:, begin:end].reshape(len(device_ids), -1)
 
     def _columns(self, group: BoundGroup, copy: GroupCopy) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """The first host block of every piece, then the second, and so on, each with the bytes of a piece it holds."""
+        """The first host block of every piece, then the second, and so on, each with its byte range of a piece."""
         width = self._binding.host.shape[1]
         columns = torch.tensor(copy.host_blocks, dtype=torch.int64).view(-1, group.piece.host_blocks).t()
         for column, ids in enumerate(columns):

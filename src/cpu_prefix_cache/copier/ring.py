@@ -5,12 +5,8 @@
 A slot also has the ids of its blocks, in pinned host memory and in device memory. They are copied ahead of the kernel
 that reads them, which has run when the slot is free. So no slice allocates memory.
 
-The host waits until a slot is free, and leaves that to no stream: streams share the few queues of the hardware, and a
-stream that waits for a distant event holds up others, of the other direction or the engine (docs/copy_paths.md).
-
-The engine that copies to the host serves a stream until it is empty. A few bytes of another stream, such as the tokens
-that a step has sampled, would wait for a whole store: 57 ms for 3 GB. So every BREATH slices a store lets its stream
-run empty for a moment.
+The host waits until a slot is free, and leaves that to no stream: streams share the few queues of the hardware, and one
+that waits for a distant event holds up others (docs/copy_paths.md).
 """
 
 from array import array
@@ -133,7 +129,9 @@ class Ring:
         self._crossing.popleft().until_passed()
 
     def _breathe(self) -> None:
-        """In a store, wait before every BREATH-th slice until the last one has crossed."""
+        """In a store, wait before every BREATH-th slice until the last one has crossed. The engine that copies to the
+        host serves a stream until it is empty, and the tokens of a step would wait for all of a store: 57 ms for 3
+        GB."""
         self._count += 1
         if not self._loads and self._count % BREATH == 0:
             self._last.until_passed()

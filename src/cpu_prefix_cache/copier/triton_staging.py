@@ -1,20 +1,17 @@
-"""Gather and scatter: between an engine's tensors and a slot of the staging ring, in Triton.
+"""Gather and scatter, in Triton: between an engine's tensors and a slot of the staging ring.
 
-What they do, in words. In a slot, pieces lie `pitch` bytes apart. With d device blocks to a piece, device block number
-j of piece i has the id `ids[i*d + j]`, and for each part p there is one *fragment*:
+In a slot, pieces lie `pitch` bytes apart. With d device blocks to a piece, device block number j of piece i has the id
+`ids[i*d + j]`, and for each part p there is one *fragment*:
 
     on the device   from bases[p] + ids[i*d + j] * strides[p] on      lengths[p] bytes
     in the slot     from i * pitch + offsets[p] + j * lengths[p] on   as many
 
 `gather` copies every fragment into the slot, `scatter` out of it: one kernel, compiled for each. Nothing between
-fragments is read or written.
+fragments is read or written. The kernels trust their ids, which Binding has checked.
 
-A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Programs are few: HBM is
-tens of times faster than the link they serve. A word is as large as the alignment of everything about a part lets it
-be, so parts of one alignment and size share a table, and a table is one launch. In Triton's interpreter each
-operation costs tens of microseconds however large its tile, so there a tile takes in as much as it may.
-
-All addresses are int64: a block may lie many GiB from the first. The kernels trust their ids; Binding has checked them.
+A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Few programs suffice, because HBM
+is tens of times faster than the link. A word is as large as the alignment of a part allows; parts of one alignment and
+size share a table and a launch. All addresses are int64: a block may lie many GiB from the first.
 """
 
 from collections import defaultdict
@@ -40,7 +37,7 @@ def _copy(
     WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(num_fragments, FRAGMENTS) * chunks, tl.num_programs(0)):
-        # the addresses of its words on the device and in the slot, and which of them exist
+        # the addresses of the tile's words on the device and in the slot, and which of them exist
         fragment = (tile // chunks) * FRAGMENTS + tl.arange(0, FRAGMENTS)
         exists = fragment < num_fragments
         piece = fragment // (num_parts * device_blocks)
@@ -71,21 +68,24 @@ INTERPRETED = not isinstance(_copy, JITFunction)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How large a tile is and how many programs share them. All widths and `words` are powers of two."""
+    """How large tiles are and how many programs share them. All widths and `words` are powers of two."""
 
-    widths: tuple[int, ...]  # words of one fragment in a tile, ascending: the first that holds all of it, or the last
-    words: int  # over all fragments of a tile
+    widths: tuple[
+        int, ...
+    ]  # ascending; the first that holds a whole fragment is taken, or the last: words of a fragment
+    words: int  # of all fragments of a tile
     programs: int
     warps: int
 
 
-# Few widths: Triton compiles for each, half a second a time.
+# Few widths, because Triton compiles for each, half a second a time. In its interpreter an operation takes tens of
+# microseconds for any tile.
 GPU = Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=8)
 INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps=1)
 TILING = INTERPRETER if INTERPRETED else GPU
 
-LARGEST_WORD = 16  # bytes: the widest access of a GPU thread
-WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # alignment -> what is copied at a time
+LARGEST_WORD = 16  # bytes, the widest access of a GPU thread
+WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # by alignment
 
 
 class Launcher:
