@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
-from cpu_prefix_cache.copier import link, paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -306,12 +307,8 @@ def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
 def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
     seen = []
 
-    class Watching(link.MemoryLink):
-        def cross(self, direction, moves, stream):
-            seen.append(moves)
-            super().cross(direction, moves, stream)
-
-    monkeypatch.setattr(link, "MemoryLink", Watching)
+    cross = Region.cross
+    monkeypatch.setattr(Region, "cross", lambda region, *what: seen.append(what[1]) or cross(region, *what))
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)

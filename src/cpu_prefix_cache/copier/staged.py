@@ -72,10 +72,11 @@ class StagedCopier(Copier):
         device = self._binding.device
         _check_machine(device, host, pinned)
         self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
-        self._working = partial(cuda_driver().working_in, device.index) if device.type == "cuda" else nullcontext
+        driver = cuda_driver() if device.type == "cuda" else None
+        self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._streams = streams_for(device) if streams is None else streams
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
-        region, groups = Region(host, device, pinned, seam_bytes), self._binding.groups
+        region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
         staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
         num_slots, slot_bytes = _slots(staged, ring_bytes // 2, slots)

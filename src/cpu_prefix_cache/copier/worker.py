@@ -164,17 +164,14 @@ class CopyWorker:
 
         Raises AnnouncedLoadError if one has failed or is late.
         """
-        waiting = self.still_open(ids)
-        while waiting:
-            events = {id: event for id in waiting if (event := self._copies[id].event) is not None}
-            for id, event in events.items():
-                try:
-                    self._copier.hold_compute(event)
-                except Exception as error:
-                    raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
-            waiting = self.still_open(waiting - events.keys())
-            if waiting:
+        for id in self.still_open(ids):
+            while (event := self._copies[id].event) is None:
                 time.sleep(NAP_SECONDS)
+                self.still_open(ids)
+            try:
+                self._copier.hold_compute(event)
+            except Exception as error:
+                raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
 
     @property
     def is_busy(self) -> bool:
