@@ -25,7 +25,7 @@ BLOCKS = 24
 class Bench:
     """One group of two parts, 1 KiB a block together, one device block to a piece, and rings of two slots each."""
 
-    def __init__(self, delays, slots=2, **options):
+    def __init__(self, delays, **options):
         self.parts = [randoms(BLOCKS, 1000), randoms(BLOCKS, 24, seed=1)]
         self.before = [part.clone() for part in self.parts]
         self.shapes = shapes_of([self.parts], [1], 1024)
@@ -35,8 +35,7 @@ class Bench:
             self.shapes,
             [self.parts],
             self.host,
-            ring_bytes=2 * slots * 1024,
-            slots=slots,
+            ring_bytes=2 * ring.SLOTS * 1024,
             streams=delays.streams,
             **options,
         )
@@ -238,7 +237,7 @@ def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
     delays = DelayedStreams(eager)
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, slots=2, streams=delays.streams)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, streams=delays.streams)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
     copier.submit(Direction.STORE, copies, copier.here()).until_passed()
     assert delays.ran.count("out") == 15  # of two pieces each, where a slot has room for 64

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.memory.layout import PieceLayout
-from cpu_prefix_cache.memory.parts import block_bytes, check_apart
+from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
@@ -32,11 +31,11 @@ class Shapes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundGroup:
-    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and where their bytes go in a piece."""
+    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and their `parts.piece_offsets`."""
 
     piece: Piece
     parts: tuple[torch.Tensor, ...]
-    layout: PieceLayout
+    offsets: tuple[int, ...]
 
 
 class Binding:
@@ -119,17 +118,17 @@ def _check_region(shapes: Shapes, num_groups: int, host: torch.Tensor) -> None:
 def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:
     name = piece.group.name
     parts = tuple(block_bytes(tensor) for tensor in tensors)
-    layout = PieceLayout([part.shape[1] for part in parts], piece.device_blocks)
-    if layout.num_bytes != piece.num_bytes:
+    offsets = piece_offsets((part.shape[1] for part in parts), piece.device_blocks)
+    if offsets[-1] != piece.num_bytes:
         raise ConfigurationError(
-            f"a piece of group {name!r} weighs {layout.num_bytes} bytes in the tensors given, "
+            f"a piece of group {name!r} weighs {offsets[-1]} bytes in the tensors given, "
             f"but the planner was told {piece.num_bytes}"
         )
-    if layout.num_bytes > piece.host_blocks * host_block_bytes:
+    if piece.num_bytes > piece.host_blocks * host_block_bytes:
         raise ConfigurationError(
-            f"a piece of group {name!r} weighs {layout.num_bytes} bytes, more than its {piece.host_blocks} host blocks"
+            f"a piece of group {name!r} weighs {piece.num_bytes} bytes, more than its {piece.host_blocks} host blocks"
         )
     if len({part.shape[0] for part in parts}) != 1:
         raise ConfigurationError(f"the tensors of group {name!r} differ in the number of blocks")
     check_apart(parts, [f"part {at} of group {name!r}" for at in range(len(parts))])
-    return BoundGroup(piece, parts, layout)
+    return BoundGroup(piece, parts, offsets)

@@ -16,9 +16,8 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Tiling
-from cpu_prefix_cache.memory.layout import PieceLayout
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
-from cpu_prefix_cache.memory.parts import side_by_side
+from cpu_prefix_cache.memory.parts import piece_offsets, side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 # The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
@@ -49,8 +48,8 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
     if min(part.shape[1] for part in parts) < direct_bytes:
         return None
-    layout = PieceLayout([part.shape[1] for part in parts], group.piece.device_blocks)
-    return BoundGroup(group.piece, tuple(parts), layout)
+    offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks)
+    return BoundGroup(group.piece, tuple(parts), offsets)
 
 
 class Direct:
@@ -60,7 +59,7 @@ class Direct:
         self._piece, self._region = group.piece, region
         self._parts = [
             (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
-            for part, offset in zip(group.parts, group.layout.offsets, strict=True)
+            for part, offset in zip(group.parts, group.offsets, strict=False)
             for which in range(group.piece.device_blocks)
         ]
 
@@ -83,10 +82,9 @@ class _Section:
     def __init__(
         self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
     ) -> None:
-        begin, device_blocks = group.layout.offsets[first], group.piece.device_blocks
-        num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
-        offsets = [offset - begin for offset in group.layout.offsets[first:last]]
-        parts = group.parts[first:last]
+        begin, num_bytes = group.offsets[first], group.offsets[last] - group.offsets[first]
+        parts, device_blocks = group.parts[first:last], group.piece.device_blocks
+        offsets = [offset - begin for offset in group.offsets[first:last]]
         self._launchers = triton_staging.launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
         self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
         self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
@@ -132,13 +130,12 @@ class ThroughRing:
 
 def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
     """The parts of a piece in as few runs [first, last) that fit a slot as possible."""
-    ends = [*group.layout.offsets[1:], group.layout.num_bytes]
     first = 0
-    for last in range(1, len(ends) + 1):
-        begin = group.layout.offsets[first]
-        if last == len(ends) or round_up(ends[last] - begin, LARGEST_WORD) > slot_bytes:
+    for last, end in enumerate(group.offsets[2:], 1):
+        if round_up(end - group.offsets[first], LARGEST_WORD) > slot_bytes:
             yield first, last
             first = last
+    yield first, len(group.parts)
 
 
 def round_up(value: int, unit: int) -> int:

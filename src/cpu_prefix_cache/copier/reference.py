@@ -5,6 +5,7 @@ blocks. What is left of the last one stays as it was. A load is the inverse.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -39,7 +40,7 @@ class ReferenceCopier(Copier):
         host, device_ids, host_ids = self._binding.host, *self._ids(copy)
         pieces, width = len(host_ids) // group.piece.host_blocks, host.shape[1]
         packed = torch.cat([part[device_ids].view(pieces, -1) for part in group.parts], dim=1).to(host.device)
-        if end := group.layout.num_bytes % width:
+        if end := group.piece.num_bytes % width:
             last = host_ids.view(pieces, -1)[:, -1]
             packed = torch.cat([packed, host[last, end:]], dim=1)
         host[host_ids] = packed.view(-1, width)
@@ -48,8 +49,7 @@ class ReferenceCopier(Copier):
         device_ids, host_ids = self._ids(copy)
         packed = self._binding.host[host_ids].view(len(host_ids) // group.piece.host_blocks, -1)
         packed = packed.to(self._binding.device)
-        for part, begin in zip(group.parts, group.layout.offsets, strict=True):
-            end = begin + part.shape[1] * group.piece.device_blocks
+        for part, (begin, end) in zip(group.parts, pairwise(group.offsets), strict=True):
             part[device_ids] = packed[:, begin:end].reshape(len(device_ids), -1)
 
     def _ids(self, copy: GroupCopy) -> tuple[torch.Tensor, torch.Tensor]:

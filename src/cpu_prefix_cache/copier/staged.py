@@ -61,7 +61,6 @@ class StagedCopier(Copier):
         null_block: int | None = None,
         pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
-        slots: int = SLOTS,
         direct_bytes: int = DIRECT_BYTES,
         streams: Streams | None = None,
         tiling: Tiling = triton_staging.TILING,
@@ -79,16 +78,13 @@ class StagedCopier(Copier):
         region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
         staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
-        num_slots, slot_bytes = _slots(staged, ring_bytes // 2, slots)
+        num_slots, slot_bytes = _slots(staged, ring_bytes // 2)
         num_ids = max(SLOT_IDS, *(group.piece.device_blocks for group in groups))
-        stores, loads = self._streams.stores, self._streams.loads
+        stores, loads, sizes = self._streams.stores, self._streams.loads, (num_slots, slot_bytes, num_ids)
         with self._working():
             self._rings = {
-                direction: Ring(direction, pair, num_slots, slot_bytes, num_ids, device, pause)
-                for direction, pair, pause in (
-                    (Direction.STORE, stores, self._loads_first.pause),
-                    (Direction.LOAD, loads, lambda: None),
-                )
+                Direction.STORE: Ring(Direction.STORE, stores, *sizes, device, self._loads_first.pause),
+                Direction.LOAD: Ring(Direction.LOAD, loads, *sizes, device, lambda: None),
             }
             self.here().until_passed()  # earlier owners may still use the memory of the rings
         # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
@@ -143,7 +139,7 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena |
         )
 
 
-def _slots(groups: Sequence[BoundGroup], ring_bytes: int, slots: int) -> tuple[int, int]:
+def _slots(groups: Sequence[BoundGroup], ring_bytes: int) -> tuple[int, int]:
     """How many slots a ring has, and of how many bytes: a share of it, or what the largest part of a piece needs."""
     largest = max((group.piece.device_blocks * part.shape[1] for group in groups for part in group.parts), default=0)
     if not largest:
@@ -154,5 +150,5 @@ def _slots(groups: Sequence[BoundGroup], ring_bytes: int, slots: int) -> tuple[i
             f"staging rings of {2 * ring_bytes} bytes together are too small for a part of {largest} bytes; "
             f"ring_bytes={4 * needed} works"
         )
-    slot_bytes = max(needed, ring_bytes // slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    slot_bytes = max(needed, ring_bytes // SLOTS // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
     return ring_bytes // slot_bytes, slot_bytes
