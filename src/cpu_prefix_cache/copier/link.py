@@ -38,8 +38,8 @@ class Region:
             addresses = _to_and_of(direction, moves.device, moves.host)
             self._driver.copy_batch(*addresses, moves.size, moves.count, stream)
             return
-        for there, here, size in moves.listed():
-            to, of = _to_and_of(direction, there, here)
+        for device, host, size in moves.listed():
+            to, of = _to_and_of(direction, device, host)
             if self._driver is None:
                 ctypes.memmove(to, of, size)
             else:
@@ -47,8 +47,8 @@ class Region:
 
     def _are_pinned(self, moves: Moves) -> bool:
         end = self._end if self._arena is None else self._begin + self._arena.pinned_bytes
-        return end >= self._end or all(here + size <= end for _, here, size in moves.listed())
+        return end >= self._end or all(host + size <= end for _, host, size in moves.listed())
 
 
-def _to_and_of(direction: Direction, there: int, here: int) -> tuple[int, int]:
-    return (here, there) if direction is Direction.STORE else (there, here)
+def _to_and_of(direction: Direction, device: int, host: int) -> tuple[int, int]:
+    return (host, device) if direction is Direction.STORE else (device, host)

@@ -95,10 +95,10 @@ class _Section:
         self._is_one_block = whole and self._pitch == num_bytes
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
-        here, there = self._piece.host_blocks, self._piece.device_blocks
-        for begin, end in _slices(len(copy.device_blocks) // there, self._num_bytes, self._most):
-            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * here : end * here])
-            ids, kernel = copy.device_blocks[begin * there : end * there], partial(self._launch, direction)
+        host, device = self._piece.host_blocks, self._piece.device_blocks
+        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self._most):
+            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
+            ids, kernel = copy.device_blocks[begin * device : end * device], partial(self._launch, direction)
             ring.through(ids, kernel, self._region.crossing(direction, spans))
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:

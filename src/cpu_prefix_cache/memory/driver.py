@@ -1,10 +1,8 @@
 """The few calls of the CUDA driver that torch does not bind, through ctypes.
 
-Calls of microseconds keep Python's lock: who gives it up, beside an engine that is never at rest, has it back after
-milliseconds (`sys.getswitchinterval`), and a slice of a copy takes a dozen such calls. Those that may take long, to pin
-memory or to copy what is not pinned, let other threads run.
-
-A call that CUDA refuses raises DriverError, with its name and CUDA's number for the reason.
+Calls of microseconds keep Python's lock: a thread that releases it beside a busy engine has it back after milliseconds
+(`sys.getswitchinterval`), and a slice of a copy makes a dozen calls. Calls that may take long, to pin memory or to copy
+what is not pinned, release it.
 """
 
 import ctypes
@@ -18,7 +16,7 @@ BATCH_SINCE = 12080  # the version of CUDA whose cuMemcpyBatchAsync is called he
 
 
 class DriverError(RuntimeError):
-    """CUDA refused a call."""
+    """CUDA refused a call, for the reason that `code` is CUDA's number of."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"CUDA would not {call}: error {code}")
@@ -44,13 +42,13 @@ _BATCH = ctypes.PYFUNCTYPE(
 )
 
 
-# What every batch says, made once: the attributes hold from copy 0 on. Where the driver counts a failure nobody reads.
+# Arguments of every batch: the attributes hold from copy 0 on, and the number of a failed copy is not read.
 _IN_ORDER, _ZERO, _FAILED = _Attributes(source_order=STREAM_ORDER), _SIZE(0), _SIZE(0)
 
 
 class Driver:
-    """libcuda, as a library whose calls let other threads run, and as one whose calls do not. A thread that calls it
-    works in a context (`working_in`); torch sees to that only for its own calls."""
+    """libcuda, loaded as `library`, whose calls release Python's lock, and as `quick`, whose calls keep it. A thread
+    that calls it must be `working_in` a device. Every call raises DriverError when CUDA refuses it."""
 
     def __init__(self, library: ctypes.CDLL, quick: ctypes.PyDLL) -> None:
         self._library = library
@@ -64,21 +62,21 @@ class Driver:
         return self._batch is not None
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory for this process. No kernel is launched meanwhile: 0.6 to 1.2 ms for 16 MiB (one H200)."""
+        """Pin host memory. Kernel launches wait meanwhile: 0.6 to 1.2 ms for 16 MiB (one H200)."""
         _check("pin host memory", self._library.cuMemHostRegister_v2(_POINTER(address), _SIZE(num_bytes), 0))
 
     def unregister(self, address: int) -> None:
         _check("unpin host memory", self._library.cuMemHostUnregister(_POINTER(address)))
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """Have `stream` copy between device and host memory. With memory that is not pinned this may wait."""
+        """Have `stream` copy between device and host memory. This may block if the memory is not pinned."""
         addresses = ctypes.c_uint64(destination), ctypes.c_uint64(source)
         _check("copy", self._library.cuMemcpyAsync(*addresses, _SIZE(num_bytes), _POINTER(stream)))
 
     def copy_batch(
         self, destinations: int, sources: int, sizes: int, count: int, stream: int, order: int = STREAM_ORDER
     ) -> None:
-        """Have `stream` carry out `count` copies. The first three are the addresses of arrays of 8-byte integers."""
+        """Have `stream` carry out `count` copies. The first three are addresses of arrays of int64."""
         if self._batch is None:
             raise DriverError("copy in batches (it needs CUDA 12.8)", 801)
         attributes = _IN_ORDER if order == STREAM_ORDER else _Attributes(source_order=order)
@@ -86,15 +84,15 @@ class Driver:
         _check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
 
     def working_in(self, device: int | None) -> "Working":
-        """Have this thread work for a while in the context of a device, the one that torch works in; None: in its own.
+        """A context manager: this thread works in torch's context of a device; None: in the context that it is in.
 
-        What it does meanwhile leaves alone the CUDA graphs that other threads capture, and they it. Otherwise a call as
-        harmless as pinning memory, or a look at an event, ends every capture in the process.
+        Its calls do not disturb CUDA graphs that other threads capture. Otherwise even to query an event would end
+        every capture of the process.
         """
         return Working(self._quick, None if device is None else self._primary_context(device))
 
     def _primary_context(self, device: int) -> int:
-        """Made if it is not there, and kept."""
+        """Retained once, and kept."""
         if device not in self._contexts:
             context = _POINTER()
             _check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
@@ -109,7 +107,7 @@ class Driver:
 
 
 class Working:
-    """See Driver.working_in. A class, because a generator takes three times as long, and loads wait for it."""
+    """See Driver.working_in. A class, because a generator takes three times as long."""
 
     __slots__ = ("_context", "_library", "_mode")
 
@@ -132,7 +130,7 @@ class Working:
             self._leave()
 
     def _exchange_capture_mode(self) -> None:
-        """The thread's becomes `_mode`, and the other way round."""
+        """Set the thread's mode to `_mode`, and `_mode` to what it was."""
         _check("change a capture mode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)))
 
     def _leave(self) -> None:
@@ -157,7 +155,7 @@ def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
 
 @cache
 def cuda_driver() -> Driver:
-    """Raises ConfigurationError where there is none."""
+    """Raises ConfigurationError where there is no such driver."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
     except OSError as missing:

@@ -1,7 +1,6 @@
-"""Ending what has threads of its own, whoever asks for it.
+"""Ending objects that have threads of their own.
 
-The garbage collector runs in whichever thread has just allocated something, so also in the threads of the very object
-that it finds nobody keeps. A thread cannot wait for its own end: then another one ends the object.
+The garbage collector may finalize such an object in one of its own threads, which cannot wait for its own end.
 """
 
 import threading

@@ -1,10 +1,8 @@
-"""Taking the pages of a region from the system, in several threads, before anybody waits for them.
+"""Taking the pages of a region from the system, in several threads, ahead of registration.
 
-    asked for   --a thread's madvise-->   there
-                                    `-->  refused: the system has no more, and the region ends before them
-
-Registration would take them too, ten times slower, and no kernel is launched meanwhile. No CUDA call is made here. A
-page belongs to the NUMA node of the thread that takes it, so the threads run on processors near the device.
+Registration would take them too, ten times slower, and kernel launches would wait for it. A page belongs to the NUMA
+node of the thread that takes it, so the threads run on processors near the device. Where the system has no more memory
+the region ends.
 """
 
 import contextlib
@@ -36,7 +34,8 @@ def processors_near(pci_address: str) -> set[int]:
 
 
 class Pages:
-    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte. `near`: processors, if any."""
+    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on the processors `near` if
+    any."""
 
     def __init__(self, region: torch.Tensor, near: Set[int] = frozenset(), slice_bytes: int = SEAM_BYTES) -> None:
         self._region, self._near, self._slice_bytes = region, near, slice_bytes
@@ -49,25 +48,25 @@ class Pages:
         try:
             for thread in self.threads:
                 thread.start()
-        except RuntimeError:  # the system has no more threads: those there are would work for nobody
+        except RuntimeError:  # the system has no more threads: those that have started end
             self._shorten(0)
             raise
 
     def wait_for(self, first: int) -> bool:
-        """Whether the slice from byte `first` on is there; waits until that is known."""
+        """Wait until the slice from byte `first` on has its pages. False: it will not get them."""
         with self._changed:
             self._changed.wait_for(lambda: first >= self._end or first not in self._missing)
             return first < self._end
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more pages, and end the threads."""
         self._shorten(0)
         for thread in self.threads:
             thread.join()
 
     def _run(self) -> None:
         if near := self._near & os.sched_getaffinity(0):
-            with contextlib.suppress(OSError):  # a container may forbid it: then pages come from anywhere
+            with contextlib.suppress(OSError):  # a container may forbid it
                 os.sched_setaffinity(0, near)  # of this thread
         for first in self._next:  # all threads share it, so a slice is taken by one of them
             if first >= self._end:
@@ -87,7 +86,7 @@ class Pages:
 
 
 def _populate(region: torch.Tensor, first: int, num_bytes: int) -> int:
-    """The error number, 0 for none. A kernel that does not know the call leaves the pages to whoever writes first."""
+    """The error number, or 0. Older kernels do not know the call: there pages are taken when they are first written."""
     address, length = region.data_ptr() + first, min(num_bytes, region.numel() - first)
     if not _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), POPULATE_WRITE):
         return 0
