@@ -48,7 +48,12 @@ class Binding:
     """
 
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, null_block: int | None = None) -> None:
-        _check_region(shapes, len(tensors), host)
+        fits = host.dtype == torch.uint8 and host.ndim == 2 and host.shape[1] == shapes.host_block_bytes
+        if not fits or len(tensors) != len(shapes.pieces):
+            raise ConfigurationError(
+                f"the planner has {len(shapes.pieces)} groups and host blocks of {shapes.host_block_bytes} bytes; "
+                f"got tensors of {len(tensors)} groups and a host region of {host.dtype} {tuple(host.shape)}"
+            )
         self.host = host
         self.groups = tuple(
             _bind(piece, parts, shapes.host_block_bytes) for piece, parts in zip(shapes.pieces, tensors, strict=True)
@@ -104,15 +109,6 @@ def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
     """Raise MisuseError when an id comes twice."""
     if len(set().union(*ids)) != sum(map(len, ids)):
         raise MisuseError(f"a {what} block is written twice in one copy")
-
-
-def _check_region(shapes: Shapes, num_groups: int, host: torch.Tensor) -> None:
-    fits = host.dtype == torch.uint8 and host.ndim == 2 and host.shape[1] == shapes.host_block_bytes
-    if not fits or num_groups != len(shapes.pieces):
-        raise ConfigurationError(
-            f"the planner has {len(shapes.pieces)} groups and host blocks of {shapes.host_block_bytes} bytes; "
-            f"got tensors of {num_groups} groups and a host region of {host.dtype} {tuple(host.shape)}"
-        )
 
 
 def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:

@@ -44,9 +44,7 @@ def choose_copier(
     """
     if name not in COPIERS:
         raise ConfigurationError(f"copier must be one of {', '.join(COPIERS)}; got {name!r}")
-    reason = "it was asked for"
-    if name == "auto":
-        name, reason = _fitting(tensors)
+    name, reason = _fitting(tensors) if name == "auto" else (name, "it was asked for")
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
     try:

@@ -34,12 +34,13 @@ class Region:
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         """Have a stream, given by its handle, carry out these moves."""
+        stores = direction is Direction.STORE
         if self._driver is not None and self._driver.has_batches and self._are_pinned(moves):
-            addresses = _to_and_of(direction, moves.device, moves.host)
-            self._driver.copy_batch(*addresses, moves.size, moves.count, stream)
+            to, of = (moves.host, moves.device) if stores else (moves.device, moves.host)
+            self._driver.copy_batch(to, of, moves.size, moves.count, stream)
             return
         for device, host, size in moves.listed():
-            to, of = _to_and_of(direction, device, host)
+            to, of = (host, device) if stores else (device, host)
             if self._driver is None:
                 ctypes.memmove(to, of, size)
             else:
@@ -48,7 +49,3 @@ class Region:
     def _are_pinned(self, moves: Moves) -> bool:
         end = self._end if self._arena is None else self._begin + self._arena.pinned_bytes
         return end >= self._end or all(host + size <= end for _, host, size in moves.listed())
-
-
-def _to_and_of(direction: Direction, device: int, host: int) -> tuple[int, int]:
-    return (host, device) if direction is Direction.STORE else (device, host)

@@ -53,11 +53,8 @@ class LoadsFirst:
         """Called before each slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
         self._patience = min(self._most, self._patience + (now - self._asked_at) * REGAINED)
-        while self._patience > 0 and self._has_loads(now):
+        while self._patience > 0 and (self._loads or now < self._until) and self._loader != threading.get_ident():
             self._sleep(NAP_SECONDS)
             before, now = now, self._clock()
             self._patience -= now - before
         self._asked_at = now
-
-    def _has_loads(self, now: float) -> bool:
-        return (self._loads > 0 or now < self._until) and self._loader != threading.get_ident()

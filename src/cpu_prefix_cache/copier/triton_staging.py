@@ -85,12 +85,12 @@ INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps
 TILING = INTERPRETER if INTERPRETED else GPU
 
 LARGEST_WORD = 16  # bytes, the widest access of a GPU thread
-WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # by alignment
+# by alignment: what is copied at a time, and its bytes
+WORDS = {1: (tl.int8, 1), 2: (tl.int16, 2), 4: (tl.int32, 4), 8: (tl.int64, 8), 16: (tl.int64, 8)}
 
 
 class Launcher:
-    """Gather and scatter for parts of one alignment and size, between slots and device blocks. Compiled when it is
-    made.
+    """Gathers and scatters parts of one alignment and size. Its kernels are compiled when it is made.
 
     `table` is int64 [4, parts] on the device: bases, strides, lengths and offsets of the parts; a fragment has at most
     `most_words` words. Compiled kernels are called directly, because Triton's own call takes 12 us more (H200 host).
@@ -102,9 +102,10 @@ class Launcher:
         self.table, self.alignment = table, alignment
         self._device_blocks, self._tiling = device_blocks, tiling
         self._parts = table.shape[1]
-        self._words = next((width for width in tiling.widths if width >= most_words), tiling.widths[-1])
-        self._fragments = max(1, tiling.words // self._words)  # of a tile
-        self._chunks = triton.cdiv(most_words, self._words)
+        width = next((width for width in tiling.widths if width >= most_words), tiling.widths[-1])
+        self._words = (width, *WORDS[alignment], alignment)  # of a tile: how many of a fragment, and of which type
+        self._fragments = max(1, tiling.words // width)  # of a tile
+        self._chunks = triton.cdiv(most_words, width)
         self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
     def launch(self, direction: Direction, pitch: int, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
@@ -116,21 +117,16 @@ class Launcher:
         sizes = (self._parts, num_fragments, self._device_blocks, pitch, self._chunks)
         if INTERPRETED:  # nothing is compiled, so a tile is no larger than needed
             fragments = min(self._fragments, triton.next_power_of_2(num_fragments))
-            _copy[(programs,)](slot, self.table, ids, *sizes, *self._constants(fragments, gathers))
+            _copy[(programs,)](slot, self.table, ids, *sizes, fragments, *self._words, gathers)
         else:  # by addresses, so that nobody looks them up
-            addresses = slot.data_ptr(), self.table.data_ptr(), ids.data_ptr()
-            constants = self._constants(self._fragments, gathers)
-            self._compiled[gathers][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
+            compiled, addresses = self._compiled[gathers], (slot.data_ptr(), self.table.data_ptr(), ids.data_ptr())
+            compiled[(programs, 1, 1)](*addresses, *sizes, self._fragments, *self._words, gathers, stream=stream)
 
     def _compile(self, gathers: bool) -> Any:
         """By a launch that copies nothing."""
         slot, ids = (torch.empty(0, dtype=each, device=self.table.device) for each in (torch.uint8, torch.int64))
-        sizes, constants = (self._parts, 0, self._device_blocks, 0, 1), self._constants(self._fragments, gathers)
-        return _copy[(1,)](slot, self.table, ids, *sizes, *constants, num_warps=self._tiling.warps)
-
-    def _constants(self, fragments: int, gathers: bool) -> tuple[Any, ...]:
-        alignment = self.alignment
-        return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment, gathers
+        arguments = (self._parts, 0, self._device_blocks, 0, 1, self._fragments, *self._words, gathers)
+        return _copy[(1,)](slot, self.table, ids, *arguments, num_warps=self._tiling.warps)
 
 
 def launchers(
@@ -145,10 +141,6 @@ def launchers(
     made = []
     for (alignment, _), rows in columns.items():
         table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
-        most_words = max(length for _, _, length, _ in rows) // _word_bytes(alignment)
+        most_words = max(length for _, _, length, _ in rows) // WORDS[alignment][1]
         made.append(Launcher(table, alignment, most_words, device_blocks=device_blocks, tiling=tiling))
     return made
-
-
-def _word_bytes(alignment: int) -> int:
-    return min(alignment, 8)

@@ -13,9 +13,8 @@ itself, and raises an interrupt again once its transfer has failed.
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
 is reported as late, and as failed when it has ended.
 
-An engine that hears of the end of a load needs milliseconds until it computes. So `ends_soon` says which loads are
-about to end, by the pace of earlier ones. An engine that relies on it calls `still_open` before each plan, and
-`hold_compute` before anything reads what these loads bring.
+An engine needs milliseconds from the end of a load until it computes. It may begin earlier, with loads that
+`ends_soon`: then it calls `still_open` before each plan, and `hold_compute` before anything reads what they bring.
 """
 
 import logging
@@ -53,17 +52,13 @@ class AnnouncedLoadError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One transfer. The thread that submits it sets `event`, `taken_up` and `submitted_in`; the worker's caller the
-    rest.
-
-    When `submission` is over, it has what the copier raised, or there is the `event` of the transfer's end, unless the
-    transfer copies nothing. Times are in seconds by the worker's clock.
-    """
+    """One transfer. The thread that submits it sets `event`, `taken_up` and `submitted_in`.
+    When `submission` is over, it has what the copier raised, or there is an `event`, unless nothing is copied."""
 
     transfer: TransferPlan
     submission: "Future[None]" = field(default_factory=Future)
-    event: Event | None = None
-    began: float = 0.0  # when its plan came, if it is needed
+    event: Event | None = None  # of the transfer's end
+    began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
     taken_up: float | None = None  # of a load in a thread
     submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
     went_well: bool | None = None  # None: it has not ended
@@ -97,7 +92,8 @@ class CopyWorker:
         self._rated, self._bytes_per_second = 0, 0.0  # large loads, and the rate of the fastest
         self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
         self._closed = False
-        self._end = partial(_end, os.getpid(), list(self._threads.values()), self._copies, arena)
+        own = list(self._threads.values())
+        self._end = partial(end_outside_of, own, os.getpid(), partial(_end, own, self._copies, arena))
         self._ending = weakref.finalize(self, self._end)
 
     def run(self, plan: StepPlan) -> None:
@@ -183,10 +179,8 @@ class CopyWorker:
         _drain(self._copies)
 
     def close(self) -> None:
-        """Wait until all transfers have ended, end the threads and close the arena. Later transfers fail.
-
-        May be called again, also after an interrupt.
-        """
+        """Wait until all transfers have ended, end the threads and close the arena. Later transfers fail. After an
+        interrupt it may be called again."""
         self._closed = True
         self._end()
         self._ending.detach()
@@ -294,7 +288,7 @@ def _ended(copy: _Copy) -> bool | None:
     if copy.event is None and not copy.submission.done():
         return None
     try:
-        if copy.event is not None:
+        if copy.event is not None:  # set before the submission is over
             return copy.event.passed() or None
         if copy.submission.cancelled():
             return False
@@ -317,14 +311,10 @@ def _drain(copies: dict[int, _Copy]) -> None:
             logger.debug("transfer %d cannot be waited for", copy.transfer.id, exc_info=True)
 
 
-def _end(process: int, threads: Sequence[_CopyThread], copies: dict[int, _Copy], arena: HostArena | None) -> None:
-    def end() -> None:
-        _drain(copies)
-        for thread in threads:
-            thread.jobs.put(None)
-            thread.join()
-        if arena is not None:
-            arena.close()
-
-    if os.getpid() == process:  # a forked child has none of the threads, and would wait for them for ever
-        end_outside_of(threads, end)
+def _end(threads: Sequence[_CopyThread], copies: dict[int, _Copy], arena: HostArena | None) -> None:
+    _drain(copies)
+    for thread in threads:
+        thread.jobs.put(None)
+        thread.join()
+    if arena is not None:
+        arena.close()

@@ -22,8 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class _Files(NamedTuple):
-    """The files of a group's limit and use, and the name of reclaimable files in `memory.stat`, by version of
-    cgroup."""
+    """The files of a group's limit and use, and the line of `memory.stat` for reclaimable files, by version."""
 
     limit: str
     used: str

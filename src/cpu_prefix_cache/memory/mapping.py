@@ -17,20 +17,29 @@ def private(num_bytes: int) -> mmap.mmap:
     """Raises ConfigurationError like `check_fits`."""
     check_fits(num_bytes)
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _keep_pages_from_forks(region)
+    if sys.platform == "linux":
+        # A page that a forked child shares is copied when either writes to it, and the pinned page may be the child's
+        # then. So the child gets zeros at these addresses, or nothing at all from an older kernel.
+        try:
+            region.madvise(MADV_WIPEONFORK)
+        except OSError:
+            region.madvise(mmap.MADV_DONTFORK)
     return _with_huge_pages(region)
 
 
 def shared(name: str, num_bytes: int) -> mmap.mmap:
     """The region of that name, made by the first process that asks for it.
 
-    Raises ConfigurationError for a bad name, a region of another size, a system without /dev/shm, and like
-    `check_fits`.
+    Raises ConfigurationError for a bad name, another size, a system without /dev/shm, and like `check_fits`.
     """
     path = _path(name)
     if not SHARED.is_dir():
         raise ConfigurationError(f"this system has no shared memory at {SHARED}; give each process a region of its own")
-    file, is_new = _open(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        file, is_new = os.open(path, flags | os.O_EXCL, 0o600), True
+    except FileExistsError:
+        file, is_new = os.open(path, flags, 0o600), False
     try:
         there = os.fstat(file).st_size
         if there not in (0, num_bytes):
@@ -50,15 +59,6 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
         os.close(file)
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """The file descriptor, and whether the file is new."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_EXCL, 0o600), True
-    except FileExistsError:
-        return os.open(path, flags, 0o600), False
-
-
 def forget(name: str) -> None:
     """Remove the name. The region ends with the last process that has mapped it, however that ends."""
     _path(name).unlink(missing_ok=True)
@@ -68,17 +68,6 @@ def _path(name: str) -> Path:
     if not name or "/" in name or name in (".", ".."):
         raise ConfigurationError(f"a shared region has a plain name without slashes, got {name!r}")
     return SHARED / name
-
-
-def _keep_pages_from_forks(region: mmap.mmap) -> None:
-    """A page that a forked child shares is copied when either writes to it, and the pinned page may be the child's
-    then. So the child gets zeros at these addresses, or nothing at all from an older kernel."""
-    if sys.platform != "linux":
-        return  # nothing is pinned
-    try:
-        region.madvise(MADV_WIPEONFORK)
-    except OSError:
-        region.madvise(mmap.MADV_DONTFORK)
 
 
 def _with_huge_pages(region: mmap.mmap) -> mmap.mmap:

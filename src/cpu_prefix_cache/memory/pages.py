@@ -34,8 +34,7 @@ def processors_near(pci_address: str) -> set[int]:
 
 
 class Pages:
-    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on the processors `near` if
-    any."""
+    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on processors in `near`."""
 
     def __init__(self, region: torch.Tensor, near: Set[int] = frozenset(), slice_bytes: int = SEAM_BYTES) -> None:
         self._region, self._near, self._slice_bytes = region, near, slice_bytes

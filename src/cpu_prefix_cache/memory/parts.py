@@ -82,8 +82,7 @@ def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[P
 def token_major(
     layer: int, role: Role, tensor: torch.Tensor, *, num_blocks: int, block_tokens: int, number: int = 0
 ) -> Part:
-    """A tensor [num_blocks * block_tokens, ...] with one row to a token, whose shape does not tell the number of
-    blocks.
+    """A tensor [num_blocks * block_tokens, ...] with one row to a token. Its shape does not tell the number of blocks.
 
     Raises ConfigurationError when the rows are not those blocks, or the bytes of a block do not lie together.
     """

@@ -54,8 +54,8 @@ class Registration:
 
         Raises DriverError when CUDA would not unpin a slice, after all the others.
         """
-        if os.getpid() == self._process:
-            end_outside_of([*self._pages.threads, *([] if self._thread is None else [self._thread])], self._end)
+        own = [] if self._thread is None else [self._thread]
+        end_outside_of([*self._pages.threads, *own], self._process, self._end)
 
     def _end(self) -> None:
         self._stop.set()
