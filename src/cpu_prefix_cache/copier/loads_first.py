@@ -2,11 +2,9 @@
 
     no load   --a load is submitted-->   loads   --STEP_SECONDS after the last of them-->   no load
 
-A store that goes on beside loads makes them a seventh slower, and takes Python and the driver from the engine, which is
-about to compute what was loaded: that step then took 16 to 23 ms of the host, not 8 (vLLM 0.26, one H200).
-
-Stores hold device blocks, so they do not pause for ever: PATIENCE_SECONDS in all, of which each second gives back
-REGAINED seconds. After that both share the link.
+Beside a store loads take a seventh longer, and the step that computes what they brought took 16 to 23 ms of the host
+and not 8, because the store took Python and the driver from it (vLLM 0.26, one H200). Stores hold device blocks, so
+they pause PATIENCE_SECONDS in all, of which each second gives back REGAINED. After that both share the link.
 """
 
 import threading
@@ -14,9 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STEP_SECONDS = (
-    0.015  # after a load is submitted vLLM needs up to 4 ms until it computes, 8 to launch that, 1 for the token
-)
+STEP_SECONDS = 0.015  # from the submission of a load vLLM takes up to 4 ms to compute, 8 to launch, 1 for the token
 PATIENCE_SECONDS = 0.4  # four loads of 32,768 tokens of Llama 3.1 8B
 REGAINED = 0.1
 NAP_SECONDS = 0.5e-3

@@ -70,9 +70,8 @@ class Ring:
         self.streams = streams
         self._loads = direction is Direction.LOAD
         self._pause = pause
-        self._fill, self._empty = (
-            (streams.copies, streams.kernels) if self._loads else (streams.kernels, streams.copies)
-        )
+        kernels, copies = streams.kernels, streams.copies
+        self._fill, self._empty = (copies, kernels) if self._loads else (kernels, copies)
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
         self._slots = deque(

@@ -11,9 +11,6 @@ streams each, and may be submitted by a thread each. Blocks that are large in ev
 
 Device blocks are touched only after all that compute had been given when the copy was asked for: what writes a stored
 block, and what reads or zeroes a loaded one (rule 12). `submit` waits for slots only.
-
-When a step cannot be submitted, `submit` waits for the earlier ones before it raises. So every slot is free again, and
-nothing of the transfer can touch a block later.
 """
 
 import weakref
@@ -113,7 +110,7 @@ class StagedCopier(Copier):
                     if copy.host_blocks:
                         self._paths[copy.group].submit(direction, copy, ring, after)
                 event = ring.streams.record()
-        except BaseException:
+        except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
             _synchronize(self._working, ring.streams)
             raise
         return event

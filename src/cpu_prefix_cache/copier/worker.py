@@ -1,6 +1,4 @@
-"""The copying half on one rank: carries out step plans, and reports each transfer until a plan calls it resolved.
-
-There is one record for each transfer, from its plan until then:
+"""The copying half on one rank: one record for each transfer, from its plan until a plan calls it resolved.
 
     waiting  --taken up-->  being submitted  ---->  moving  --its event is passed-->  done
         |                          `--raised-->  failed  `--raised, or too late-->  failed
@@ -156,9 +154,8 @@ class CopyWorker:
         return {id for id in ids if id in self._copies and self._copies[id].went_well is None}
 
     def hold_compute(self, ids: Iterable[int]) -> None:
-        """Have what compute is given from now on run after these loads. Returns once they have been submitted.
-
-        Raises AnnouncedLoadError if one has failed or is late.
+        """Have what compute is given from now on run after these loads, once they are submitted. Raises like
+        `still_open`.
         """
         for id in self.still_open(ids):
             while (event := self._copies[id].event) is None:
@@ -247,8 +244,8 @@ class CopyWorker:
 
 
 class _CopyThread(threading.Thread):
-    """Does its `jobs` in order, whatever they raise, until one is None. (Executors of the standard library need 14 us
-    to take a job, this thread 0.1.)"""
+    """Does its `jobs` in order, whatever they raise, until one is None. To give it a job takes 0.1 us, an executor
+    14."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
