@@ -29,17 +29,14 @@ class DelayedStream:
     def submit(self, work):
         self.entries.append(work)
 
-    def record(self):
-        event = DelayedEvent(self)
-        self.entries.append(event)
-        return event
-
-    def record_again(self, event):
+    def record(self, again=None):
+        event = again or DelayedEvent(self)
         assert event.stream is self
         if event in self.entries:
             self.entries.remove(event)
         event.has_passed = False
         self.entries.append(event)
+        return event
 
     def wait(self, event):
         self.entries.append(("wait", event))
@@ -70,7 +67,7 @@ class DelayedStreams:
         self.compute, *rest = [DelayedStream(self, name) for name in ("compute", "pack", "out", "in", "unpack")]
         pack, out, into, unpack = rest
         self.all = [self.compute, *rest]
-        self.streams = Streams(self.compute.record, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
+        self.streams = Streams(lambda: self.compute, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
 
     def step(self):
         ready = {stream.name: stream for stream in self.all if stream.may_go_on}

@@ -30,11 +30,11 @@ def failing_at(call, at):
     return failing
 
 
-def breakable(stage, direction, what):
-    """Where a launch, or a copy, of this direction comes by."""
+def breakable(stage, what):
+    """Where a launch, or a copy, comes by."""
     if what == "launch":
-        return triton_staging.Launcher, "gather" if direction is Direction.STORE else "scatter"
-    return stage.copier._paths[0]._region.link, "cross"
+        return triton_staging.Launcher, "launch"
+    return stage.copier._paths[0]._region, "cross"
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -46,7 +46,7 @@ def test_a_failing_step_fails_its_transfer_alone(stage, monkeypatch, direction, 
     wanted = stage.rows(everything).clone()
     worker.run(plan_of(0, Direction.STORE, everything, everything))
     worker.drain()
-    where, name = breakable(stage, direction, what)
+    where, name = breakable(stage, what)
     right = getattr(where, name)
     failing = failing_at(right, at)
     after = stage.copier.here()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.copier.link import DriverLink, MemoryLink
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.memory.moves import moves_of
 from tests.copier.bench import POISON, poisoned, randoms
 
@@ -29,24 +29,22 @@ class Memory:
 
 
 class Pinned:
-    def __init__(self, pinned_bytes, is_pinned=False):
-        self.pinned_bytes, self.is_pinned = pinned_bytes, is_pinned
+    def __init__(self, pinned_bytes):
+        self.pinned_bytes = pinned_bytes
 
 
-def link_of(kind, host, driver):
-    if kind == "memory":
-        return MemoryLink()
-    pinned = {"batched": (0, True), "old": (0, True), "pinned": (30,), "pageable": (29,)}.get(kind)
-    return DriverLink(driver, host.data_ptr(), pinned and Pinned(*pinned))
+def region_of(kind, host, driver):
+    pinned = {"batched": 64, "old": 64, "pinned": 30, "pageable": 29}.get(kind)
+    return Region(host.view(8, 8), None if kind == "memory" else driver, pinned and Pinned(pinned))
 
 
 @pytest.mark.parametrize("kind", ["memory", "old", "batched", "whole", "pinned", "pageable"])
 @pytest.mark.parametrize("direction", Direction)
-def test_every_link_copies_what_it_is_told_and_nothing_else(kind, direction):
+def test_every_region_copies_what_it_is_told_and_nothing_else(kind, direction):
     device, host, driver = randoms(64), randoms(64, seed=1), Memory(has_batches=kind != "old")
     before = [device.clone(), host.clone()]
     spans = [(device.data_ptr() + 40, 3, 5), (device.data_ptr() + 7, 20, 10)]
-    link_of(kind, host, driver).cross(direction, moves_of(spans, host.data_ptr()), 77)
+    region_of(kind, host, driver).cross(direction, moves_of(spans, host.data_ptr()), 77)
     if direction is Direction.STORE:
         wanted, got, same = before[1].clone(), host, torch.equal(device, before[0])
         wanted[3:8], wanted[20:30] = before[0][40:45], before[0][7:17]
@@ -61,7 +59,7 @@ def test_every_link_copies_what_it_is_told_and_nothing_else(kind, direction):
 def test_what_ends_past_the_pinned_bytes_is_not_pinned():
     host, device, driver = poisoned(64), randoms(64), Memory()
     for pinned_bytes, batched in ((29, False), (30, True)):
-        link = DriverLink(driver, host.data_ptr(), Pinned(pinned_bytes))
-        link.cross(Direction.STORE, moves_of([(device.data_ptr(), 10, 20)], host.data_ptr()), 0)
+        region = Region(host.view(8, 8), driver, Pinned(pinned_bytes))
+        region.cross(Direction.STORE, moves_of([(device.data_ptr(), 10, 20)], host.data_ptr()), 0)
         assert (driver.asked.pop() == (1, 0)) is batched
     assert (host[30:] == POISON).all()

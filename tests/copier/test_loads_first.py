@@ -29,7 +29,7 @@ def clock():
 
 @pytest.fixture
 def loads(clock):
-    return LoadsFirst(clock, clock.sleep)
+    return LoadsFirst(clock=clock, sleep=clock.sleep)
 
 
 def waits(loads, clock):

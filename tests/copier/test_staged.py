@@ -1,5 +1,6 @@
 """The staging ring: when a slot may be used again, what a copy waits for, and what goes through it in which slices."""
 
+import gc
 import mmap
 import random
 from contextlib import nullcontext
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
-from cpu_prefix_cache.copier import link, paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -23,7 +25,7 @@ BLOCKS = 24
 class Bench:
     """One group of two parts, 1 KiB a block together, one device block to a piece, and rings of two slots each."""
 
-    def __init__(self, delays, slots=2, **options):
+    def __init__(self, delays, **options):
         self.parts = [randoms(BLOCKS, 1000), randoms(BLOCKS, 24, seed=1)]
         self.before = [part.clone() for part in self.parts]
         self.shapes = shapes_of([self.parts], [1], 1024)
@@ -33,8 +35,7 @@ class Bench:
             self.shapes,
             [self.parts],
             self.host,
-            ring_bytes=2 * slots * 1024,
-            slots=slots,
+            ring_bytes=2 * ring.SLOTS * 1024,
             streams=delays.streams,
             **options,
         )
@@ -163,6 +164,16 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
     assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copier_that_is_dropped_keeps_its_slots_until_what_uses_them_has_run(direction):
+    bench = Bench(DelayedStreams(("pack", "in")))
+    bench.copier.submit(direction, [GroupCopy(0, (0, 1), (3, 2))], bench.copier.here())
+    assert under_way(bench)
+    del bench.copier
+    gc.collect()
+    assert not under_way(bench)
+
+
 def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
     bench = Bench(DelayedStreams(("pack", "out")))
     ids = tuple(range(11))
@@ -209,15 +220,13 @@ def test_no_stream_is_made_to_wait_for_a_slot():
 def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
     monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
     monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 64)
-    part, delays, ids = randoms(20, 64), DelayedStreams(("out",)), tuple(range(20))
+    part, delays, ids = randoms(20, 64), DelayedStreams(("in",)), tuple(range(20))
     shapes = shapes_of([[part]], [1], 64)
     copier = StagedCopier(shapes, [[part]], poisoned(20, 64), streams=delays.streams, direct_bytes=64)
-    copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here()).until_passed()
-    assert delays.ran.count("out") == 20
-    delays.ran.clear()
-    event = copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], copier.here())
-    assert delays.ran.count("out") == 20 - ring.DIRECT_AHEAD
+    event = copier.submit(Direction.LOAD, [GroupCopy(0, ids, ids)], copier.here())  # a store waits now and then
+    assert delays.ran.count("in") == 20 - ring.DIRECT_AHEAD
     event.until_passed()
+    assert delays.ran.count("in") == 20
 
 
 @pytest.mark.parametrize("eager", EAGER)
@@ -228,7 +237,7 @@ def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
     delays = DelayedStreams(eager)
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, slots=2, streams=delays.streams)
+    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, streams=delays.streams)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
     copier.submit(Direction.STORE, copies, copier.here()).until_passed()
     assert delays.ran.count("out") == 15  # of two pieces each, where a slot has room for 64
@@ -297,12 +306,8 @@ def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
 def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
     seen = []
 
-    class Watching(link.MemoryLink):
-        def cross(self, direction, moves, stream):
-            seen.append(moves)
-            super().cross(direction, moves, stream)
-
-    monkeypatch.setattr(link, "MemoryLink", Watching)
+    cross = Region.cross
+    monkeypatch.setattr(Region, "cross", lambda region, *what: seen.append(what[1]) or cross(region, *what))
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)
@@ -329,7 +334,7 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
     copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
-    monkeypatch.setattr(triton_staging.Launcher, "gather", None)  # what only staging needs
+    monkeypatch.setattr(triton_staging.Launcher, "launch", None)  # what only staging needs
     copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
     assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
     assert (host[[0, 4, 5, 6]] == POISON).all()
@@ -445,27 +450,30 @@ def test_tiles_of_any_width_cover_every_byte_and_no_other(size, tiling):
 def test_words_are_as_wide_as_everything_about_a_part_is_aligned(size, first, stride, word):
     memory = torch.empty(1024, dtype=torch.uint8)
     assert memory.data_ptr() % 16 == 0
-    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [0])
-    assert table.alignment == word
-    (table,) = triton_staging.part_tables([memory.as_strided((4, size), (stride, 1), first)], [2])
-    assert table.alignment == min(word, 2)  # where it lies in a slot counts too
+    part = memory.as_strided((4, size), (stride, 1), first)
+    (launcher,) = triton_staging.launchers([part], [0], device_blocks=1)
+    assert launcher.alignment == word
+    (launcher,) = triton_staging.launchers([part], [2], device_blocks=1)
+    assert launcher.alignment == min(word, 2)  # where it lies in a slot counts too
 
 
 def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
     """The interpreter forgives an address that is not; a GPU does not."""
     seen = []
     monkeypatch.setattr(
-        triton_staging.Launcher, "gather", lambda launcher, slot, ids, stream: seen.append((launcher, slot))
+        triton_staging.Launcher,
+        "launch",
+        lambda launcher, direction, pitch, slot, *_: seen.append((launcher, pitch, slot)),
     )
     parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
     copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)
     seen.clear()
     copier.copy(Direction.STORE, [GroupCopy(0, (0, 1), (0, 1, 2, 3))])
-    assert sorted(launcher.table.alignment for launcher, _ in seen) == [2, 4, 16]
-    for launcher, slot in seen:
-        lengths, offsets = launcher.table.rows[2:]
-        for number in (slot.data_ptr(), launcher.pitch, *lengths.tolist(), *offsets.tolist()):
-            assert number % launcher.table.alignment == 0
+    assert sorted(launcher.alignment for launcher, *_ in seen) == [2, 4, 16]
+    for launcher, pitch, slot in seen:
+        lengths, offsets = launcher.table[2:]
+        for number in (slot.data_ptr(), pitch, *lengths.tolist(), *offsets.tolist()):
+            assert number % launcher.alignment == 0
 
 
 # Where it runs

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier.link import DriverLink
+from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
-from cpu_prefix_cache.memory.numa import processors_near
+from cpu_prefix_cache.memory.pages import processors_near
 from tests.threads import eventually
 
 CUDA = torch.device("cuda", 0)
@@ -61,11 +61,8 @@ class FakeDriver:
         self.registered, self.order, self.gate = {}, [], threading.Semaphore(1000)
         self.refuses_after, self.beside = None, 0
 
-    def primary_context(self, device):
-        return 7 + device
-
-    def working_in(self, context):
-        assert context == 7 + CUDA.index
+    def working_in(self, device):
+        assert device == CUDA.index
         return self
 
     def __enter__(self):
@@ -120,7 +117,7 @@ def test_it_is_pinned_slice_by_slice_from_the_first_block_up(driver):
             pass
         assert arena.ready_blocks == min(count * SLICE, 300_000) // 30_000
     arena.wait_until_ready()
-    assert arena.registration.is_whole and arena.ready_blocks == 10
+    assert arena.pinned_bytes == 300_000 and arena.ready_blocks == 10
     assert driver.order == [first + at for at in range(0, 300_000, SLICE)]
     assert sum(driver.registered.values()) == 300_000
     arena.close()
@@ -180,7 +177,7 @@ def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog
     driver.refuses_after = 2
     arena = arena_of(driver)
     arena.wait_until_ready()
-    assert arena.registration.num_bytes == 2 * SLICE and not arena.registration.is_whole
+    assert arena.pinned_bytes == 2 * SLICE
     assert arena.ready_blocks == 10
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "ulimit -l" in record.getMessage()
@@ -217,7 +214,7 @@ def test_a_driver_that_gives_no_context_makes_nobody_wait(driver, monkeypatch, c
     def refusing(device):
         raise DriverError("give a context", 2)
 
-    monkeypatch.setattr(driver, "primary_context", refusing)
+    monkeypatch.setattr(driver, "working_in", refusing)
     arena = arena_of(driver)
     arena.wait_until_ready()
     assert arena.ready_blocks == 0 and "not pinned, and not used" in caplog.text
@@ -285,11 +282,11 @@ def test_a_region_that_is_collected_in_a_thread_of_its_own_is_unpinned_all_the_s
 def test_whoever_copies_keeps_the_region(driver):
     arena = arena_of(driver)
     arena.wait_until_ready()
-    link = DriverLink(driver, 0, arena)
+    region = Region(arena.blocks, driver, arena)
     del arena
     gc.collect()
-    assert driver.registered and link._pinned.is_pinned
-    del link
+    assert driver.registered and region._arena.pinned_bytes == 300_000
+    del region
     gc.collect()
     assert not driver.registered
 
@@ -346,15 +343,12 @@ def test_pinned_memory_needs_a_device(monkeypatch):
 
 
 def test_processors_near_the_device_are_those_of_its_node(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpu_prefix_cache.memory.numa.PCI", tmp_path / "pci")
-    monkeypatch.setattr("cpu_prefix_cache.memory.numa.NODES", tmp_path / "nodes")
-    (tmp_path / "pci" / "0000:1b:00.0").mkdir(parents=True)
-    (tmp_path / "nodes" / "node1").mkdir(parents=True)
-    (tmp_path / "nodes" / "node1" / "cpulist").write_text("2-3,6\n")
-    (tmp_path / "pci" / "0000:1b:00.0" / "numa_node").write_text("1\n")
+    monkeypatch.setattr(pages, "PCI_DEVICES", tmp_path)
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "local_cpus").write_text("0000004c\n")
     assert processors_near("0000:1b:00.0") == {2, 3, 6}
-    (tmp_path / "pci" / "0000:1b:00.0" / "numa_node").write_text("-1\n")
-    assert processors_near("0000:1b:00.0") == set()
+    (tmp_path / "0000:1b:00.0" / "local_cpus").write_text("00000000,00000003,00000001\n")
+    assert processors_near("0000:1b:00.0") == {0, 32, 33}
     assert processors_near("0000:99:00.0") == set()
 
 

@@ -36,26 +36,37 @@ def driver(library):
     return Driver(library, library)
 
 
+RETAIN, PUSH, MODE, POP = (
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxPushCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuCtxPopCurrent_v2",
+)
+
+
 def test_a_context_is_retained_once(driver, library):
     for device in (0, 0, 1):
-        driver.primary_context(device)
-    assert library.asked == ["cuDevicePrimaryCtxRetain"] * 2
+        driver.working_in(device)
+    assert library.asked == [RETAIN] * 2
 
 
-PUSH, MODE, POP = "cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent_v2"
+def test_without_a_device_the_capture_mode_alone_is_another(driver, library):
+    with driver.working_in(None):
+        assert library.asked == [MODE]
+    assert library.asked == [MODE, MODE]
 
 
 def test_a_context_is_left_when_it_cannot_be_worked_in(driver, library):
     library.refused.add(MODE)
     with pytest.raises(DriverError, match="capture mode"), driver.working_in(7):
         raise AssertionError("it was entered")
-    assert library.asked == [PUSH, MODE, POP]
+    assert library.asked == [RETAIN, PUSH, MODE, POP]
 
 
 def test_and_when_the_capture_mode_cannot_be_set_back(driver, library):
     with pytest.raises(DriverError, match="capture mode"), driver.working_in(7):
         library.refused.add(MODE)
-    assert library.asked == [PUSH, MODE, MODE, POP]
+    assert library.asked == [RETAIN, PUSH, MODE, MODE, POP]
 
 
 def test_without_a_driver_a_sentence_says_so(monkeypatch):

@@ -1,4 +1,4 @@
-"""A planner's groups, bound to the tensors that hold their bytes and to the host region; and the checks of a copy.
+"""A planner's groups, bound to their tensors and to the host region; and the checks of a copy.
 
 Every copier is built on a Binding and asks it before it moves anything: what passes here addresses only blocks that
 exist, writes none twice, and writes no null block (rules 7 and 16).
@@ -11,18 +11,16 @@ from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.memory.layout import PieceLayout
-from cpu_prefix_cache.memory.parts import block_bytes, check_apart
+from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 
-Tensors = Sequence[Sequence[torch.Tensor]]  # group by group, part by part
-MANY_IDS = 256  # above, torch finds the ends sooner than a loop: 0.07 ms for 4,096 and not 0.2
+Tensors = Sequence[Sequence[torch.Tensor]]  # of each group its parts
 
 
 class Shapes(Protocol):
-    """What a copier needs of a planner: the pieces, group by group, and how large a host block is."""
+    """What a copier needs of a planner: the piece of each group, and the size of a host block."""
 
     @property
     def pieces(self) -> Sequence[Piece]: ...
@@ -33,24 +31,29 @@ class Shapes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundGroup:
-    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and where their bytes go in a piece."""
+    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and their `parts.piece_offsets`."""
 
     piece: Piece
     parts: tuple[torch.Tensor, ...]
-    layout: PieceLayout
+    offsets: tuple[int, ...]
 
 
 class Binding:
-    """`tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`: tensors as they are, or
-    what `parts.canonical` made of other layouts. `host` is the region, uint8 [host blocks, host_block_bytes].
-    `null_block` is the device block that stands for "no block" in every group, if the engine has one.
+    """`tensors[group]` lists the parts of a group, layer by layer, each `[device blocks, ...]`, as `parts.canonical`
+    orders them. `host` is the region, uint8 [host blocks, host_block_bytes]. `null_block` is the device block that
+    stands for "no block" in every group, if the engine has one.
 
-    Raises ConfigurationError when the tensors do not weigh what the planner was told, differ in blocks, share memory
-    within a group or are on several devices, or the host region has other blocks.
+    Raises ConfigurationError when the tensors of a group have other bytes than the planner was told, differ in blocks
+    or share memory, when tensors are on several devices, or when the host region has other blocks.
     """
 
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, null_block: int | None = None) -> None:
-        _check_region(shapes, len(tensors), host)
+        fits = host.dtype == torch.uint8 and host.ndim == 2 and host.shape[1] == shapes.host_block_bytes
+        if not fits or len(tensors) != len(shapes.pieces):
+            raise ConfigurationError(
+                f"the planner has {len(shapes.pieces)} groups and host blocks of {shapes.host_block_bytes} bytes; "
+                f"got tensors of {len(tensors)} groups and a host region of {host.dtype} {tuple(host.shape)}"
+            )
         self.host = host
         self.groups = tuple(
             _bind(piece, parts, shapes.host_block_bytes) for piece, parts in zip(shapes.pieces, tensors, strict=True)
@@ -64,7 +67,7 @@ class Binding:
         (self.device,) = devices
 
     def check(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        """Raise MisuseError unless every id of a transfer may be copied. Nothing has moved then."""
+        """Raise MisuseError unless every id of a transfer may be copied."""
         for copy in copies:
             self._check_whole_pieces(copy)
         if direction is Direction.STORE:
@@ -97,43 +100,31 @@ def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
         numbers = array("q", ids)
     except (TypeError, OverflowError) as error:
         raise MisuseError(f"{what} blocks must be whole numbers from 0 to {limit - 1}: {error}") from error
-    if len(numbers) <= MANY_IDS:
-        least, most = min(numbers), max(numbers)
-    else:
-        least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
+    least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
     if least < 0 or most >= limit:
         raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
 
 
 def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
-    """Raise MisuseError when a destination comes twice."""
+    """Raise MisuseError when an id comes twice."""
     if len(set().union(*ids)) != sum(map(len, ids)):
         raise MisuseError(f"a {what} block is written twice in one copy")
-
-
-def _check_region(shapes: Shapes, num_groups: int, host: torch.Tensor) -> None:
-    fits = host.dtype == torch.uint8 and host.ndim == 2 and host.shape[1] == shapes.host_block_bytes
-    if not fits or num_groups != len(shapes.pieces):
-        raise ConfigurationError(
-            f"the planner has {len(shapes.pieces)} groups and host blocks of {shapes.host_block_bytes} bytes; "
-            f"got tensors of {num_groups} groups and a host region of {host.dtype} {tuple(host.shape)}"
-        )
 
 
 def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:
     name = piece.group.name
     parts = tuple(block_bytes(tensor) for tensor in tensors)
-    layout = PieceLayout([part.shape[1] for part in parts], piece.device_blocks)
-    if layout.num_bytes != piece.num_bytes:
+    offsets = piece_offsets((part.shape[1] for part in parts), piece.device_blocks)
+    if offsets[-1] != piece.num_bytes:
         raise ConfigurationError(
-            f"a piece of group {name!r} weighs {layout.num_bytes} bytes in the tensors given, "
+            f"a piece of group {name!r} weighs {offsets[-1]} bytes in the tensors given, "
             f"but the planner was told {piece.num_bytes}"
         )
-    if layout.num_bytes > piece.host_blocks * host_block_bytes:
+    if piece.num_bytes > piece.host_blocks * host_block_bytes:
         raise ConfigurationError(
-            f"a piece of group {name!r} weighs {layout.num_bytes} bytes, more than its {piece.host_blocks} host blocks"
+            f"a piece of group {name!r} weighs {piece.num_bytes} bytes, more than its {piece.host_blocks} host blocks"
         )
     if len({part.shape[0] for part in parts}) != 1:
         raise ConfigurationError(f"the tensors of group {name!r} differ in the number of blocks")
     check_apart(parts, [f"part {at} of group {name!r}" for at in range(len(parts))])
-    return BoundGroup(piece, parts, layout)
+    return BoundGroup(piece, parts, offsets)

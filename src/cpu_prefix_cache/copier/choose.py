@@ -1,7 +1,7 @@
-"""Which copier, and why: by what the device tensors are, or by name.
+"""Which copier, by the device of the tensors or by name:
 
-reference   torch indexing, on any device; what every other copier must match
-staged      Triton gather and scatter with a staging ring, for CUDA tensors; large blocks cross without it
+reference   torch indexing, on any device
+staged      Triton gather and scatter with a staging ring, for CUDA tensors
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Shapes, Tensors
-from cpu_prefix_cache.copier.link import Pinned
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.ring import RING_BYTES
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 COPIERS = ("auto", "reference", "staged")
@@ -19,7 +20,7 @@ COPIERS = ("auto", "reference", "staged")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The copier, its name, and in a clause for the log why it was chosen."""
+    """The copier, its name, and why it was chosen, for the log."""
 
     copier: Copier
     name: str
@@ -33,30 +34,25 @@ def choose_copier(
     *,
     name: str = "auto",
     null_block: int | None = None,
-    pinned: Pinned | None = None,
-    ring_bytes: int | None = None,
+    pinned: HostArena | None = None,
+    ring_bytes: int = RING_BYTES,
     loads_first: bool = False,
 ) -> Choice:
-    """The copier for these tensors. `ring_bytes` is for staging alone; None takes its default. `pinned` says how far
-    `host` is pinned by now (a `HostArena` does); None says as a whole, or that nothing needs to be. With `loads_first`
-    staged stores pause for loads (loads_first.py).
+    """The copier for these tensors. The arguments are those of StagedCopier, which alone needs the last three.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """
     if name not in COPIERS:
         raise ConfigurationError(f"copier must be one of {', '.join(COPIERS)}; got {name!r}")
-    reason = "it was asked for"
-    if name == "auto":
-        name, reason = _fitting(tensors)
+    name, reason = _fitting(tensors) if name == "auto" else (name, "it was asked for")
     if name == "reference":
         return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
     try:
-        from cpu_prefix_cache.copier.staged import RING_BYTES, StagedCopier
+        from cpu_prefix_cache.copier.staged import StagedCopier
     except ImportError as missing:
         raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
-    ring = RING_BYTES if ring_bytes is None else ring_bytes
     copier = StagedCopier(
-        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring, loads_first=loads_first
+        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring_bytes, loads_first=loads_first
     )
     return Choice(copier, name, f"{reason}; {copier.paths}")
 

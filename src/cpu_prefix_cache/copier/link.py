@@ -1,81 +1,51 @@
 """Copies between device memory and the host region: the moves of one slice, by their addresses.
 
-MemoryLink   memory to memory, at once: for tensors that are in host memory too
-DriverLink   in a stream, in its order. If all of them are pinned, and the driver has batches (cuMemcpyBatchAsync),
-             by one call: 12 us of the host, and 0.4 us each; else by one call each: 3 us (one H200)
+If the driver has batches and all moves are pinned, they are one call: 12 us of the host, and 0.4 us for each. Else each
+is a call of 3 us (one H200).
 """
 
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
 from cpu_prefix_cache.messages.plan import Direction
 
 
-class Link(Protocol):
-    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        """Copy what `moves` says. `stream` is a handle of CUDA's."""
-
-
-class Pinned(Protocol):
-    """How far a region is pinned, from its first byte on. It may grow at any time. `HostArena` is one."""
-
-    @property
-    def pinned_bytes(self) -> int: ...
-
-    @property
-    def is_pinned(self) -> bool:
-        """As a whole."""
-
-
-class MemoryLink:
-    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        for there, here, size in moves.listed():
-            ctypes.memmove(*_to_and_of(direction, there, here), size)
-
-
-class DriverLink:
-    """Of a region from address `base` on. `pinned` None: all of it is."""
-
-    def __init__(self, driver: Driver, base: int, pinned: Pinned | None) -> None:
-        self._driver, self._base, self._pinned = driver, base, pinned
-
-    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
-        if self._driver.has_batches and self._are_pinned(moves):
-            addresses = _to_and_of(direction, moves.device, moves.host)
-            self._driver.copy_batch(*addresses, moves.size, moves.count, stream)
-            return
-        for there, here, size in moves.listed():
-            self._driver.copy(*_to_and_of(direction, there, here), size, stream)
-
-    def _are_pinned(self, moves: Moves) -> bool:
-        """By now."""
-        if self._pinned is None or self._pinned.is_pinned:
-            return True
-        end = self._base + self._pinned.pinned_bytes
-        return all(here + size <= end for _, here, size in moves.listed())
-
-
 class Region:
-    """The host region `blocks`, uint8 [host blocks, bytes], as copies see it: its link to `device`, and its seams."""
+    """The host region `blocks`, uint8 [host blocks, bytes]. `arena`, which it begins, says how far it is pinned by now;
+    None: it is pinned. Without a `driver`, for tensors in host memory, a copy is done at once.
+    """
 
     def __init__(
-        self, blocks: torch.Tensor, device: torch.device, pinned: Pinned | None, seam_bytes: int = SEAM_BYTES
+        self, blocks: torch.Tensor, driver: Driver | None, arena: HostArena | None, seam_bytes: int = SEAM_BYTES
     ) -> None:
         self.block_bytes = blocks.shape[1]
-        self._base = blocks.data_ptr()
-        self.link: Link = DriverLink(cuda_driver(), self._base, pinned) if device.type == "cuda" else MemoryLink()
-        self._seam_bytes = seam_bytes
+        self._begin, self._end = blocks.data_ptr(), blocks.data_ptr() + blocks.numel()
+        self._driver, self._arena, self._seam_bytes = driver, arena, seam_bytes
 
     def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
-        """What has a stream copy these spans; there they are addresses."""
-        return partial(self.link.cross, direction, moves_of(spans, self._base, self._seam_bytes))
+        """Has a stream, given by its handle, copy these spans, which have addresses on the device."""
+        return partial(self.cross, direction, moves_of(spans, self._begin, self._seam_bytes))
 
+    def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
+        """Have a stream, given by its handle, carry out these moves."""
+        stores = direction is Direction.STORE
+        if self._driver is not None and self._driver.has_batches and self._are_pinned(moves):
+            to, of = (moves.host, moves.device) if stores else (moves.device, moves.host)
+            self._driver.copy_batch(to, of, moves.size, moves.count, stream)
+            return
+        for device, host, size in moves.listed():
+            to, of = (host, device) if stores else (device, host)
+            if self._driver is None:
+                ctypes.memmove(to, of, size)
+            else:
+                self._driver.copy(to, of, size, stream)
 
-def _to_and_of(direction: Direction, there: int, here: int) -> tuple[int, int]:
-    return (here, there) if direction is Direction.STORE else (there, here)
+    def _are_pinned(self, moves: Moves) -> bool:
+        end = self._end if self._arena is None else self._begin + self._arena.pinned_bytes
+        return end >= self._end or all(host + size <= end for _, host, size in moves.listed())

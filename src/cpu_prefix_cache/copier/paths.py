@@ -1,8 +1,7 @@
-"""How the pieces of one group cross: through the slots of a ring, or directly.
+"""How the pieces of one group cross the link: through the slots of a ring, or directly.
 
-Both have a ring's streams carry out a copy, which touches device blocks only once `after` is passed. They go slice by
-slice, and work out what is in a slice when its turn has come: the link waits for the first one, and is busy with it
-while the host is at the next.
+Both paths touch device blocks only after the event `after`. They work slice by slice, and compute what a slice moves
+just before it is submitted, while the link is busy with the slice before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,72 +15,60 @@ from cpu_prefix_cache.copier.binding import BoundGroup
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
-from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling
-from cpu_prefix_cache.memory.layout import PieceLayout
+from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Tiling
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
-from cpu_prefix_cache.memory.parts import side_by_side
+from cpu_prefix_cache.memory.parts import piece_offsets, side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-# The first slice is small, so that the link begins soon: a call of the driver has all of its copies go at once, at its
-# end. The others are as large as a slot, or this, where there is none: a slice costs the host 50 us.
+# The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
+# large as a slot, or as this without slots, because a slice costs the host 50 us.
 FIRST_SLICE_BYTES = 8 * 1024 * 1024
 DIRECT_SLICE_BYTES = 64 * 1024 * 1024
 
-# A small transfer goes in this many slices all the same, if none is smaller than that: the last slice of a load is
-# scattered, and the first of a store gathered, while the link has nothing to do.
+# A small transfer is cut into so many slices of at least so many bytes, because the link is idle while the first slice
+# of a store is gathered, and the last of a load scattered.
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 
+# The most blocks of a slice through the ring: 64 KiB of ids. Blocks of 4 KiB or more fill a slot with fewer.
+SLOT_IDS = 8192
+
 
 def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` pieces of `num_bytes` each, in slices [begin, end) of at most `most`."""
+    """`count` pieces of `num_bytes` bytes each, in slices [begin, end) of at most `most` pieces."""
     least = -(-SMALLEST_SLICE_BYTES // num_bytes)
     first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
     step = min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
     return pairwise([0, *range(first, count, step), count])
 
 
-# The blocks of a slice through the ring: 64 KiB of ids. A slot of 31 MiB holds fewer if they are larger than 4 KiB.
-SLOT_IDS = 8192
-
-
-class StagedGroup:
-    """One group: how it would cross directly, with neighbouring parts joined, and whether that is as good: when its
-    blocks are of `direct_bytes` or more in every part."""
-
-    def __init__(self, group: BoundGroup, region: Region, direct_bytes: int) -> None:
-        self.region = region
-        self.name = group.piece.group.name
-        self.device_blocks = group.piece.device_blocks
-        self.host_blocks = group.piece.host_blocks
-        together = side_by_side(group.parts) if self.device_blocks == 1 else list(group.parts)
-        self.is_direct = all(part.shape[1] >= direct_bytes for part in together)
-        self.parts = together if self.is_direct else list(group.parts)
-        self.layout = PieceLayout([part.shape[1] for part in self.parts], self.device_blocks)
-
-    @property
-    def largest_part(self) -> int:
-        """What a piece has of the part that it has most of, in bytes."""
-        return self.device_blocks * max(part.shape[1] for part in self.parts)
+def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
+    """The group as it crosses directly, with parts joined that are neighbours in every block; None if a block has less
+    than `direct_bytes` bytes in some part even then."""
+    parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
+    if min(part.shape[1] for part in parts) < direct_bytes:
+        return None
+    offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks)
+    return BoundGroup(group.piece, tuple(parts), offsets)
 
 
 class Direct:
-    """Block by block over the link, part after part: for large blocks."""
+    """Copies large blocks without a slot, part after part."""
 
-    def __init__(self, group: StagedGroup) -> None:
-        self._group, self._region = group, group.region
+    def __init__(self, group: BoundGroup, region: Region) -> None:
+        self._piece, self._region = group.piece, region
         self._parts = [
-            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], group.region.block_bytes)))
-            for part, offset in zip(group.parts, group.layout.offsets, strict=True)
-            for which in range(group.device_blocks)
+            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
+            for part, offset in zip(group.parts, group.offsets, strict=False)
+            for which in range(group.piece.device_blocks)
         ]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
         ring.streams.copies.wait(after)
-        width = self._group.host_blocks
+        width = self._piece.host_blocks
         for part, which, places in self._parts:
             address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
-            device = [address + block * stride for block in copy.device_blocks[which :: self._group.device_blocks]]
+            device = [address + block * stride for block in copy.device_blocks[which :: self._piece.device_blocks]]
             for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
@@ -89,37 +76,34 @@ class Direct:
 
 
 class _Section:
-    """Parts that follow each other in a piece and fit a slot together: all of them, unless the piece is large.
+    """Parts [first, last) of a group, which fit a slot: all of them, unless the piece is large. A slot holds at most
+    `_most` pieces, `_pitch` bytes apart."""
 
-    In a slot, pieces are `_pitch` bytes apart, and at most `_most` of them.
-    """
-
-    def __init__(self, group: StagedGroup, first: int, last: int, slot_bytes: int, tiling: Tiling) -> None:
-        begin = group.layout.offsets[first]
-        num_bytes = [*group.layout.offsets, group.layout.num_bytes][last] - begin
-        offsets = [offset - begin for offset in group.layout.offsets[first:last]]
-        tables = triton_staging.part_tables(group.parts[first:last], offsets)
-        self._group, self._num_bytes = group, num_bytes
-        self._pitch = round_up(num_bytes, max(table.alignment for table in tables))
-        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // group.device_blocks))
-        self._places = list(columns(begin, num_bytes, group.region.block_bytes))
-        # one host block for each piece, all of it, and nothing between pieces in a slot
-        whole = group.host_blocks == 1 and self._places == [(0, 0, 0, group.region.block_bytes)]
+    def __init__(
+        self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
+    ) -> None:
+        begin, num_bytes = group.offsets[first], group.offsets[last] - group.offsets[first]
+        parts, device_blocks = group.parts[first:last], group.piece.device_blocks
+        offsets = [offset - begin for offset in group.offsets[first:last]]
+        self._launchers = triton_staging.launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
+        self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
+        self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
+        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
+        self._places = list(columns(begin, num_bytes, region.block_bytes))
+        # each piece is one whole host block, and nothing is between pieces in a slot
+        whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
-        self._launchers = [
-            Launcher(table, device_blocks=group.device_blocks, pitch=self._pitch, tiling=tiling) for table in tables
-        ]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
-        here, there = self._group.host_blocks, self._group.device_blocks  # of a piece
-        for begin, end in _slices(len(copy.device_blocks) // there, self._num_bytes, self._most):
-            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * here : end * here])
-            ids, kernel = copy.device_blocks[begin * there : end * there], partial(self._launch, direction)
-            ring.through(ids, kernel, self._group.region.crossing(direction, spans))
+        host, device = self._piece.host_blocks, self._piece.device_blocks
+        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self._most):
+            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
+            ids, kernel = copy.device_blocks[begin * device : end * device], partial(self._launch, direction)
+            ring.through(ids, kernel, self._region.crossing(direction, spans))
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
-        """Pieces with these host blocks, one after another from address `slot` on."""
-        width, block_bytes = self._group.host_blocks, self._group.region.block_bytes
+        """The pieces of these host blocks, in a slot from address `slot` on."""
+        width, block_bytes = self._piece.host_blocks, self._region.block_bytes
         if self._is_one_block:
             return whole_blocks(slot, host_blocks, block_bytes)
         begins = range(slot, slot + len(host_blocks) // width * self._pitch, self._pitch)
@@ -128,15 +112,15 @@ class _Section:
     def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
-            (launcher.gather if direction is Direction.STORE else launcher.scatter)(memory, ids, stream)
+            launcher.launch(direction, self._pitch, memory, ids, stream)
 
 
 class ThroughRing:
-    """Slice by slice through the slots: for fragments."""
+    """Copies fragments through the slots of a ring."""
 
-    def __init__(self, group: StagedGroup, slot_bytes: int, tiling: Tiling) -> None:
-        self._region = group.region
-        self._sections = [_Section(group, *run, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
+    def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
+        self._region = region
+        self._sections = [_Section(group, *run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
         ring.streams.kernels.wait(after)
@@ -144,15 +128,14 @@ class ThroughRing:
             section.submit(direction, copy, ring)
 
 
-def _cuts(group: StagedGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a piece in runs [first, last) that fit a slot, as few as there can be."""
-    ends = [*group.layout.offsets[1:], group.layout.num_bytes]
+def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
+    """The parts of a piece in as few runs [first, last) that fit a slot as possible."""
     first = 0
-    for last in range(1, len(ends) + 1):
-        begin = group.layout.offsets[first]
-        if last == len(ends) or round_up(ends[last] - begin, LARGEST_WORD) > slot_bytes:
+    for last, end in enumerate(group.offsets[2:], 1):
+        if round_up(end - group.offsets[first], LARGEST_WORD) > slot_bytes:
             yield first, last
             first = last
+    yield first, len(group.parts)
 
 
 def round_up(value: int, unit: int) -> int:

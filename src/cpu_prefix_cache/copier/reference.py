@@ -1,12 +1,11 @@
-"""What copying means, in plain torch. Every other copier must match it byte for byte; without a GPU it is the one used.
+"""Copies in plain torch. Every other copier must match it byte for byte.
 
-For the pieces of one group, with d device blocks and h host blocks each:
-
-    store   the h host blocks  =  the parts' bytes at the d ids, side by side; what is left of the last stays as it was
-    load    the same, read the other way
+A store writes the bytes of a piece, part after part and within a part device block after device block, into its host
+blocks. What is left of the last one stays as it was. A load is the inverse.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -17,8 +16,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class ReferenceCopier(Copier):
-    """Copies with torch indexing, on any device, and has ended when `submit` returns. Arguments and errors are those of
-    Binding."""
+    """Copies on any device, and has ended when `submit` returns. Arguments and errors are those of Binding."""
 
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
@@ -39,25 +37,22 @@ class ReferenceCopier(Copier):
         return Passed()
 
     def _store(self, group: BoundGroup, copy: GroupCopy) -> None:
-        device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
-        pieces = len(copy.device_blocks) // group.piece.device_blocks
-        packed = torch.cat([part[device_ids].view(pieces, -1) for part in group.parts], dim=1)
-        packed = packed.to(self._binding.host.device)
-        for host_ids, begin, end in self._columns(group, copy):
-            self._binding.host[host_ids, : end - begin] = packed[:, begin:end]
+        host, device_ids, host_ids = self._binding.host, *self._ids(copy)
+        pieces, width = len(host_ids) // group.piece.host_blocks, host.shape[1]
+        packed = torch.cat([part[device_ids].view(pieces, -1) for part in group.parts], dim=1).to(host.device)
+        if end := group.piece.num_bytes % width:
+            last = host_ids.view(pieces, -1)[:, -1]
+            packed = torch.cat([packed, host[last, end:]], dim=1)
+        host[host_ids] = packed.view(-1, width)
 
     def _load(self, group: BoundGroup, copy: GroupCopy) -> None:
-        device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
-        rows = [self._binding.host[host_ids, : end - begin] for host_ids, begin, end in self._columns(group, copy)]
-        packed = torch.cat(rows, dim=1).to(self._binding.device)
-        for part, begin in zip(group.parts, group.layout.offsets, strict=True):
-            end = begin + part.shape[1] * group.piece.device_blocks
+        device_ids, host_ids = self._ids(copy)
+        packed = self._binding.host[host_ids].view(len(host_ids) // group.piece.host_blocks, -1)
+        packed = packed.to(self._binding.device)
+        for part, (begin, end) in zip(group.parts, pairwise(group.offsets), strict=True):
             part[device_ids] = packed[:, begin:end].reshape(len(device_ids), -1)
 
-    def _columns(self, group: BoundGroup, copy: GroupCopy) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """The first host block of every piece, then the second, and so on, each with the bytes of a piece it holds."""
-        width = self._binding.host.shape[1]
-        columns = torch.tensor(copy.host_blocks, dtype=torch.int64).view(-1, group.piece.host_blocks).t()
-        for column, ids in enumerate(columns):
-            begin = column * width
-            yield ids, begin, min(begin + width, group.layout.num_bytes)
+    def _ids(self, copy: GroupCopy) -> tuple[torch.Tensor, torch.Tensor]:
+        """The device blocks, on the device, and the host blocks."""
+        device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
+        return device_ids, torch.tensor(copy.host_blocks, dtype=torch.int64)

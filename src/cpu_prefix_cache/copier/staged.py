@@ -1,22 +1,19 @@
 """The fast copier: fragments are gathered on the device into a ring of slots, and whole pieces cross the link.
 
-An engine's block is many small fragments, one in each layer; the copy engines reach the link's speed only from some
-hundred KiB at a time. So a transfer is cut into slices that fit a slot, and each slice takes two steps:
+An engine's block is many small fragments, one in each layer, and copies reach the link's speed only from some hundred
+KiB on. So a transfer is cut into slices that fit a slot, and each slice takes two steps:
 
-    store   kernels   wait for the slot, gather fragments into it   |   copies    wait for that, slot to host blocks
-    load    copies    wait for the slot, host blocks into it        |   kernels   wait for that, scatter to fragments
+    store   kernels   gather fragments into a free slot      |   copies    then slot to host blocks
+    load    copies    host blocks into a free slot           |   kernels   then scatter to fragments
 
 While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
-streams each, and a thread each may submit them. Blocks that are large in every part cross the link as they are.
+streams each, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
 
-The gather of a store waits for all that compute had been given when the copy was asked for, so for what wrote the
-blocks. So does the scatter of a load: for the last reader of the blocks, and for whoever zeroes them (rule 12).
-`submit` waits for slots only; nobody uses the blocks before the event it returns.
-
-When a step cannot be submitted, what has been is waited for, so that every slot is free again and nothing of the
-transfer can touch a block later; then the error goes on to whoever asked.
+Device blocks are touched only after all that compute had been given when the copy was asked for: what writes a stored
+block, and what reads or zeroes a loaded one (rule 12). `submit` waits for slots only.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,32 +22,31 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
-from cpu_prefix_cache.copier.link import Pinned, Region
-from cpu_prefix_cache.copier.loads_first import LoadsFirst
-from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, StagedGroup, ThroughRing, round_up
-from cpu_prefix_cache.copier.ring import SLOT_ALIGNMENT, Ring
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, round_up, without_ring
+from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import cuda_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-RING_BYTES = 124 * 1024 * 1024  # both rings; with ids, and what torch rounds up, they take less than 128 MiB
-SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
-DIRECT_BYTES = 1024 * 1024  # from there on direct copies are 99 % of the link, and take less of the host (one H200)
+DIRECT_BYTES = 1024 * 1024  # larger direct copies reach 99 % of the link, and take less of the host (one H200)
 
 
 class StagedCopier(Copier):
-    """Copies through two staging rings of `ring_bytes` bytes of device memory together. On CPU tensors, in Triton's
-    interpreter, it is for tests. `host` is contiguous; for CUDA tensors `pinned` says how far it is pinned by now
-    (a `HostArena` does), and without that it is pinned as a whole.
+    """Copies through two staging rings of `ring_bytes` bytes of device memory together. CPU tensors, which need
+    Triton's interpreter, are for tests.
 
-    Arguments and errors are otherwise those of Binding; ConfigurationError also when the rings are too small for the
-    largest part, or Triton does not fit the device. Blocks of `direct_bytes` or more in every part cross directly.
-    With `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
-    measurements.
+    Arguments and errors are those of Binding, and: `host` is contiguous; for CUDA tensors it is pinned, or begins
+    `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross directly. With
+    `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
+    measurements. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
+    fit the device.
     """
 
     def __init__(
@@ -60,106 +56,96 @@ class StagedCopier(Copier):
         host: torch.Tensor,
         *,
         null_block: int | None = None,
-        pinned: Pinned | None = None,
+        pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
-        slots: int = SLOTS,
         direct_bytes: int = DIRECT_BYTES,
         streams: Streams | None = None,
-        tiling: Tiling | None = None,
+        tiling: Tiling = triton_staging.TILING,
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
     ) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
         device = self._binding.device
         _check_machine(device, host, pinned)
-        self._working = _working_on(device)
+        self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
+        driver = cuda_driver() if device.type == "cuda" else None
+        self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._streams = streams_for(device) if streams is None else streams
-        region = Region(host, device, pinned, seam_bytes)
-        groups = [StagedGroup(group, region, direct_bytes) for group in self._binding.groups]
-        slot_bytes = _slot_bytes(groups, ring_bytes // 2, slots)
-        self._loads_first = LoadsFirst() if loads_first else None
-        num_ids = max(SLOT_IDS, *(group.device_blocks for group in groups))
-        pairs = {Direction.STORE: self._streams.stores, Direction.LOAD: self._streams.loads}
-        self._rings = {
-            direction: self._ring(direction, pair, ring_bytes // 2, slot_bytes, num_ids)
-            for direction, pair in pairs.items()
-        }
-        tiling = triton_staging.default_tiling() if tiling is None else tiling
+        self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
+        region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
+        direct = [without_ring(group, direct_bytes) for group in groups]
+        staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
+        num_slots, slot_bytes = _slots(staged, ring_bytes // 2)
+        num_ids = max(SLOT_IDS, *(group.piece.device_blocks for group in groups))
+        stores, loads, sizes = self._streams.stores, self._streams.loads, (num_slots, slot_bytes, num_ids)
+        with self._working():
+            self._rings = {
+                Direction.STORE: Ring(Direction.STORE, stores, *sizes, device, self._loads_first.pause),
+                Direction.LOAD: Ring(Direction.LOAD, loads, *sizes, device, lambda: None),
+            }
+            self.here().until_passed()  # earlier owners may still use the memory of the rings
+        # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
+        weakref.finalize(self, _synchronize, self._working, stores, loads).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
             self._paths = [
-                Direct(group) if group.is_direct else ThroughRing(group, slot_bytes, tiling) for group in groups
+                ThroughRing(group, region, slot_bytes, tiling) if whole is None else Direct(whole, region)
+                for group, whole in zip(groups, direct, strict=True)
             ]
-        direct = [group.name for group in groups if group.is_direct]
-        self.paths = (
-            f"directly: {', '.join(direct) or 'no group'}; through the ring: {len(groups) - len(direct)} groups"
-        )
+        names = [group.piece.group.name for group in direct if group is not None]
+        self.paths = f"directly: {', '.join(names) or 'no group'}; through the ring: {len(staged)} groups"
 
     def here(self) -> Event:
-        return self._streams.compute()
+        return self._streams.compute().record()
 
     def hold_compute(self, event: Event) -> None:
-        self._streams.hold_compute(event)
+        self._streams.compute().wait(event)
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
-        loads_first = self._loads_first if direction is Direction.LOAD else None
-        loading = nullcontext() if loads_first is None else loads_first.loading()
+        loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
         try:
             with self._working(), loading:
                 for copy in copies:
                     if copy.host_blocks:
                         self._paths[copy.group].submit(direction, copy, ring, after)
                 event = ring.streams.record()
-        except BaseException:
-            with self._working():
-                ring.streams.synchronize()
+        except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
+            _synchronize(self._working, ring.streams)
             raise
         return event
 
-    def _ring(self, direction: Direction, pair: StreamPair, num_bytes: int, slot_bytes: int, num_ids: int) -> Ring:
-        slots, device = num_bytes // slot_bytes if slot_bytes else 0, self._binding.device
-        pause = _no_pause if self._loads_first is None or direction is Direction.LOAD else self._loads_first.pause
-        return Ring(direction, pair, slots, slot_bytes, num_ids, device, self._streams.compute, pause)
+
+def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: StreamPair) -> None:
+    with working():
+        for pair in pairs:
+            pair.synchronize()
 
 
-def _no_pause() -> None:
-    pass
-
-
-def _check_machine(device: torch.device, host: torch.Tensor, pinned: Pinned | None) -> None:
+def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena | None) -> None:
     if host.device.type != "cpu" or not host.is_contiguous():
         raise ConfigurationError("the host region must be one contiguous tensor in host memory")
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"staged copies need CUDA tensors, got {device}; the reference copier takes any")
-    if device.type == "cuda" and triton_staging.INTERPRETED:
-        raise ConfigurationError("TRITON_INTERPRET=1 runs kernels on the CPU; unset it for CUDA tensors")
     if device.type == "cuda" and pinned is None and not host.is_pinned():
         raise ConfigurationError("the host region is not pinned; make it with HostArena(..., pinned_for=device)")
-    if device.type == "cpu" and not triton_staging.INTERPRETED:
+    if (device.type == "cpu") != triton_staging.INTERPRETED:
         raise ConfigurationError(
-            "on CPU tensors the staged copier runs in Triton's interpreter only; set TRITON_INTERPRET=1 before the "
-            "kernels are imported, or take the reference copier"
+            "staged copies of CPU tensors need TRITON_INTERPRET=1 before the kernels are imported "
+            "(or take the reference copier), and those of CUDA tensors need it unset"
         )
 
 
-def _working_on(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """How a thread, whichever it is, comes to work on the device."""
-    if device.type != "cuda":
-        return nullcontext
-    driver = cuda_driver()
-    return partial(driver.working_in, driver.primary_context(device.index))
-
-
-def _slot_bytes(groups: Sequence[StagedGroup], ring_bytes: int, slots: int) -> int:
-    """How large the slots of a ring are: a share of it, or what the largest part of a piece needs. 0: none needed."""
-    largest = max((group.largest_part for group in groups if not group.is_direct), default=0)
+def _slots(groups: Sequence[BoundGroup], ring_bytes: int) -> tuple[int, int]:
+    """How many slots a ring has, and of how many bytes: a share of it, or what the largest part of a piece needs."""
+    largest = max((group.piece.device_blocks * part.shape[1] for group in groups for part in group.parts), default=0)
     if not largest:
-        return 0
+        return 0, 0
     needed = round_up(largest, SLOT_ALIGNMENT)
     if ring_bytes < 2 * needed:
         raise ConfigurationError(
             f"staging rings of {2 * ring_bytes} bytes together are too small for a part of {largest} bytes; "
             f"ring_bytes={4 * needed} works"
         )
-    return max(needed, ring_bytes // slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    slot_bytes = max(needed, ring_bytes // SLOTS // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    return ring_bytes // slot_bytes, slot_bytes

@@ -1,19 +1,12 @@
-"""In what order things run: streams of work, and events in them that other streams wait for.
+"""Streams of work, and events in them that other streams wait for.
 
-    submit        work runs after all that was submitted to, or waited for on, this stream before
-    record        an event, here: it is passed when all that was submitted before has run. It can be recorded again
-    wait          what is submitted to this stream later runs after the event was passed, whichever stream it is of
-    synchronize   the caller waits until all that was submitted has run
-
-On CUDA these are CUDA's streams and events. Host memory has work run as it is submitted and every event passed, so that
-the same code runs on both. A test can give streams that put work off as long as these four sentences let them.
-
-Of an engine's own stream a copier knows where it stands (`compute_event`), on any device that torch has streams for.
+On CUDA these are CUDA's streams and events. In host memory work runs when it is submitted and every event is passed.
+Tests use streams that delay work as long as the four sentences in `Stream` allow.
 """
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,30 +14,32 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache.memory.driver import cuda_driver
-from cpu_prefix_cache.messages.errors import MisuseError
 
-NAP_SECONDS = 80e-6  # with what the system adds, a quarter of the time that a slice needs on the link
+NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the time of a slice on the link
 
 
 class Event(Protocol):
     def passed(self) -> bool: ...
 
     def until_passed(self) -> None:
-        """The caller sleeps until then."""
+        """The caller naps and looks again: CUDA's own wait takes 80 us of a processor."""
+        while not self.passed():
+            time.sleep(NAP_SECONDS)
 
 
 class Stream(Protocol):
     def submit(self, work: Callable[[int], object]) -> None:
-        """`work` is told the stream's handle: CUDA's, or 0."""
+        """Run `work` after all that was submitted before. It is called with the stream's handle: CUDA's, or 0."""
 
-    def record(self) -> Event: ...
+    def record(self, again: Event | None = None) -> Event:
+        """An event that is passed when all that was submitted before has run. To make none, an event of this stream may
+        be given `again` for which nothing waits any more."""
 
-    def record_again(self, event: Event) -> None:
-        """Move an event of this stream from where it was to where the stream is. Only if nobody waits for it."""
+    def wait(self, event: Event) -> None:
+        """Run what is submitted from now on after `event`, whichever stream it is of."""
 
-    def wait(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Return when all that was submitted has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +50,11 @@ class StreamPair:
     copies: Stream
 
     def record(self) -> Event:
-        """Where both stand. Neither waits for the other because of it."""
+        """The end of what both have been given. Neither waits for the other."""
         return _Both(self.kernels.record(), self.copies.record())
 
     def synchronize(self) -> None:
-        """Leaves nothing under way, even if one of the two fails."""
+        """Wait for both, even if one fails."""
         try:
             self.kernels.synchronize()
         finally:
@@ -68,25 +63,22 @@ class StreamPair:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a staged copier works with. Of the engine's own it sees where it stands, `compute`, and can have it wait."""
+    """What a staged copier works with. `compute` returns the engine's current stream."""
 
-    compute: Callable[[], Event]
+    compute: Callable[[], Stream]
     stores: StreamPair
     loads: StreamPair
-    hold_compute: Callable[[Event], None] = lambda event: event.until_passed()
 
 
-class Passed:
+class Passed(Event):
     """The event of what has run already."""
 
     def passed(self) -> bool:
         return True
 
-    def until_passed(self) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
-class _Both:
+class _Both(Event):
     one: Event
     other: Event
 
@@ -104,34 +96,26 @@ class ImmediateStream:
     def submit(self, work: Callable[[int], object]) -> None:
         work(0)
 
-    def record(self) -> Event:
+    def record(self, again: Event | None = None) -> Event:
         return Passed()
-
-    def record_again(self, event: Event) -> None: ...
 
     def wait(self, event: Event) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
-class DeviceEvent:
-    """On any device that torch has streams for; graphs that other threads capture are left alone. Whoever waits for it
-    naps and looks again: CUDA's own wait takes 80 us of a processor."""
+class DeviceEvent(Event):
+    """Of any device that torch has streams for. CUDA graphs that other threads capture are left alone."""
 
     def __init__(self, stream: torch.Stream) -> None:
         is_cuda = stream.device.type == "cuda"
         self.event = torch.cuda.Event() if is_cuda else torch.Event(stream.device)
         self.event.record(stream)
-        self._beside_captures: Callable[[], AbstractContextManager[None]]
-        self._beside_captures = cuda_driver().beside_captures if is_cuda else nullcontext
+        self._working = partial(cuda_driver().working_in, None) if is_cuda else nullcontext  # beside captures
 
     def passed(self) -> bool:
-        with self._beside_captures():
+        with self._working():
             return bool(self.event.query())
-
-    def until_passed(self) -> None:
-        while not self.passed():
-            time.sleep(NAP_SECONDS)
 
 
 class CudaStream:
@@ -141,13 +125,11 @@ class CudaStream:
     def submit(self, work: Callable[[int], object]) -> None:
         work(self._handle)
 
-    def record(self) -> DeviceEvent:
-        return DeviceEvent(self._stream)
-
-    def record_again(self, event: Event) -> None:
-        if not isinstance(event, DeviceEvent):
-            raise MisuseError("an event can only be recorded again in its own stream")
-        event.event.record(self._stream)
+    def record(self, again: Event | None = None) -> Event:
+        if not isinstance(again, DeviceEvent):
+            return DeviceEvent(self._stream)
+        again.event.record(self._stream)
+        return again
 
     def wait(self, event: Event) -> None:
         if isinstance(event, DeviceEvent):
@@ -163,7 +145,7 @@ class CudaStream:
 
 
 def compute_event(device: torch.device) -> Event:
-    """Where the stream stands that is current on `device` for the calling thread. Host memory has none."""
+    """An event in the stream of `device` that is current in the calling thread. Host memory has none."""
     if device.type == "cpu":
         return Passed()
     is_cuda = device.type == "cuda"
@@ -171,14 +153,9 @@ def compute_event(device: torch.device) -> Event:
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Streams of their own for stores and for loads of a CUDA device, behind compute; else streams that run at once.
-
-    Compute is whatever stream is current when a copy is asked for.
-    """
-
-    compute = partial(compute_event, device)
+    """New streams for the stores and the loads of a CUDA device; for host memory streams that run work at once."""
     if device.type != "cuda":
         at_once = StreamPair(ImmediateStream(), ImmediateStream())
-        return Streams(compute, at_once, at_once)
+        return Streams(ImmediateStream, at_once, at_once)
     stores, loads = (StreamPair(*(CudaStream(torch.cuda.Stream(device)) for _ in range(2))) for _ in range(2))
-    return Streams(compute, stores, loads, lambda event: CudaStream(torch.cuda.current_stream(device)).wait(event))
+    return Streams(lambda: CudaStream(torch.cuda.current_stream(device)), stores, loads)

@@ -1,11 +1,8 @@
-"""Python's switch interval while copies are submitted.
+"""A shorter switch interval of Python while copies are submitted.
 
 A thread that wants Python's lock from one that computes without a pause gets it after `sys.getswitchinterval()`, 5 ms.
-A copy thread wants it once for each slice, which is on the link for half a millisecond: so most of the time the link
-would wait for it (benchmarks/switch_interval.py, two processors: 140 slices, 80 ms on the link, took 490 ms; with
-intervals of 1, 0.5 and 0.2 ms 112, 94 and 83 ms).
-
-    nobody submits  --short_switch_interval()-->  INTERVAL_SECONDS  --the last one leaves-->  as it was before
+A copy thread wants it for each slice, which is on the link for half a millisecond: 140 slices, 80 ms on the link, took
+490 ms, and with an interval of 0.2 ms 83 (benchmarks/switch_interval.py, two processors).
 """
 
 import sys
@@ -23,15 +20,12 @@ _before = 0.0
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """In this context no thread of this process waits long for Python, unless one keeps its lock in a call.
-
-    What somebody else sets meanwhile stays.
-    """
+    """The interval is INTERVAL_SECONDS at most until the last thread leaves. What others set meanwhile is kept."""
     global _inside, _before
     with _lock:
         _inside += 1
         if _inside == 1:
-            if not _is_ours():  # somebody may have kept it, and set it again since
+            if not _is_ours():  # others may have read ours, and set it again since
                 _before = sys.getswitchinterval()
             if _before > INTERVAL_SECONDS:
                 sys.setswitchinterval(INTERVAL_SECONDS)

@@ -1,20 +1,17 @@
-"""Gather and scatter: between an engine's tensors and a slot of the staging ring, in Triton.
+"""Gather and scatter, in Triton: between an engine's tensors and a slot of the staging ring.
 
-What they do, in words. In a slot, pieces lie `pitch` bytes apart. With d device blocks to a piece, device block number
-j of piece i has the id `ids[i*d + j]`, and for each part p there is one *fragment*:
+In a slot, pieces lie `pitch` bytes apart. With d device blocks to a piece, device block number j of piece i has the id
+`ids[i*d + j]`, and for each part p there is one *fragment*:
 
     on the device   from bases[p] + ids[i*d + j] * strides[p] on      lengths[p] bytes
     in the slot     from i * pitch + offsets[p] + j * lengths[p] on   as many
 
 `gather` copies every fragment into the slot, `scatter` out of it: one kernel, compiled for each. Nothing between
-fragments is read or written.
+fragments is read or written. The kernels trust their ids, which Binding has checked.
 
-A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Programs are few: HBM is
-tens of times faster than the link they serve. A word is as large as the alignment of everything about a part lets it
-be, so parts of one alignment and size share a table, and a table is one launch. In Triton's interpreter each
-operation costs tens of microseconds however large its tile, so there a tile takes in as much as it may.
-
-All addresses are int64: a block may lie many GiB from the first. The kernels trust their ids; Binding has checked them.
+A program copies tiles of FRAGMENTS fragments by WORDS words, in turn with the others. Few programs suffice, because HBM
+is tens of times faster than the link. A word is as large as the alignment of a part allows; parts of one alignment and
+size share a table and a launch. All addresses are int64: a block may lie many GiB from the first.
 """
 
 from collections import defaultdict
@@ -28,6 +25,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from cpu_prefix_cache.messages.plan import Direction
+
 # What changes from call to call must not make Triton compile again.
 VARIES = ["table", "ids", "num_parts", "num_fragments", "device_blocks", "pitch", "chunks"]
 
@@ -38,7 +37,7 @@ def _copy(
     WORDS: tl.constexpr, WORD: tl.constexpr, BYTES: tl.constexpr, ALIGNMENT: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(num_fragments, FRAGMENTS) * chunks, tl.num_programs(0)):
-        # the addresses of its words on the device and in the slot, and which of them exist
+        # the addresses of the tile's words on the device and in the slot, and which of them exist
         fragment = (tile // chunks) * FRAGMENTS + tl.arange(0, FRAGMENTS)
         exists = fragment < num_fragments
         piece = fragment // (num_parts * device_blocks)
@@ -69,102 +68,79 @@ INTERPRETED = not isinstance(_copy, JITFunction)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How large a tile is and how many programs share them. All widths and `words` are powers of two."""
+    """How large tiles are and how many programs share them. All widths and `words` are powers of two."""
 
-    widths: tuple[int, ...]  # words of one fragment in a tile, ascending: the first that holds all of it, or the last
-    words: int  # over all fragments of a tile
+    widths: tuple[
+        int, ...
+    ]  # ascending; the first that holds a whole fragment is taken, or the last: words of a fragment
+    words: int  # of all fragments of a tile
     programs: int
     warps: int
 
 
-# Few widths: Triton compiles for each, half a second a time.
+# Few widths, because Triton compiles for each, half a second a time. In its interpreter an operation takes tens of
+# microseconds for any tile.
 GPU = Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=8)
 INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps=1)
+TILING = INTERPRETER if INTERPRETED else GPU
 
-LARGEST_WORD = 16  # bytes: the widest access of a GPU thread
-WORDS_OF = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}  # alignment -> what is copied at a time
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartTable:
-    """Parts of one alignment and size. `rows` is int64 [4, parts] on the device: bases, strides, lengths, offsets."""
-
-    rows: torch.Tensor
-    alignment: int
-    most_words: int  # of a fragment of any of these parts
-
-
-def part_tables(parts: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[PartTable]:
-    """The parts, uint8 [blocks, bytes] on the device, with where each begins within a piece in a slot."""
-    columns: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for part, offset in zip(parts, offsets, strict=True):
-        column = (part.data_ptr(), part.stride(0), part.shape[1], offset)
-        aligned = gcd(LARGEST_WORD, *column)
-        columns[aligned, triton.next_power_of_2(part.shape[1])].append(column)
-    tables = []
-    for (aligned, _), rows in columns.items():
-        bases, strides, lengths, offsets = zip(*rows, strict=True)
-        table = torch.tensor([bases, strides, lengths, offsets], dtype=torch.int64, device=parts[0].device)
-        tables.append(PartTable(table, aligned, max(lengths) // _word_bytes(aligned)))
-    return tables
-
-
-def default_tiling() -> Tiling:
-    return INTERPRETER if INTERPRETED else GPU
+LARGEST_WORD = 16  # bytes, the widest access of a GPU thread
+# by alignment: what is copied at a time, and its bytes
+WORDS = {1: (tl.int8, 1), 2: (tl.int16, 2), 4: (tl.int32, 4), 8: (tl.int64, 8), 16: (tl.int64, 8)}
 
 
 class Launcher:
-    """Gather and scatter for the parts of one table, between slots and device blocks. Compiled when it is made.
+    """Gathers and scatters parts of one alignment and size. Its kernels are compiled when it is made.
 
-    A piece has `device_blocks` blocks, and pieces lie `pitch` bytes apart in a slot. Compiled kernels are called
-    directly: what Triton's own call does besides takes 12 us (H200 host), and a slice has 50.
+    `table` is int64 [4, parts] on the device: bases, strides, lengths and offsets of the parts; a fragment has at most
+    `most_words` words. Compiled kernels are called directly, because Triton's own call takes 12 us more (H200 host).
     """
 
-    def __init__(self, table: PartTable, *, device_blocks: int, pitch: int, tiling: Tiling) -> None:
-        self.table, self.pitch = table, pitch
-        self._tiling = tiling
-        self._parts = table.rows.shape[1]
-        self._words = next((width for width in tiling.widths if width >= table.most_words), tiling.widths[-1])
-        self._fragments = max(1, tiling.words // self._words)  # of a tile
-        self._chunks = triton.cdiv(table.most_words, self._words)
-        self._sizes = (device_blocks, pitch, self._chunks)
+    def __init__(
+        self, table: torch.Tensor, alignment: int, most_words: int, *, device_blocks: int, tiling: Tiling
+    ) -> None:
+        self.table, self.alignment = table, alignment
+        self._device_blocks, self._tiling = device_blocks, tiling
+        self._parts = table.shape[1]
+        width = next((width for width in tiling.widths if width >= most_words), tiling.widths[-1])
+        self._words = (width, *WORDS[alignment], alignment)  # of a tile: how many of a fragment, and of which type
+        self._fragments = max(1, tiling.words // width)  # of a tile
+        self._chunks = triton.cdiv(most_words, width)
         self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
-    def gather(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        """Copy the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8 [bytes].
-
-        `stream` is a handle of CUDA's.
+    def launch(self, direction: Direction, pitch: int, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+        """For a store gather the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8
+        [bytes], in which pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's.
         """
-        self._launch(True, slot, ids, stream)
-
-    def scatter(self, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        """Copy what `gather` put into `slot` to the blocks with these `ids`."""
-        self._launch(False, slot, ids, stream)
-
-    def _launch(self, gathers: bool, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
-        num_fragments = len(ids) * self._parts
+        gathers, num_fragments = direction is Direction.STORE, len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
-        sizes = (self._parts, num_fragments, *self._sizes)
-        if INTERPRETED:  # a tile is no wider than needed: there is nothing to compile
+        sizes = (self._parts, num_fragments, self._device_blocks, pitch, self._chunks)
+        if INTERPRETED:  # nothing is compiled, so a tile is no larger than needed
             fragments = min(self._fragments, triton.next_power_of_2(num_fragments))
-            _copy[(programs,)](slot, self.table.rows, ids, *sizes, *self._constants(fragments, gathers))
-        else:  # by addresses, which nobody looks up
-            addresses = slot.data_ptr(), self.table.rows.data_ptr(), ids.data_ptr()
-            constants = self._constants(self._fragments, gathers)
-            self._compiled[gathers][(programs, 1, 1)](*addresses, *sizes, *constants, stream=stream)
+            _copy[(programs,)](slot, self.table, ids, *sizes, fragments, *self._words, gathers)
+        else:  # by addresses, so that nobody looks them up
+            compiled, addresses = self._compiled[gathers], (slot.data_ptr(), self.table.data_ptr(), ids.data_ptr())
+            compiled[(programs, 1, 1)](*addresses, *sizes, self._fragments, *self._words, gathers, stream=stream)
 
     def _compile(self, gathers: bool) -> Any:
         """By a launch that copies nothing."""
-        device = self.table.rows.device
-        slot = torch.empty(0, dtype=torch.uint8, device=device)
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        sizes, constants = (self._parts, 0, *self._sizes), self._constants(self._fragments, gathers)
-        return _copy[(1,)](slot, self.table.rows, nothing, *sizes, *constants, num_warps=self._tiling.warps)
-
-    def _constants(self, fragments: int, gathers: bool) -> tuple[Any, ...]:
-        alignment = self.table.alignment
-        return fragments, self._words, WORDS_OF[alignment], _word_bytes(alignment), alignment, gathers
+        slot, ids = (torch.empty(0, dtype=each, device=self.table.device) for each in (torch.uint8, torch.int64))
+        arguments = (self._parts, 0, self._device_blocks, 0, 1, self._fragments, *self._words, gathers)
+        return _copy[(1,)](slot, self.table, ids, *arguments, num_warps=self._tiling.warps)
 
 
-def _word_bytes(alignment: int) -> int:
-    return min(alignment, 8)
+def launchers(
+    parts: Sequence[torch.Tensor], offsets: Sequence[int], *, device_blocks: int, tiling: Tiling = TILING
+) -> list[Launcher]:
+    """For parts, uint8 [blocks, bytes] on the device, that begin at these offsets of a piece in a slot. A piece has
+    `device_blocks` blocks."""
+    columns: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for part, offset in zip(parts, offsets, strict=True):
+        column = (part.data_ptr(), part.stride(0), part.shape[1], offset)
+        columns[gcd(LARGEST_WORD, *column), triton.next_power_of_2(part.shape[1])].append(column)
+    made = []
+    for (alignment, _), rows in columns.items():
+        table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
+        most_words = max(length for _, _, length, _ in rows) // WORDS[alignment][1]
+        made.append(Launcher(table, alignment, most_words, device_blocks=device_blocks, tiling=tiling))
+    return made

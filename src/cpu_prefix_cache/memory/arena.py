@@ -1,10 +1,8 @@
-"""The host region of one rank: one mapping of equal blocks, whose pages are taken and pinned behind the engine's back.
+"""The host region of one rank: one mapping of equal blocks, whose pages are taken and pinned while the engine works.
 
-    made       addresses, checked against what the machine may use; pages are being taken, CUDA knows nothing
-    register   from the engine's first step on: pinned from the first block up; `ready_blocks` grows
-    close      unpinned, and unmapped when the last tensor of it is gone
-
-A region that is not pinned, for tensors in host memory, is ready at once and takes pages when they are first written.
+made       addresses, checked against what the machine may use; threads take pages, CUDA knows nothing
+register   from the engine's first step on: pinned from the first block up; `ready_blocks` grows
+close      unpinned, and unmapped when its last tensor is gone
 """
 
 import weakref
@@ -13,10 +11,8 @@ import torch
 
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.driver import Driver, cuda_driver
-from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
-from cpu_prefix_cache.memory.numa import processors_near
-from cpu_prefix_cache.memory.pages import Pages
+from cpu_prefix_cache.memory.pages import Pages, processors_near
 from cpu_prefix_cache.memory.registration import Registration
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -24,15 +20,13 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 class HostArena:
     """`num_blocks` blocks of `block_bytes` bytes, as a uint8 tensor `blocks` of shape [num_blocks, block_bytes].
 
-    `pinned_for` is the CUDA device whose copy engines are to reach it at the speed of the link. With a name in
-    `shared_as`, all processes of this machine that give it have one region together, block by block; `forget_name`
-    once all of them have it. Huge pages are asked for, and not insisted on.
+    `pinned_for` is the CUDA device that it is pinned for; without, it is ready at once and takes pages when they are
+    first written. All processes of this machine that give the same name in `shared_as` share one region; `forget_name`
+    when all have it. A copier that is given the arena as `pinned` keeps it alive. Other copies must not cross a
+    multiple of 16 MiB of a pinned region (`memory/moves.py`).
 
-    A copier is given the arena as `pinned`, and keeps it: what nobody keeps is unpinned and unmapped. Other copies must
-    not cross a multiple of 16 MiB of a pinned region (`memory/moves.py`).
-
-    Raises ConfigurationError, with the number that fits, when the region is more than this process may use, and when it
-    is to be pinned where there is no CUDA. `driver` and `slice_bytes` are for tests.
+    Raises ConfigurationError when the region is larger than this process may use, with a size that fits, and when it is
+    to be pinned where there is no CUDA. `driver` and `slice_bytes` are for tests.
     """
 
     def __init__(
@@ -48,7 +42,7 @@ class HostArena:
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigurationError(f"a host region has blocks of some bytes, got {num_blocks} of {block_bytes} bytes")
         if pinned_for is not None and driver is None:
-            driver = _driver_for(pinned_for)  # first: it refuses what the machine does not have
+            driver = _driver_for(pinned_for)  # first, because it may raise
         num_bytes = num_blocks * block_bytes
         region = mapping.private(num_bytes) if shared_as is None else mapping.shared(shared_as, num_bytes)
         memory = torch.frombuffer(region, dtype=torch.uint8)
@@ -57,19 +51,14 @@ class HostArena:
         self._shared_as = shared_as
         if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
-            near = processors_near(driver.pci_address(device))
-            self.registration = Registration(memory, Pages(memory, near, slice_bytes), driver, device, slice_bytes)
-            self._closing = weakref.finalize(self, _unpin, self.registration)  # at the end of the process at the latest
+            pages = Pages(memory, processors_near(driver.pci_address(device)), slice_bytes)
+            self.registration = Registration(memory, pages, driver, device, slice_bytes)
+            self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
 
     @property
     def pinned_bytes(self) -> int:
-        """How far the region is pinned by now, from its first byte on."""
+        """How many bytes of the region, from its first on, are pinned by now."""
         return 0 if self.registration is None else self.registration.num_bytes
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether all of it is."""
-        return self.registration is not None and self.registration.is_whole
 
     @property
     def ready_blocks(self) -> int:
@@ -79,33 +68,29 @@ class HostArena:
         return self.registration.ready_bytes // self.blocks.shape[1]
 
     def register(self) -> None:
-        """Begin to pin the region. Not before the engine has captured its graphs or steps: see `registration.py`."""
+        """Begin to pin the region, in a thread. A second call does nothing."""
         if self.registration is not None:
             self.registration.start()
 
     def wait_until_ready(self) -> None:
-        """Pin the region, and return when no more blocks will become ready."""
+        """Pin the region, and return when no more blocks become ready."""
         self.register()
         if self.registration is not None:
             self.registration.wait()
 
     def forget_name(self) -> None:
-        """Nobody else joins a shared region any more, and nothing is left of it when its processes are gone."""
+        """From now on no other process can join a shared region, and it ends with the last process that has it."""
         if self._shared_as is not None:
             mapping.forget(self._shared_as)
-            self._shared_as = None  # it may be somebody else's from now on
+            self._shared_as = None  # others may use it from now on
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody has a tensor of it. Nothing copies to or from it any more."""
+        """Unpin the memory, and give it back when its last tensor is gone. No copy may be in flight."""
         self.forget_name()
         if self.registration is not None:
             self._closing()
         self.registration = None
         self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8)
-
-
-def _unpin(registration: Registration) -> None:
-    end_outside_of(registration.threads, registration.close)
 
 
 def _driver_for(device: torch.device) -> Driver:

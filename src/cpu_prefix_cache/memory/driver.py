@@ -1,10 +1,8 @@
 """The few calls of the CUDA driver that torch does not bind, through ctypes.
 
-Calls of microseconds keep Python's lock: who gives it up, beside an engine that is never at rest, has it back after
-milliseconds (`sys.getswitchinterval`), and a slice of a copy takes a dozen such calls. Those that may take long, to pin
-memory or to copy what is not pinned, let other threads run.
-
-A call that CUDA refuses raises DriverError, with its name and CUDA's number for the reason.
+Calls of microseconds keep Python's lock: a thread that releases it beside a busy engine has it back after milliseconds
+(`sys.getswitchinterval`), and a slice of a copy makes a dozen calls. Calls that may take long, to pin memory or to copy
+what is not pinned, release it.
 """
 
 import ctypes
@@ -18,7 +16,7 @@ BATCH_SINCE = 12080  # the version of CUDA whose cuMemcpyBatchAsync is called he
 
 
 class DriverError(RuntimeError):
-    """CUDA refused a call."""
+    """CUDA refused a call, for the reason that `code` is CUDA's number of."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"CUDA would not {call}: error {code}")
@@ -44,13 +42,13 @@ _BATCH = ctypes.PYFUNCTYPE(
 )
 
 
-# What every batch says, made once: the attributes hold from copy 0 on. Where the driver counts a failure nobody reads.
+# Arguments of every batch: the attributes hold from copy 0 on, and the number of a failed copy is not read.
 _IN_ORDER, _ZERO, _FAILED = _Attributes(source_order=STREAM_ORDER), _SIZE(0), _SIZE(0)
 
 
 class Driver:
-    """libcuda, as a library whose calls let other threads run, and as one whose calls do not. A thread that calls it
-    works in a context (`working_in`); torch sees to that only for its own calls."""
+    """libcuda, loaded as `library`, whose calls release Python's lock, and as `quick`, whose calls keep it. A thread
+    that calls it must be `working_in` a device. Every call raises DriverError when CUDA refuses it."""
 
     def __init__(self, library: ctypes.CDLL, quick: ctypes.PyDLL) -> None:
         self._library = library
@@ -64,104 +62,85 @@ class Driver:
         return self._batch is not None
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory for this process. No kernel is launched meanwhile: 0.6 to 1.2 ms for 16 MiB (one H200)."""
-        self._check("pin host memory", self._library.cuMemHostRegister_v2(_POINTER(address), _SIZE(num_bytes), 0))
+        """Pin host memory. Kernel launches wait meanwhile: 0.6 to 1.2 ms for 16 MiB (one H200)."""
+        _check("pin host memory", self._library.cuMemHostRegister_v2(_POINTER(address), _SIZE(num_bytes), 0))
 
     def unregister(self, address: int) -> None:
-        self._check("unpin host memory", self._library.cuMemHostUnregister(_POINTER(address)))
+        _check("unpin host memory", self._library.cuMemHostUnregister(_POINTER(address)))
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """Have `stream` copy between device and host memory. With memory that is not pinned this may wait."""
+        """Have `stream` copy between device and host memory. This may block if the memory is not pinned."""
         addresses = ctypes.c_uint64(destination), ctypes.c_uint64(source)
-        self._check("copy", self._library.cuMemcpyAsync(*addresses, _SIZE(num_bytes), _POINTER(stream)))
+        _check("copy", self._library.cuMemcpyAsync(*addresses, _SIZE(num_bytes), _POINTER(stream)))
 
     def copy_batch(
         self, destinations: int, sources: int, sizes: int, count: int, stream: int, order: int = STREAM_ORDER
     ) -> None:
-        """Have `stream` carry out `count` copies. The first three are the addresses of arrays of 8-byte integers."""
+        """Have `stream` carry out `count` copies. The first three are addresses of arrays of int64."""
         if self._batch is None:
             raise DriverError("copy in batches (it needs CUDA 12.8)", 801)
         attributes = _IN_ORDER if order == STREAM_ORDER else _Attributes(source_order=order)
         same = ctypes.addressof(attributes), ctypes.addressof(_ZERO), 1, ctypes.addressof(_FAILED)
-        self._check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
+        _check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
 
-    def primary_context(self, device: int) -> int:
-        """The context that torch works in on a device: made if it is not there, and kept."""
+    def working_in(self, device: int | None) -> "Working":
+        """A context manager: this thread works in torch's context of a device; None: in the context that it is in.
+
+        Its calls do not disturb CUDA graphs that other threads capture. Otherwise even to query an event would end
+        every capture of the process.
+        """
+        return Working(self._quick, None if device is None else self._primary_context(device))
+
+    def _primary_context(self, device: int) -> int:
+        """Retained once, and kept."""
         if device not in self._contexts:
             context = _POINTER()
-            self._check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+            _check("give a context", self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
             self._contexts[device] = context.value or 0
         return self._contexts[device]
-
-    def beside_captures(self) -> "BesideCaptures":
-        """What this thread does meanwhile leaves alone the CUDA graphs that other threads capture, and they it.
-
-        Otherwise a call as harmless as pinning memory, or a look at an event, ends every capture in the process.
-        """
-        return BesideCaptures(self)
-
-    def working_in(self, context: int) -> "Working":
-        """Have this thread work in a context for a while, whatever it works in otherwise, and beside captures."""
-        return Working(self, context)
-
-    def push(self, context: int) -> None:
-        self._check("enter a context", self._quick.cuCtxPushCurrent_v2(_POINTER(context)))
-
-    def pop(self) -> None:
-        self._check("leave a context", self._quick.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
-
-    def exchange_capture_mode(self, mode: ctypes.c_int) -> None:
-        """Of this thread; `mode` becomes what it was before."""
-        self._check("change a capture mode", self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
     def pci_address(self, device: int) -> str:
         """Such as "0000:1b:00.0"."""
         text = ctypes.create_string_buffer(32)
-        self._check("tell a PCI address", self._library.cuDeviceGetPCIBusId(text, 32, device))
+        _check("tell a PCI address", self._library.cuDeviceGetPCIBusId(text, 32, device))
         return text.value.decode().lower()
 
-    def _check(self, call: str, code: int) -> None:
-        if code:
-            raise DriverError(call, code)
 
+class Working:
+    """See Driver.working_in. A class, because a generator takes three times as long."""
 
-class BesideCaptures:
-    """See Driver.beside_captures. A class, because a generator takes three times as long, and loads wait for it."""
+    __slots__ = ("_context", "_library", "_mode")
 
-    __slots__ = ("_driver", "_mode")
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._mode = driver, ctypes.c_int(RELAXED)
+    def __init__(self, library: ctypes.PyDLL, context: int | None) -> None:
+        self._library, self._context, self._mode = library, context, ctypes.c_int(RELAXED)
 
     def __enter__(self) -> None:
-        self._driver.exchange_capture_mode(self._mode)
-
-    def __exit__(self, *error: object) -> None:
-        self._driver.exchange_capture_mode(self._mode)
-
-
-class Working(BesideCaptures):
-    """See Driver.working_in."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, driver: Driver, context: int) -> None:
-        super().__init__(driver)
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.push(self._context)
+        if self._context is not None:
+            _check("enter a context", self._library.cuCtxPushCurrent_v2(_POINTER(self._context)))
         try:
-            super().__enter__()
+            self._exchange_capture_mode()
         except BaseException:
-            self._driver.pop()
+            self._leave()
             raise
 
     def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__()
+            self._exchange_capture_mode()
         finally:
-            self._driver.pop()
+            self._leave()
+
+    def _exchange_capture_mode(self) -> None:
+        """Set the thread's mode to `_mode`, and `_mode` to what it was."""
+        _check("change a capture mode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)))
+
+    def _leave(self) -> None:
+        if self._context is not None:
+            _check("leave a context", self._library.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
+
+
+def _check(call: str, code: int) -> None:
+    if code:
+        raise DriverError(call, code)
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
@@ -176,7 +155,7 @@ def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":
 
 @cache
 def cuda_driver() -> Driver:
-    """Raises ConfigurationError where there is none."""
+    """Raises ConfigurationError where there is no such driver."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
     except OSError as missing:

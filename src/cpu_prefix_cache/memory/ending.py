@@ -1,15 +1,18 @@
-"""Ending what has threads of its own, whoever asks for it.
+"""Ending objects that have threads of their own.
 
-The garbage collector runs in whichever thread has just allocated something, so also in the threads of the very object
-that it finds nobody keeps. A thread cannot wait for its own end: then another one ends the object.
+The garbage collector may finalize such an object in one of its own threads, which cannot wait for its own end.
 """
 
+import os
 import threading
 from collections.abc import Callable, Collection
 
 
-def end_outside_of(threads: Collection[threading.Thread], end: Callable[[], object]) -> None:
-    """Call `end`, which waits for the end of these threads; in a new thread if the caller is one of them."""
+def end_outside_of(threads: Collection[threading.Thread], process: int, end: Callable[[], object]) -> None:
+    """Call `end`, which waits for the end of these threads of a process; in a new thread if the caller is one of them.
+    Another process, which is a fork, has no such threads: there it does nothing."""
+    if os.getpid() != process:
+        return
     if threading.current_thread() in threads:
         threading.Thread(target=end, name="end-own-threads").start()
     else:

@@ -1,11 +1,9 @@
 """How much memory a host region may take, by what the system, the control groups and /dev/shm say.
 
-The system    MemAvailable; where there is no Linux, all the memory the machine has.
-Groups        A control group limits all that is below it, so every group from this process's own up to the root counts,
-              of both versions of cgroup. Of what a group uses, files that were read and not used again lately do not
-              count: the kernel takes their pages back before it refuses any. (A process that has just read 140 GB of
-              weights could have no region otherwise. Kubernetes calls the rest the working set.) Nothing of a tmpfs,
-              such as /dev/shm, is among them.
+A control group limits all that is below it, so every group from this process's own up to the root counts, of both
+versions of cgroup. Files that were read and not used lately do not count as used: the kernel takes their pages back
+before it refuses any (Kubernetes calls the rest the working set). Otherwise a process that has just read 140 GB of
+weights could have no region. Nothing of a tmpfs, such as /dev/shm, is among them.
 """
 
 import os
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
-# Left to everybody else on the machine when the region is sized: one mistake here ends in the kernel killing us.
+# Left to others on the machine: where memory runs out the kernel kills processes.
 RESERVED_BYTES = 256 * 1024 * 1024
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -24,7 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class _Files(NamedTuple):
-    """What a version of cgroup calls a group's limit, its use, and in `memory.stat` the files that count as free."""
+    """The files of a group's limit and use, and the line of `memory.stat` for reclaimable files, by version."""
 
     limit: str
     used: str
@@ -36,9 +34,9 @@ VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def check_fits(num_bytes: int, shared: int | None = None) -> None:
-    """Raise ConfigurationError, with the number that fits, when `num_bytes` are more than this process may use.
+    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use.
 
-    `shared` is the file descriptor of a shared region, of which nobody has taken anything yet.
+    `shared` is the file descriptor of a shared region that has no pages yet.
     """
     usable = usable_bytes()
     if shared is not None:
@@ -53,7 +51,7 @@ def check_fits(num_bytes: int, shared: int | None = None) -> None:
 
 
 def usable_bytes() -> int:
-    """What the system has available and every control group still allows, less a reserve."""
+    """The bytes that the system has available and every control group still allows, less a reserve."""
     return max(0, min(_available_bytes(), *_allowed_bytes()) - RESERVED_BYTES)
 
 
@@ -67,19 +65,17 @@ def _available_bytes() -> int:
 
 
 def _allowed_bytes() -> Iterator[int]:
-    """What each group that this process is in, or below, still allows; at least one number, which may be no limit."""
+    """What each control group of this process still allows, in bytes; first a number that is no limit."""
     yield sys.maxsize
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
-            yield limit - max(0, used - _reclaimable_bytes(folder, files))
+            yield limit - max(0, used - (_number(folder / "memory.stat", files.reclaimable) or 0))
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
-    """From this process's own groups, one in each hierarchy, up to the roots.
-
-    A container may see its group at the root, and be told the name that it has outside: what is not there is no limit.
-    """
+    """The groups of this process, one in each hierarchy, and those above. Some may not exist: a container may see its
+    own group at the root, under the name that it has outside."""
     lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
@@ -91,15 +87,8 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
                 yield folder, files
 
 
-def _reclaimable_bytes(folder: Path, files: _Files) -> int:
-    stat = folder / "memory.stat"
-    lines = stat.read_text().splitlines() if stat.exists() else []
-    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == files.reclaimable)
-
-
-def _number(file: Path) -> int | None:
-    """The number in a control file; None where there is no such file, or it says "max"."""
-    if not file.exists():
-        return None
-    text = file.read_text().strip()
-    return int(text) if text.isdigit() else None
+def _number(file: Path, name: str = "") -> int | None:
+    """The number in a control file, or in its line `name`; None if there is none, or it is "max"."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    value = {before: text for before, _, text in (line.rpartition(" ") for line in lines)}.get(name, "")
+    return int(value) if value.isdigit() else None

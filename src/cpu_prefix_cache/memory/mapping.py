@@ -1,7 +1,4 @@
-"""The addresses of a host region: private to this process, or a file in shared memory that all ranks of a node map.
-
-Block numbers mean the same in every process that maps the file: where it lies differs, what is where in it does not.
-"""
+"""The addresses of a host region: private to this process, or a file in shared memory that all ranks of a node map."""
 
 import contextlib
 import mmap
@@ -17,23 +14,32 @@ MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 
 
 def private(num_bytes: int) -> mmap.mmap:
-    """Raises ConfigurationError, with the number that fits, when that is more than this process may use."""
+    """Raises ConfigurationError like `check_fits`."""
     check_fits(num_bytes)
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _keep_pages_from_forks(region)
+    if sys.platform == "linux":
+        # A page that a forked child shares is copied when either writes to it, and the pinned page may be the child's
+        # then. So the child gets zeros at these addresses, or nothing at all from an older kernel.
+        try:
+            region.madvise(MADV_WIPEONFORK)
+        except OSError:
+            region.madvise(mmap.MADV_DONTFORK)
     return _with_huge_pages(region)
 
 
 def shared(name: str, num_bytes: int) -> mmap.mmap:
-    """The region of that name, made by whoever comes first. It has no name any more once somebody called `forget`.
+    """The region of that name, made by the first process that asks for it.
 
-    Raises ConfigurationError for a name that is not one, a region of another size, a system without /dev/shm, and like
-    `private`.
+    Raises ConfigurationError for a bad name, another size, a system without /dev/shm, and like `check_fits`.
     """
     path = _path(name)
     if not SHARED.is_dir():
         raise ConfigurationError(f"this system has no shared memory at {SHARED}; give each process a region of its own")
-    file, is_new = _open(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        file, is_new = os.open(path, flags | os.O_EXCL, 0o600), True
+    except FileExistsError:
+        file, is_new = os.open(path, flags, 0o600), False
     try:
         there = os.fstat(file).st_size
         if there not in (0, num_bytes):
@@ -41,7 +47,7 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
                 f"the shared region {name!r} has {there} bytes, but {num_bytes} were asked for; "
                 f"all ranks ask for the same, and a name is used once"
             )
-        if not there:  # who comes later takes nothing more
+        if not there:  # later processes take no more memory
             check_fits(num_bytes, file)
         os.ftruncate(file, num_bytes)
         return _with_huge_pages(mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED))
@@ -53,17 +59,8 @@ def shared(name: str, num_bytes: int) -> mmap.mmap:
         os.close(file)
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """The file, and whether we made it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_EXCL, 0o600), True
-    except FileExistsError:
-        return os.open(path, flags, 0o600), False
-
-
 def forget(name: str) -> None:
-    """Take the name away. Who has mapped the region keeps it; it ends with the last of them, however they end."""
+    """Remove the name. The region ends with the last process that has mapped it, however that ends."""
     _path(name).unlink(missing_ok=True)
 
 
@@ -73,22 +70,8 @@ def _path(name: str) -> Path:
     return SHARED / name
 
 
-def _keep_pages_from_forks(region: mmap.mmap) -> None:
-    """A page that parent and child both have is copied when one of them writes to it: what is pinned would then not lie
-    where the region is. So a child has the same addresses with zeros, which it may unmap as its own.
-
-    Where the kernel cannot do that a child has nothing there, and must not unmap it: it may be the child's own by then.
-    """
-    if sys.platform != "linux":
-        return  # nothing is pinned
-    try:
-        region.madvise(MADV_WIPEONFORK)
-    except OSError:
-        region.madvise(mmap.MADV_DONTFORK)
-
-
 def _with_huge_pages(region: mmap.mmap) -> mmap.mmap:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
+        with contextlib.suppress(OSError):  # without huge pages there are small ones
             region.madvise(mmap.MADV_HUGEPAGE)
     return region

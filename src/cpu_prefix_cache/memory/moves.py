@@ -1,44 +1,44 @@
-"""What crosses the link: moves, as few as there can be.
+"""The copies of a slice over the link, as few as possible.
 
-A *span* is some bytes that lie together on both sides: from where there, from which byte of the host region, how many.
-Spans follow from block ids (`whole_blocks`, `pieces`). `moves_of` joins those that are neighbours on both sides, cuts
-them where the region has a seam, and puts what is left into arrays, as the driver wants them.
+A *span* is bytes that lie together on both sides: where on the device, from which byte of the host region, how many.
+Spans follow from block ids (`whole_blocks`, `pieces`). `moves_of` joins neighbours, cuts at the seams of the region,
+and fills the arrays that the driver takes.
 
-All this is a loop of Python, 0.1 to 0.5 us for each block, run for one slice of a transfer while the link is busy with
-the one before. Operations on whole tensors took no less in all, and the link waited for them.
+These loops take 0.1 to 0.5 us for each block, for one slice while the link is busy with the one before. Operations on
+whole tensors took as long, and the link waited for them.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-# No move crosses a multiple of this in the host region: CUDA refuses a copy from two registrations at once, and
-# registers the region in slices of this size (`registration.py`).
+# No move crosses a multiple of this in the host region: CUDA refuses a copy from two registrations, and the region is
+# registered in slices of this size (`registration.py`).
 SEAM_BYTES = 16 * 1024 * 1024
 
 Span = tuple[int, int, int]
-Place = tuple[int, int, int, int]  # which block of a piece, the byte in it, the byte of the range, how many
+Place = tuple[int, int, int, int]  # number of the host block of a piece, byte in it, byte of the range, how many bytes
 
 
 class Moves:
-    """Those of one slice, by their addresses: arrays of `count` int64 each at `device`, `host` and `size`."""
+    """The moves of one slice: at the addresses `device`, `host` and `size` are arrays of `count` int64."""
 
     __slots__ = ("_rows", "count", "device", "host", "size")
 
     def __init__(self, device: list[int], host: list[int], size: list[int]) -> None:
-        self._rows = array("q", device + host + size)  # the arrays are in it
+        self._rows = array("q", device + host + size)  # holds the arrays
         self.count = len(size)
         row_bytes = self.count * self._rows.itemsize
         self.device = self._rows.buffer_info()[0]
         self.host, self.size = self.device + row_bytes, self.device + 2 * row_bytes
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Where each begins there and here, and its size."""
+        """Of each move the device address, the host address and the size."""
         rows = (self._rows[row * self.count : (row + 1) * self.count] for row in range(3))
         return list(zip(*rows, strict=True))
 
 
 def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[Place]:
-    """Bytes [first_byte, first_byte + num_bytes) of a piece, host block by host block of it.
+    """Bytes [first_byte, first_byte + num_bytes) of a piece, host block by host block.
 
     >>> list(columns(90, 30, 100))
     [(0, 90, 0, 10), (1, 0, 10, 20)]
@@ -52,7 +52,7 @@ def columns(first_byte: int, num_bytes: int, host_block_bytes: int) -> Iterator[
 
 
 def whole_blocks(begin: int, blocks: Sequence[int], block_bytes: int) -> Iterator[Span]:
-    """Host blocks that lie one after another there, from `begin` on: a span for each run of neighbours.
+    """Host blocks that lie one after another on the device, from `begin` on: a span for each run of neighbours.
 
     >>> list(whole_blocks(1000, [7, 8, 3], block_bytes=10))
     [(1000, 70, 20), (1020, 30, 10)]
@@ -72,7 +72,7 @@ def whole_blocks(begin: int, blocks: Sequence[int], block_bytes: int) -> Iterato
 def pieces(
     begins: Iterable[int], host_blocks: Sequence[int], width: int, places: Sequence[Place], block_bytes: int
 ) -> Iterator[Span]:
-    """Pieces that begin there at `begins`, and whose bytes lie at `places` in the `width` host blocks of each.
+    """Pieces that begin at `begins` on the device, and lie at `places` in the `width` host blocks of each.
 
     >>> list(pieces([1000], [7, 3], 2, list(columns(5, 10, 10)), block_bytes=10))
     [(1000, 75, 5), (1005, 30, 5)]
@@ -83,25 +83,25 @@ def pieces(
 
 
 def moves_of(spans: Iterable[Span], base: int = 0, seam: int = SEAM_BYTES) -> Moves:
-    """The moves of a slice. The host region begins at address `base`.
+    """The moves of one slice. The host region begins at address `base`.
 
     >>> moves_of([(0, 150, 50), (50, 200, 50)], base=1000, seam=220).listed()
     [(0, 1150, 70), (70, 1220, 30)]
     """
-    device: list[int] = []
-    host: list[int] = []
+    devices: list[int] = []
+    hosts: list[int] = []
     sizes: list[int] = []
-    end_there = end_here = -1
-    for there, here, size in spans:
-        if there == end_there and here == end_here and here % seam:
-            there, here, size = device.pop(), host.pop() - base, size + sizes.pop()
-        end_there, end_here = there + size, here + size
-        while (room := seam - here % seam) < size:
-            device.append(there)
-            host.append(base + here)
+    device_end = host_end = -1
+    for device, host, size in spans:
+        if device == device_end and host == host_end and host % seam:
+            device, host, size = devices.pop(), hosts.pop() - base, size + sizes.pop()
+        device_end, host_end = device + size, host + size
+        while (room := seam - host % seam) < size:
+            devices.append(device)
+            hosts.append(base + host)
             sizes.append(room)
-            there, here, size = there + room, here + room, size - room
-        device.append(there)
-        host.append(base + here)
+            device, host, size = device + room, host + room, size - room
+        devices.append(device)
+        hosts.append(base + host)
         sizes.append(size)
-    return Moves(device, host, sizes)
+    return Moves(devices, hosts, sizes)

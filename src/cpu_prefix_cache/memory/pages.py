@@ -1,10 +1,8 @@
-"""Taking the pages of a region from the system, in several threads, before anybody waits for them.
+"""Taking the pages of a region from the system, in several threads, ahead of registration.
 
-    asked for   --a thread's madvise-->   there
-                                    `-->  refused: the system has no more, and the region ends before them
-
-Registration would take them too, ten times slower, and no kernel is launched meanwhile. No CUDA call is made here. A
-page belongs to the NUMA node of the thread that takes it, so the threads run on processors near the device.
+Registration would take them too, ten times slower, and kernel launches would wait for it. A page belongs to the NUMA
+node of the thread that takes it, so the threads run on processors near the device. Where the system has no more memory
+the region ends.
 """
 
 import contextlib
@@ -14,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Set
+from pathlib import Path
 
 import torch
 
@@ -23,44 +22,54 @@ logger = logging.getLogger(__name__)
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 THREADS = 8  # 48 GiB in 3 to 6 s (one H200's host)
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def processors_near(pci_address: str) -> set[int]:
+    """The processors of a device's NUMA node, or all of them; none where the system does not say."""
+    file = PCI_DEVICES / pci_address / "local_cpus"  # a mask, such as "00000000,0000ff00"
+    mask = int(file.read_text().replace(",", ""), 16) if file.exists() else 0
+    return {number for number in range(mask.bit_length()) if mask >> number & 1}
+
+
 class Pages:
-    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte. `near`: processors, if any."""
+    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on processors in `near`."""
 
     def __init__(self, region: torch.Tensor, near: Set[int] = frozenset(), slice_bytes: int = SEAM_BYTES) -> None:
         self._region, self._near, self._slice_bytes = region, near, slice_bytes
-        self._next = 0
         self._end = region.numel()
-        self._missing: set[int] = set(range(0, self._end, slice_bytes))
+        slices = range(0, self._end, slice_bytes)
+        self._next, self._missing = iter(slices), set(slices)
         self._changed = threading.Condition()
         workers = min(THREADS, len(os.sched_getaffinity(0)))
         self.threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
         try:
             for thread in self.threads:
                 thread.start()
-        except RuntimeError:  # the system has no more threads: those there are would work for nobody
+        except RuntimeError:  # the system has no more threads: those that have started end
             self._shorten(0)
             raise
 
     def wait_for(self, first: int) -> bool:
-        """Whether the slice from byte `first` on is there; waits until that is known."""
+        """Wait until the slice from byte `first` on has its pages. False: it will not get them."""
         with self._changed:
             self._changed.wait_for(lambda: first >= self._end or first not in self._missing)
             return first < self._end
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more pages, and end the threads."""
         self._shorten(0)
         for thread in self.threads:
             thread.join()
 
     def _run(self) -> None:
         if near := self._near & os.sched_getaffinity(0):
-            with contextlib.suppress(OSError):  # a container may forbid it: then pages come from anywhere
+            with contextlib.suppress(OSError):  # a container may forbid it
                 os.sched_setaffinity(0, near)  # of this thread
-        while (first := self._take()) is not None:
+        for first in self._next:  # all threads share it, so a slice is taken by one of them
+            if first >= self._end:
+                break
             error = _populate(self._region, first, self._slice_bytes)
             if error:
                 logger.error("the system gave no more host memory after %.2f GB: error %d", first / 1e9, error)
@@ -69,13 +78,6 @@ class Pages:
                 self._missing.discard(first)
                 self._changed.notify_all()
 
-    def _take(self) -> int | None:
-        with self._changed:
-            if self._next >= self._end:
-                return None
-            self._next += self._slice_bytes
-            return self._next - self._slice_bytes
-
     def _shorten(self, end: int) -> None:
         with self._changed:
             self._end = min(self._end, end)
@@ -83,7 +85,7 @@ class Pages:
 
 
 def _populate(region: torch.Tensor, first: int, num_bytes: int) -> int:
-    """The error number, 0 for none. A kernel that does not know the call leaves the pages to whoever writes first."""
+    """The error number, or 0. Older kernels do not know the call: there pages are taken when they are first written."""
     address, length = region.data_ptr() + first, min(num_bytes, region.numel() - first)
     if not _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), POPULATE_WRITE):
         return 0

@@ -1,22 +1,21 @@
 """What an engine keeps of its KV, declared part by part.
 
-A *part* is the bytes that each device block has in one tensor: together, equally many, and a constant stride from
-block to block. What engines have, and who takes it apart:
+A *part* is the bytes that each device block has in one tensor: contiguous, equally many, at a constant stride from
+block to block. What lies between blocks is never touched.
 
     blocks_first       [blocks, ...]                   K or V apart, scales, an index cache, a state with its slots
     keys_and_values    [2, blocks, ...]                K and V in one tensor, one after the other
                        [blocks, 2, ...]                or side by side in every block
     token_major        [blocks * block_tokens, ...]    MLA: a tensor of tokens, which does not say where a block ends
 
-Blocks may lie further apart than they are long; what is between them is never touched. `canonical` puts the parts of a
-group into the order their bytes have on the host, by layer and role, so that K and V apart and together come to the
-same bytes (rule 16). Within a part the bytes keep the engine's own order.
+`canonical` orders the parts of a group by layer and role, so that K and V apart and together come to the same bytes on
+the host (rule 16). Within a part the bytes keep the engine's order.
 """
 
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import torch
 
@@ -24,7 +23,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 
 
 class Role(enum.IntEnum):
-    """What a part is to its layer. The numbers are the order of a layer's parts on the host, under LAYOUT_VERSION."""
+    """What a part holds. The numbers order a layer's parts on the host, and belong to LAYOUT_VERSION."""
 
     KEY = 0
     VALUE = 1
@@ -36,6 +35,9 @@ class Role(enum.IntEnum):
     INDEX_SCALE = 7
     CONV_STATE = 8
     STATE = 9  # Mamba, linear attention
+
+
+LAYOUT_VERSION = 1  # of the order of bytes in a piece, for pieces that outlive their process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ def blocks_first(layer: int, role: Role, tensor: torch.Tensor, *, number: int = 
 def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[Part, Part]:
     """K and V in one tensor: [2, blocks, ...] with `kv_dim` 0, [blocks, 2, ...] with `kv_dim` 1.
 
-    The dimension is said, not guessed: with two blocks both readings fit. Raises ConfigurationError when it is not 2.
+    `kv_dim` is not guessed, because with two blocks both fit. Raises ConfigurationError when that dimension is not 2.
     """
     if kv_dim not in (0, 1) or tensor.ndim < 3 or tensor.shape[kv_dim] != 2:
         raise ConfigurationError(
@@ -80,10 +82,9 @@ def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[P
 def token_major(
     layer: int, role: Role, tensor: torch.Tensor, *, num_blocks: int, block_tokens: int, number: int = 0
 ) -> Part:
-    """A tensor [num_blocks * block_tokens, ...] with one row to a token.
+    """A tensor [num_blocks * block_tokens, ...] with one row to a token. Its shape does not tell the number of blocks.
 
-    How many blocks there are is said by whoever made them: the shape does not tell it (ATOM PR 1318 found so too).
-    Raises ConfigurationError when the rows are not those blocks, or padding between rows tears a block apart.
+    Raises ConfigurationError when the rows are not those blocks, or the bytes of a block do not lie together.
     """
     if num_blocks < 1 or block_tokens < 1 or tensor.shape[0] != num_blocks * block_tokens:
         raise ConfigurationError(
@@ -94,7 +95,7 @@ def token_major(
 
 
 def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:
-    """The rows of a group's parts in the order of LAYOUT_VERSION: by layer, role and number, however they were given.
+    """The rows of a group's parts, ordered by layer, role and number.
 
     Raises ConfigurationError when a part comes twice, or two parts share memory.
     """
@@ -108,7 +109,7 @@ def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:
 
 
 def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A `[blocks, ...]` tensor as uint8 [blocks, bytes]: the same memory. Blocks may lie apart, not be torn.
+    """A tensor [blocks, ...] as uint8 [blocks, bytes], the same memory.
 
     Raises ConfigurationError when the bytes of a block are not contiguous, blocks overlap, or there are none.
     """
@@ -126,15 +127,28 @@ def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).view(blocks, width * tensor.element_size())
 
 
-def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise ConfigurationError when two parts of one group share bytes: a load would write them twice.
+def piece_offsets(block_bytes: Iterable[int], device_blocks: int) -> tuple[int, ...]:
+    """Where each part begins in a piece, and where the piece ends, in bytes. `block_bytes` are those of a block in each
+    part. Within a part device block follows device block:
 
-    Layers that share their KV, or several views of one raw buffer, are declared once. Groups may share a buffer: which
-    blocks belong to whom is then for the engine to know.
+        device   layer 0 K   [ . ][b1][ . ][b0] ...          piece of blocks b0, b1
+                 layer 0 V   [ . ][b1][ . ][b0] ...
+        host     | 0 K b0 | 0 K b1 | 0 V b0 | 0 V b1 | 1 K b0 | ...  padding to whole host blocks |
+
+    No copy reads or writes the padding.
+
+    >>> piece_offsets([64, 32], device_blocks=2)
+    (0, 128, 192)
     """
+    return tuple(accumulate((size * device_blocks for size in block_bytes), initial=0))
+
+
+def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raise ConfigurationError when two parts of one group share bytes: a load would write them twice. Layers that
+    share their KV are declared once. Groups may share memory: the engine knows which blocks are whose."""
     for (one, one_name), (other, other_name) in combinations(zip(rows, names, strict=True), 2):
         low, high = (one, other) if one.data_ptr() <= other.data_ptr() else (other, one)
-        if high.data_ptr() >= low.data_ptr() + span(low):
+        if high.data_ptr() >= low.data_ptr() + (low.shape[0] - 1) * low.stride(0) + low.shape[1]:
             continue
         if same_blocks(one, other):
             raise ConfigurationError(f"the {one_name} and the {other_name} are the same memory; declare it once")
@@ -143,27 +157,20 @@ def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
 
 
 def same_blocks(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two parts are the same bytes."""
+    """Whether two parts, uint8 [blocks, bytes], are the same memory."""
     return (one.data_ptr(), one.stride(), one.shape) == (other.data_ptr(), other.stride(), other.shape)
 
 
-def span(rows: torch.Tensor) -> int:
-    """Bytes from the first of the first block to the last of the last."""
-    return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
-
-
 def _interleave(low: torch.Tensor, high: torch.Tensor) -> bool:
-    """Whether each block of `high` lies in a gap of `low`. Of unequal strides that cannot be said of all blocks."""
+    """Whether each block of `high` lies in a gap of `low`. False for unequal strides."""
     stride = low.stride(0)
     shift = (high.data_ptr() - low.data_ptr()) % stride
     return high.stride(0) == stride and low.shape[1] <= shift and shift + high.shape[1] <= stride
 
 
 def side_by_side(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same bytes in fewer parts: those that follow each other in every block become one.
-
-    For pieces of one device block only: with several, part i of all of them comes before part i + 1 on the host.
-    """
+    """Join parts that follow each other in every block. Only for pieces of one device block: with several, part i of
+    all of them comes before part i + 1 on the host."""
     joined = [parts[0]]
     for part in parts[1:]:
         last = joined[-1]

@@ -1,10 +1,10 @@
-"""Pinning a region for CUDA while the engine works, so that nobody waits and nothing breaks.
+"""Pinning a region for CUDA while the engine works.
 
     waiting  --start-->  pinning, slice by slice  ---->  whole
                                               `---->  refused: the rest stays pageable, and is copied more slowly
 
-While CUDA pins memory it launches no kernel. So a slice is small and a pause follows it: with 64 MiB a launch came up
-to 8.9 ms late, with 16 MiB at most 1.2 ms, and 8 GiB took 1.4 s (one H200). Captures of CUDA graphs go on unharmed.
+Kernel launches wait while CUDA pins memory. So slices are small and a pause follows each: a launch is at most 1.2 ms
+late with 16 MiB, and was 8.9 ms late with 64 (one H200). Captures of CUDA graphs go on unharmed.
 """
 
 import logging
@@ -13,7 +13,8 @@ import threading
 
 import torch
 
-from cpu_prefix_cache.memory.driver import Driver, DriverError, Working
+from cpu_prefix_cache.memory.driver import Driver, DriverError
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.pages import Pages
 
@@ -23,10 +24,7 @@ PAUSE_SECONDS = 0.0015
 
 
 class Registration:
-    """Of `region`, uint8 [bytes], from its first byte on, for the CUDA device of that number.
-
-    It keeps the region, which must not be unmapped before.
-    """
+    """Pins `region`, uint8 [bytes], from its first byte on, for the CUDA device number `device`, and keeps it alive."""
 
     def __init__(
         self, region: torch.Tensor, pages: Pages, driver: Driver, device: int, slice_bytes: int = SEAM_BYTES
@@ -38,16 +36,7 @@ class Registration:
         self._stop = threading.Event()
         self._settled = threading.Event()
         self.num_bytes = 0  # pinned
-        self.ready_bytes = 0  # may be copied to and from: pinned, or there and never to be pinned
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_bytes == self._region.numel()
-
-    @property
-    def threads(self) -> list[threading.Thread]:
-        """Those that take pages and pin them: `close` waits for their end."""
-        return [*self._pages.threads, *([] if self._thread is None else [self._thread])]
+        self.ready_bytes = 0  # pinned, or never to be pinned: may be copied to and from
 
     def start(self) -> None:
         """Begin, in a thread of its own. A second call does nothing."""
@@ -57,28 +46,28 @@ class Registration:
             self._thread = thread
 
     def wait(self) -> None:
-        """Until it is whole, or will not become so."""
+        """Return when no more bytes become ready."""
         self._settled.wait()
 
     def close(self) -> None:
-        """Unpin everything. Nothing copies to or from the region any more. In a forked process there is nothing to do.
+        """Unpin everything; in a forked process do nothing. No copy may be in flight.
 
-        Raises DriverError when CUDA would not unpin a slice, after it has been asked to unpin all the others.
+        Raises DriverError when CUDA would not unpin a slice, after all the others.
         """
-        if os.getpid() != self._process:
-            return
+        own = [] if self._thread is None else [self._thread]
+        end_outside_of([*self._pages.threads, *own], self._process, self._end)
+
+    def _end(self) -> None:
         self._stop.set()
         self._pages.close()
         if self._thread is not None:
             self._thread.join()
         pinned, self.num_bytes, self.ready_bytes = self.num_bytes, 0, 0
-        if pinned:
-            self._unpin(pinned)
-
-    def _unpin(self, num_bytes: int) -> None:
+        if not pinned:
+            return
         refused: list[DriverError] = []
-        with self._working():
-            for first in range(0, num_bytes, self._slice_bytes):
+        with self._driver.working_in(self._device):
+            for first in range(0, pinned, self._slice_bytes):
                 try:
                     self._driver.unregister(self._region.data_ptr() + first)
                 except DriverError as error:
@@ -86,13 +75,10 @@ class Registration:
         if refused:
             raise refused[0]
 
-    def _working(self) -> Working:
-        return self._driver.working_in(self._driver.primary_context(self._device))
-
     def _run(self) -> None:
         pins = True
         try:
-            with self._working():
+            with self._driver.working_in(self._device):
                 for first in range(0, self._region.numel(), self._slice_bytes):
                     if self._stop.is_set() or not self._pages.wait_for(first):
                         break
