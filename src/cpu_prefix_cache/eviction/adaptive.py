@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
 
+from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
 from cpu_prefix_cache.eviction.kinds import FEATURES, UNKNOWN, kinds_of, measure_gap
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, members, new_ring, used
@@ -43,7 +44,7 @@ MOST_AT_ONCE = 5
 LONGEST_PACE = 1.0  # second between two of those, and between all requests of a log without times
 
 
-class Adaptive:
+class Adaptive(EvictionPolicy):
     """Evicts from the bucket of the least worth. See EvictionPolicy."""
 
     def __init__(self, forest: Forest) -> None:
@@ -129,12 +130,6 @@ class Adaptive:
             self._forget(displaced)
 
     # What is here
-
-    def announced(self, blocks: Sequence[int]) -> None:
-        """Nothing: what is being written is not here yet."""
-
-    def retired(self, blocks: Sequence[int]) -> None:
-        """Nothing: what was being written was not here."""
 
     def inserted(self, blocks: Sequence[int], touch: None) -> None:
         parent = self._forest.parent[blocks[0]]

@@ -98,7 +98,7 @@ class Arc(TwoLists):
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        self._begin_taking()
+        self._once.passed, self._again.passed = self._once, self._again
         if incoming:
             self._destinations = []
         victims: list[int] = []
@@ -117,7 +117,6 @@ class Arc(TwoLists):
             at = len(self._destinations)
         while len(victims) < count:
             victims += self._evict_for_nobody(count - len(victims))
-        self._end_run()
         return victims
 
     def soonest_evicted(self) -> Iterator[int]:
@@ -126,7 +125,7 @@ class Arc(TwoLists):
     def check_valid(self) -> None:
         super().check_valid()
         self._ghosts.check_valid()
-        once, again = self._sizes()
+        once, again = self._once.size, self._again.size
         counts, capacity = self._ghosts.counts, self._capacity
         assert 0 <= self._target <= capacity, "p is out of bounds"
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
@@ -147,11 +146,11 @@ class Arc(TwoLists):
             after = len(blocks) - rings[::-1].index(again)
             self._found_again(blocks[after - 1], touch)
         if mark[blocks[-1]] is added:
-            if added.older is not None and not self._forest.children[added.block]:
+            if added.block != NONE and not self._forest.children[added.block]:
                 self._branch_off(added)
+            if added.block == NONE:
+                once.enter_young(added, blocks[-1])
             added.block = blocks[-1]
-            if added.older is None:
-                once.enter_young(added)
         self._end_ghosts([self._keys[block] for block in blocks])
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
@@ -170,14 +169,12 @@ class Arc(TwoLists):
             count = min(count, room - at)
         else:
             leaving, same = self._gives_for_ghosts(which)
-            count = min(count, same)
-            victims = self._take_once(count) if leaving == ONCE else self._take_again(count, or_any=False)
-            victims = victims or self._take(1, leaving == ONCE)
+            victims = self._take(min(count, same), leaving, others=1)
             count = len(victims)
         self._learn_row(which, count, leaving)
         self._ghosts.take(incoming[at], count)
         if victims:
-            self._remember(victims)
+            self._evict_run(victims)
         self._again.expect(count)
         self._destinations += [self._again] * count
         return victims
@@ -218,9 +215,9 @@ class Arc(TwoLists):
         count = min(count, same)
         if size <= target:
             count = min(count, int(target) - size + 1)  # until T1 is too large
-        victims = self._take(count, size > target)
+        victims = self._take(count, ONCE if size > target else AGAIN, others=count)
         self._expect(len(victims), ending)
-        self._remember(victims)
+        self._evict_run(victims)
         return victims
 
     def _expect(self, count: int, ending: int) -> None:
@@ -233,23 +230,20 @@ class Arc(TwoLists):
     def _evict_for_nobody(self, count: int) -> list[int]:
         """Up to `count` victims, while nothing comes."""
         excess = self._once.size - self._target
-        victims = self._take(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
-        self._remember(victims)
+        count = min(count, math.ceil(excess)) if excess > 0 else count
+        victims = self._take(count, ONCE if excess > 0 else AGAIN, others=count)
+        self._evict_run(victims)
         return victims
 
-    def _remember(self, victims: Sequence[int]) -> None:
-        """The last victims, each the parent of the one before it and all of one list, become ghosts if there is room.
-
-        There is none where all is T1: the paper deletes the page for good.
-        """
+    def _evict_run(self, run: Sequence[int]) -> None:
+        """The victims become ghosts, if there is room: none where all is T1, as the paper deletes the page for good."""
         spare, room = self._room_for_ghosts()
         which = AGAIN if self._last.ring is self._again else ONCE
-        if which == ONCE and spare < room:
-            room = spare
+        room = min(spare, room) if which == ONCE else room
         if room > 0:
             keys = self._keys
-            gone = [keys[block] for block in victims[-room:]]
-            self._ghosts.add(which, gone, keys[self._forest.parent[victims[-1]]])
+            self._ghosts.add(which, [keys[block] for block in run[-room:]], keys[self._forest.parent[run[-1]]])
+        super()._evict_run(run)
 
     def _learn(self, key: bytes) -> int:
         """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
@@ -292,7 +286,3 @@ class Arc(TwoLists):
         b1, b2 = self._ghosts.counts
         spare = self._capacity - self._once.size - b1
         return spare, spare + self._capacity - self._again.size - b2
-
-    def _sizes(self) -> tuple[int, int]:
-        """|T1| and |T2|, with what is on its way there."""
-        return self._once.size, self._again.size

@@ -35,8 +35,9 @@ class EvictionPolicy(Protocol):
         """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
 
         They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
-        all of them came. Changes nothing.
+        all of them came. Changes nothing. All of them, if a policy has no opinion.
         """
+        return len(incoming)
 
     def inserted(self, blocks: Sequence[int], touch: Any) -> None:
         """`blocks`, each below the one before it, were added by the request of this touch."""
