@@ -29,11 +29,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
+from typing import Any
 
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
-from cpu_prefix_cache.eviction.kinds import FEATURES, UNKNOWN, kinds_of, measure_gap
-from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, members, new_ring, used
+from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, UNKNOWN, kinds_of
+from cpu_prefix_cache.eviction.rings import members
+from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -49,13 +51,13 @@ class Adaptive(EvictionPolicy):
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._mark = forest.mark
-        self._keys = forest.key
+        self._mark: list[Any] = forest.mark
+        self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
         self._buckets = Buckets(FEATURES)
         self._most_ghosts = max(1, forest.root // 3)
         self._num_ghosts = 0
-        self._ghosts = new_ring()
+        self._ghosts = segment_ring()
         self._now = self._told = 0.0  # by our clock, and by the engine's
         self._at_once = 0  # requests at this very moment
         self._pace = LONGEST_PACE  # seconds that a request took, at the moment before
@@ -101,7 +103,7 @@ class Adaptive(EvictionPolicy):
         for cut in cuts:
             self._was_cut(*cut)
         for segment in path:
-            measure_gap(segment)
+            segment.gap = GAP_OF[segment.use.bin]  # it has waited so long
         if matched < len(keys):
             path.append(self._begin(keys, matched, path[-1] if path else None))
         path[-1].is_end = True
@@ -152,13 +154,13 @@ class Adaptive(EvictionPolicy):
         segment.resident += count
         segment.deepest = blocks[at + count - 1]
         if segment.resident == segment.length:
-            segment.last = self._key(segment.deepest)  # it is what is here, whatever a forgotten request had told
+            segment.last = self._keys[segment.deepest]  # it is what is here, whatever a forgotten request had told
         self._place(segment)
         return count
 
     def _next_segment(self, blocks: Sequence[int], at: int, stop: int, parent: int, above: Segment | None) -> Segment:
         """The segment of `blocks[at:stop]`, or of the first of them: below or within the one above."""
-        if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[at])) is None:
+        if above is not None and above.deepest == parent and self._segments.find(self._keys[blocks[at]]) is None:
             if above.resident == above.length and not above.children:
                 above.extend(self._unknown_keys(blocks, at, stop))  # the answer of a request belongs to its prompt
             if above.resident < above.length:
@@ -170,7 +172,7 @@ class Adaptive(EvictionPolicy):
 
         That has the class and the age of the one above.
         """
-        segment = self._segments.find(self._key(blocks[at]))
+        segment = self._segments.find(self._keys[blocks[at]])
         if segment is None:
             keys = self._unknown_keys(blocks, at, stop)
             segment = Segment(keys, 0, len(keys))
@@ -184,8 +186,8 @@ class Adaptive(EvictionPolicy):
 
     def _unknown_keys(self, blocks: Sequence[int], at: int, stop: int) -> list[bytes]:
         """The keys of the first of `blocks[at:stop]` and of those after it, up to where a known segment begins."""
-        known = (each for each in range(at + 1, stop) if self._segments.find(self._key(blocks[each])) is not None)
-        return [self._key(block) for block in blocks[at : next(known, stop)]]
+        known = (each for each in range(at + 1, stop) if self._segments.find(self._keys[blocks[each]]) is not None)
+        return [self._keys[block] for block in blocks[at : next(known, stop)]]
 
     def removed(self, block: int) -> None:
         segment = self._mark[block]
@@ -314,9 +316,6 @@ class Adaptive(EvictionPolicy):
 
     # Small things
 
-    def _key(self, block: int) -> bytes:
-        return self._keys[block] or b""
-
     def _is_checkpoint(self, node: int) -> bool:
         if node < self._forest.root:
             return False  # it has a block of its own (forest.py)
@@ -372,7 +371,7 @@ class Adaptive(EvictionPolicy):
             assert self._segments.find(segment.first) is segment, "a segment cannot be found"
             assert mark.count(segment) == segment.resident <= segment.length, "the chunks of a segment are miscounted"
             is_leaf = bool(segment.resident and not children[segment.deepest])
-            assert (segment in used(segment).leaves) == is_leaf, "a segment is a leaf, or is none"
+            assert (segment in segment.use.leaves) == is_leaf, "a segment is a leaf, or is none"
             assert (segment.ring is None) == (not is_leaf and bool(segment.resident)), "a segment stands nowhere"
         for block, segment in enumerate(mark):
             assert (segment is None) == (self._keys[block] is None), f"block {block}: a key without a segment"

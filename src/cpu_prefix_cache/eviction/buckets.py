@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from sortedcontainers import SortedList
 
-from cpu_prefix_cache.eviction.ages import Ages, Use
-from cpu_prefix_cache.eviction.segments import Segment, enter, leave, members, new_ring, used
+from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
+from cpu_prefix_cache.eviction.rings import members
+from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
 
 # Classes are learned anew in rounds, one with each request: that takes 20 us. A round begins so many requests after the
@@ -40,7 +41,7 @@ class Buckets:
         self._to_learn: list[int] = []  # classes, the last one next
 
     def rank(self, segment: Segment) -> Rank:
-        return self._rank(segment.kind * BINS + used(segment).bin)
+        return self._rank(segment.kind * BINS + segment.use.bin)
 
     def ends(self) -> Iterator[tuple[Rank, int]]:
         """The deepest chunks of all leaves, by rank. Changes nothing."""
@@ -67,37 +68,35 @@ class Buckets:
     def use(self, segment: Segment, kind: int, use: Use) -> None:
         """A segment has this use now, and is of this class. It was used before if it had another one."""
         before = segment.use
-        if before is not None:
-            self._survival.reuses[segment.kind * BINS + before.bin] += 1
         self._ages.join(use, kind)
-        if before is not None:
+        if before is not NEVER:
+            self._survival.reuses[segment.kind * BINS + before.bin] += 1
             self._ages.part(before, segment.kind, use.at)
         segment.use, segment.kind = use, kind
         if self._survival.begin(kind):
             self._learn(kind, use.at)
-        if before is not None and segment in before.leaves:
+        if segment in before.leaves:
             del before.leaves[segment]
             self.enter(segment)
 
     def stand_beside(self, segment: Segment, other: Segment) -> None:
         """A new segment begins with the use and the class of another."""
-        segment.use, segment.kind = used(other), other.kind
+        segment.use, segment.kind = other.use, other.kind
         self._ages.join(segment.use, segment.kind)
 
     def forget(self, segment: Segment, now: float) -> None:
         """A segment that is no leaf is not known any more."""
-        self._ages.part(used(segment), segment.kind, now)
+        self._ages.part(segment.use, segment.kind, now)
 
     def enter(self, segment: Segment) -> None:
         """It is a leaf."""
-        use = used(segment)
-        use.leaves[segment] = None
-        self._stand(segment, use)
+        segment.use.leaves[segment] = None
+        self._stand(segment, segment.use)
 
     def leave(self, segment: Segment) -> None:
         """It is none any more."""
         leave(segment)
-        del used(segment).leaves[segment]
+        del segment.use.leaves[segment]
 
     def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""
@@ -112,13 +111,13 @@ class Buckets:
         """Assert that each of these, which are all, is where it belongs. For tests."""
         self._ages.check_valid()
         self._survival.check_valid(self._use.at)
-        uses = set(self._ages)
+        uses = set(self._ages.uses())
         for segment in known:
-            use = used(segment)
+            use = segment.use
             assert use in uses, "a segment has a use that has ended"
             if segment in use.leaves:
                 assert segment.ring is self._rings[segment.kind * BINS + use.bin], "a leaf stands in the wrong ring"
-        kinds = Counter((used(segment), segment.kind) for segment in known)
+        kinds = Counter((segment.use, segment.kind) for segment in known)
         assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
         ranked = {bucket for bucket, ranked in enumerate(self._is_ranked) if ranked}
         assert list(self._ranks) == sorted(map(self._rank, ranked)), "buckets are out of order"
@@ -129,7 +128,7 @@ class Buckets:
         bucket = segment.kind * BINS + use.bin
         ring = self._rings.get(bucket)
         if ring is None:
-            ring = self._rings[bucket] = new_ring()
+            ring = self._rings[bucket] = segment_ring()
         enter(ring, segment)
         if not self._is_ranked[bucket]:
             self._is_ranked[bucket] = True

@@ -17,23 +17,23 @@ a ghost, and a tenth more of the time of an eviction: Python has them at hand in
 one that it is asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, new_ring, unlink
 from cpu_prefix_cache.index.forest import NONE
 
 LONGEST_RUN = 4_096  # to end the oldest of a run moves the others: at most 32 KiB
 
 
-class Run:
+class Run(Linked):
     """Keys, the oldest first; and that of the parent of the last one, if that one had any."""
 
-    __slots__ = ("above", "keys", "older", "which", "younger")
+    __slots__ = ("above", "keys", "which")
 
     def __init__(self, which: int) -> None:
         self.which = which
         self.keys: list[bytes] = []
         self.above: bytes | None = None
-        self.older = self.younger = self
 
 
 class Ghosts:
@@ -41,7 +41,7 @@ class Ghosts:
 
     def __init__(self) -> None:
         self.counts = [0, 0]
-        self._ends = (Run(0), Run(1))  # each closes the ring of the runs of a list
+        self._ends = (new_ring(Run(0)), new_ring(Run(1)))  # each closes the ring of the runs of a list
         self._tops: dict[bytes, Run] = {}
 
     def first_ghost(self, wanted: Sequence[bytes], start: int) -> int:
@@ -81,7 +81,7 @@ class Ghosts:
         if run.keys:
             self._tops[run.keys[-1]] = run
         else:
-            _leave(run)
+            unlink(run)
         self.counts[run.which] -= count
         return run.which
 
@@ -98,8 +98,7 @@ class Ghosts:
             self._tops.pop(run.keys[-1], None)
         else:
             run = Run(which)
-            run.older, run.younger = end.older, end
-            end.older.younger = end.older = run
+            insert_after(end.older, run)
         run.keys.extend(keys)
         run.above = above
         self._tops[keys[-1]] = run
@@ -115,17 +114,17 @@ class Ghosts:
                 return
             count -= len(run.keys)
             self._tops.pop(run.keys[-1], None)
-            _leave(run)
+            unlink(run)
 
     def keys(self, which: int) -> list[bytes]:
         """The keys of a list, the oldest first. For tests."""
-        return [key for run in self._runs(which) for key in run.keys]
+        return [key for run in members(self._ends[which]) for key in run.keys]
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests."""
         tops = {}
         for which in (0, 1):
-            for run in self._runs(which):
+            for run in members(self._ends[which]):
                 assert run.which == which and run.keys, "a run is empty, or in the wrong list"
                 assert run.younger.older is run, "a run is linked one way only"
                 tops[run.keys[-1]] = run
@@ -133,13 +132,3 @@ class Ghosts:
         assert tops == self._tops, "the top of a run cannot be found"
         everything = self.keys(0) + self.keys(1)
         assert len(set(everything)) == len(everything), "a key is remembered twice"
-
-    def _runs(self, which: int) -> Iterator[Run]:
-        run = self._ends[which].younger
-        while run is not self._ends[which]:
-            yield run
-            run = run.younger
-
-
-def _leave(run: Run) -> None:
-    run.older.younger, run.younger.older = run.younger, run.older

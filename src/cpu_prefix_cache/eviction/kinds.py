@@ -11,7 +11,7 @@ wild" (USENIX ATC '25); gaps are what serves agents, whose tools take their time
 
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.eviction.segments import Segment, used
+from cpu_prefix_cache.eviction.segments import Segment
 from cpu_prefix_cache.eviction.survival import BINS
 
 TURNS, ROLES, GAPS = 6, 10, 6
@@ -23,11 +23,6 @@ CONTINUES, PASSED, DOCUMENT = 0, 1, 3
 DOCUMENT_CHUNKS = 2  # a first turn that shares as many with others has something to branch off
 GAP_OF = (1, 2, 3, 4, *[5] * (BINS - 4))  # by bin, and so by seconds: up to 2 | 8 | 32 | 64 | more. 0: not used before
 UNKNOWN = FEATURES.index((0, CONTINUES, 0))
-
-
-def measure_gap(segment: Segment) -> None:
-    """It is about to be used again: how long has it waited?"""
-    segment.gap = GAP_OF[used(segment).bin]
 
 
 def kinds_of(path: Sequence[Segment], matched: int) -> Iterator[int]:

@@ -19,6 +19,12 @@ class Linked:
 Member = TypeVar("Member", bound=Linked)
 
 
+def new_ring(end: Member) -> Member:
+    """The end of a ring that has no members yet."""
+    end.older = end.younger = end
+    return end
+
+
 def insert_after(place: Member, member: Member) -> None:
     """Link `member`, which is in no ring, as the next younger neighbour of `place`."""
     younger = place.younger
@@ -29,6 +35,14 @@ def insert_after(place: Member, member: Member) -> None:
 def unlink(member: Linked) -> None:
     """Close the ring behind a member that leaves it."""
     member.older.younger, member.younger.older = member.younger, member.older
+
+
+def move(member: Member, end: Member) -> None:
+    """Let a member of one ring be the youngest of another one."""
+    member.older.younger, member.younger.older = member.younger, member.older
+    youngest = end.older
+    member.older, member.younger = youngest, end
+    youngest.younger = end.older = member
 
 
 def members(end: Member) -> Iterator[Member]:

@@ -15,15 +15,15 @@ last chunk was cut short; otherwise the segment ends where it is here, and the r
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.eviction.ages import Use
+from cpu_prefix_cache.eviction.ages import NEVER, Use
+from cpu_prefix_cache.eviction.rings import Linked, new_ring, unlink
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.errors import InternalError
 
 
-class Segment:
+class Segment(Linked):
     """`length` chunks, of which the first `resident` are here, the last of those in node `deepest`.
 
     Its last use was `use`, and made it of class `kind`. `turn` counts the prompts that had ended above, `ended` those
@@ -33,21 +33,16 @@ class Segment:
 
     __slots__ = (
         *("first", "last_but_one", "last", "length", "resident", "deepest"),
-        *("use", "kind", "turn", "ended", "is_end", "children", "gap"),
-        *("older", "younger", "ring"),
+        *("use", "kind", "turn", "ended", "is_end", "children", "gap", "ring"),
     )
-
-    older: "Segment"
-    younger: "Segment"
 
     def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         self.length = stop - start
-        self.first = keys[start] if self.length else b""
-        self.last = keys[stop - 1] if self.length else b""
+        self.first, self.last = keys[start], keys[stop - 1]
         self.last_but_one = keys[stop - 2] if self.length > 1 else b""
         self.resident = 0
         self.deepest = NONE
-        self.use: Use | None = None
+        self.use: Use = NEVER
         self.kind = NONE
         self.turn = 1
         self.ended = 0
@@ -55,7 +50,6 @@ class Segment:
         self.children = 0
         self.gap = 0
         self.ring: Segment | None = None  # the ring it stands in, by its end
-        self.older = self.younger = self
 
     def extend(self, keys: Sequence[bytes]) -> None:
         """It goes on with these chunks."""
@@ -64,16 +58,9 @@ class Segment:
         self.last = keys[-1]
 
 
-def used(segment: Segment) -> Use:
-    """The last use of a segment that has been used."""
-    if segment.use is None:
-        raise InternalError("a segment was never used")
-    return segment.use
-
-
-def new_ring() -> Segment:
-    """A ring: its end, which has the oldest on one side and the youngest on the other."""
-    return Segment((), 0, 0)
+def segment_ring() -> Segment:
+    """The end of a ring of segments that has no members yet."""
+    return new_ring(Segment((b"",), 0, 1))
 
 
 def enter(ring: Segment, segment: Segment) -> None:
@@ -89,16 +76,9 @@ def enter(ring: Segment, segment: Segment) -> None:
 def leave(segment: Segment) -> None:
     """Stand in no ring any more, if in one."""
     if segment.ring is not None:
-        segment.older.younger, segment.younger.older = segment.younger, segment.older
+        unlink(segment)
+        segment.older = segment.younger = segment.ring  # where it keeps nothing that is forgotten
         segment.ring = None
-
-
-def members(ring: Segment) -> Iterator[Segment]:
-    """From old to young."""
-    segment = ring.younger
-    while segment is not ring:
-        yield segment
-        segment = segment.younger
 
 
 class Cut(NamedTuple):
