@@ -12,8 +12,8 @@ So equal keys mean equal prefixes (rule 17): the same tokens, for the same ident
 places. The chunks before the first item are shared with the plain text. The byte at the end sets chunks with items
 apart from plain ones of any size, whose bytes are words of 4.
 
-An engine's own digests are used as they are, all of one length. Where its first digest is random, or depends on
-PYTHONHASHSEED, nothing that outlives the process may be kept under them.
+An engine's own digests are used as they are, all of one length. If they depend on PYTHONHASHSEED or another random
+value, nothing may be kept under them beyond the process.
 """
 
 import copy
@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -123,9 +123,7 @@ class ChainHasher:
         """Whether the keys may keep tenants apart, be shared with other processes, or persist (rule 17)."""
         return self.algorithm in CRYPTOGRAPHIC
 
-    def for_request(
-        self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()
-    ) -> "ChainHasher":
+    def for_request(self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()) -> Self:
         """The hasher of one request, to be kept with it while it decodes.
 
         `identity` is what another request must have too to share KV with this one: its LoRA, salt, tenant. Names are
@@ -198,10 +196,8 @@ def _check_fields(identity: Mapping[str, bytes], algorithm: str, error: type[Pre
 
 
 def _canonical(identity: Mapping[str, bytes]) -> bytes:
-    fields = [FORMAT]
-    for name in sorted(identity):
-        fields += [name.encode(), identity[name]]
-    return _prefixed(fields)
+    fields = [field for name in sorted(identity) for field in (name.encode(), identity[name])]
+    return _prefixed([FORMAT, *fields])
 
 
 def _prefixed(fields: Iterable[bytes]) -> bytes:

@@ -9,7 +9,7 @@ HIGH_WASTE = 0.25  # share of empty bytes above which `advice` says what to chan
 
 
 def group_waste(planner: HybridChunkPlanner, group: int) -> float:
-    """The share of the host bytes of one group's pieces that hold nothing."""
+    """The share of the host bytes of one group's pieces that is empty."""
     return 1 - planner.piece_bytes(group) / planner.held_bytes(group)
 
 
