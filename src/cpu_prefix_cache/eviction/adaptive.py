@@ -244,7 +244,7 @@ class Adaptive(EvictionPolicy):
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         runs = self._next_runs(count)
         for run in runs:
-            self._evict_run(self._mark[run[0]], run)
+            self._evict_run(run)
         self._forget_ghosts()
         return [block for run in runs for block in run]
 
@@ -264,10 +264,10 @@ class Adaptive(EvictionPolicy):
             left -= len(runs[-1])
         return runs
 
-    def _evict_run(self, segment: Segment, run: Sequence[int]) -> None:
+    def _evict_run(self, run: Sequence[int]) -> None:
         """The last chunks of a segment leave, the deepest first."""
-        mark = self._mark
-        parent = self._forest.parent[run[-1]]
+        mark, parent = self._mark, self._forest.parent[run[-1]]
+        segment = mark[run[0]]
         for block in run:
             mark[block] = None
         self._forest.remove_run(run)
@@ -330,23 +330,18 @@ class Adaptive(EvictionPolicy):
 
     def _place(self, segment: Segment) -> None:
         """Let a segment stand where it belongs: with the ghosts, with the leaves of its bucket, or nowhere."""
-        ring = segment.ring
-        if not segment.resident:
-            if ring is not self._ghosts:
-                if ring is not None:
-                    self._buckets.leave(segment)
-                enter(self._ghosts, segment)
-                self._num_ghosts += 1
-            return
-        if ring is self._ghosts:
+        ring, ghosts, is_here = segment.ring, self._ghosts, segment.resident > 0
+        is_leaf = is_here and not self._forest.children[segment.deepest]
+        if ring is ghosts and is_here:
             leave(segment)
-            ring = None
             self._num_ghosts -= 1
-        is_leaf = not self._forest.children[segment.deepest]
-        if is_leaf and ring is None:
-            self._buckets.enter(segment)
-        elif ring is not None and not is_leaf:
+        elif ring is not ghosts and ring is not None and not is_leaf:
             self._buckets.leave(segment)
+        if is_leaf and segment.ring is None:
+            self._buckets.enter(segment)
+        elif ring is not ghosts and not is_here:
+            enter(ghosts, segment)
+            self._num_ghosts += 1
 
     def _forget_ghosts(self) -> None:
         while self._num_ghosts > self._most_ghosts:

@@ -110,10 +110,9 @@ class Arc(TwoLists):
             if at == ghost:
                 victims += self._let_in_ghosts(incoming, at, room)
                 ghost = len(self._destinations)
-            elif at < room:
-                self._let_in_strangers(min(ghost, room) - at)
             else:
-                victims += self._evict_for_strangers(ghost - at)
+                stop = min(ghost, room) if at < room else ghost
+                victims += self._let_in_strangers(stop - at, has_room=at < room)
             at = len(self._destinations)
         while len(victims) < count:
             victims += self._evict_for_nobody(count - len(victims))
@@ -144,7 +143,7 @@ class Arc(TwoLists):
             mark[block] = added
         if returned:
             after = len(blocks) - rings[::-1].index(again)
-            self._found_again(blocks[after - 1], touch)
+            self._use_again(blocks[after - 1], touch.found)
         if mark[blocks[-1]] is added:
             if added.block != NONE and not self._forest.children[added.block]:
                 self._branch_off(added)
@@ -203,29 +202,23 @@ class Arc(TwoLists):
             if leaving != NONE:
                 counts[leaving] += 1
 
-    def _let_in_strangers(self, count: int) -> None:
-        """Strangers come, to T1, and find room: `count`, or the first few of them."""
+    def _let_in_strangers(self, count: int, has_room: bool) -> list[int]:
+        """Strangers come, to T1: `count`, or the first few of them. Their victims. For each one a ghost may end."""
         ending, same = self._ghost_to_end()
-        self._expect(min(count, same), ending)
-
-    def _evict_for_strangers(self, count: int) -> list[int]:
-        """Strangers come, to T1, and find no room: `count`, or the first few of them. The victims."""
-        ending, same = self._ghost_to_end()
-        size, target = self._once.size, self._target
         count = min(count, same)
-        if size <= target:
-            count = min(count, int(target) - size + 1)  # until T1 is too large
-        victims = self._take(count, ONCE if size > target else AGAIN, others=count)
-        self._expect(len(victims), ending)
-        self._evict_run(victims)
-        return victims
-
-    def _expect(self, count: int, ending: int) -> None:
-        """Strangers are on their way to T1. For each one the oldest ghost of the list `ending` ends."""
+        victims: list[int] = []
+        if not has_room:
+            room = int(self._target) - self._once.size + 1  # until T1 is too large
+            count = min(count, room) if room > 0 else count
+            victims = self._take(count, AGAIN if room > 0 else ONCE, others=count)
+            count = len(victims)
         if ending != NONE:
             self._ghosts.drop_oldest(ending, count)
         self._once.expect(count)
         self._destinations += [self._once] * count
+        if victims:
+            self._evict_run(victims)
+        return victims
 
     def _evict_for_nobody(self, count: int) -> list[int]:
         """Up to `count` victims, while nothing comes."""

@@ -35,7 +35,7 @@ class Buckets:
         self._ages = Ages(self._survival)
         self._rings: dict[int, Segment] = {}  # by bucket
         self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
-        self._is_ranked = bytearray(len(features) * BINS)
+        self._ranked = bytearray(len(features) * BINS)  # by bucket: whether its rank is among them
         self._use = Use(0.0)  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
@@ -119,7 +119,7 @@ class Buckets:
                 assert segment.ring is self._rings[segment.kind * BINS + use.bin], "a leaf stands in the wrong ring"
         kinds = Counter((segment.use, segment.kind) for segment in known)
         assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
-        ranked = {bucket for bucket, ranked in enumerate(self._is_ranked) if ranked}
+        ranked = {bucket for bucket, ranked in enumerate(self._ranked) if ranked}
         assert list(self._ranks) == sorted(map(self._rank, ranked)), "buckets are out of order"
         assert ranked >= {at for at, ring in self._rings.items() if ring.younger is not ring}, "a bucket is forgotten"
 
@@ -130,22 +130,22 @@ class Buckets:
         if ring is None:
             ring = self._rings[bucket] = segment_ring()
         enter(ring, segment)
-        if not self._is_ranked[bucket]:
-            self._is_ranked[bucket] = True
+        if not self._ranked[bucket]:
+            self._ranked[bucket] = True
             self._ranks.add(self._rank(bucket))
 
     def _learn(self, each: int, now: float) -> None:
         """Learn what the buckets of a class are worth now, and put them in their places."""
         first, stop = each * BINS, (each + 1) * BINS
-        ranked = [bucket for bucket in range(first, stop) if self._is_ranked[bucket]]
+        ranked = [bucket for bucket in range(first, stop) if self._ranked[bucket]]
         for bucket in ranked:
             self._ranks.remove(self._rank(bucket))
-            self._is_ranked[bucket] = False
+            self._ranked[bucket] = False
         self._survival.learn(each, now)
         for bucket in ranked:
             if self._rings[bucket].younger is not self._rings[bucket]:
                 self._ranks.add(self._rank(bucket))
-                self._is_ranked[bucket] = True
+                self._ranked[bucket] = True
 
     def _rank(self, bucket: int) -> Rank:
         return self._survival.worth[bucket], -(bucket % BINS), bucket

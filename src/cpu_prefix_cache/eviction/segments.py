@@ -98,6 +98,7 @@ class Segments:
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._mark: list[Any] = forest.mark
+        self._keys: list[Any] = forest.key  # bytes of what is here
         self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
 
     def find(self, key: bytes) -> Segment | None:
@@ -154,20 +155,15 @@ class Segments:
 
     def _cut(self, segment: Segment, keys: Sequence[bytes], at: int, length: int) -> Cut:
         """Cut a segment after `length` chunks, `keys` from `at` on. The new upper part; it is the lower one now."""
-        parents, mark = self._forest.parent, self._mark
         upper = Segment(keys, at, at + length)
         upper.turn, upper.gap, upper.children = segment.turn, segment.gap, 1
         upper.is_end = segment.is_end and segment.length - length <= 1
-        upper.resident = min(segment.resident, length)
-        block, first = segment.deepest, b""
-        for _ in range(segment.resident - length):
-            first = self._forest.key[block] or b""
-            block = parents[block]
-        if upper.resident:
+        here = self._forest.path(segment.deepest, segment.resident)
+        first = self._keys[here[length]] if len(here) > length else b""
+        for block in here[:length]:
+            self._mark[block] = upper
             upper.deepest = block
-        for _ in range(upper.resident):
-            mark[block] = upper
-            block = parents[block]
+        upper.resident = min(len(here), length)
         self.add(upper)
         segment.resident -= upper.resident
         segment.length -= length

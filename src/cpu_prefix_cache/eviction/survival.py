@@ -54,8 +54,7 @@ class Survival:
         self.seconds = [0.0] * buckets
         self.since = [0.0] * len(features)
         self.worth = [0.0] * buckets
-        self._known: list[int] = []  # classes
-        self._is_known = bytearray(len(features))
+        self._known: dict[int, None] = {}  # classes, in the order in which they came
         self._learned_at = [0] * len(features)  # in requests
         self._requests = 0
         self._seen = [([0.0] * BINS, [0.0] * BINS)] * len(features)  # reuses and seconds, when a class was last learned
@@ -69,10 +68,9 @@ class Survival:
 
     def begin(self, each: int) -> bool:
         """Something of class `each` is there. Whether it is the first time."""
-        if self._is_known[each]:
+        if each in self._known:
             return False
-        self._is_known[each] = True
-        self._known.append(each)
+        self._known[each] = None
         self._product[each] = prod(map(getitem, self._factors, self._features[each]))
         self._learned_at[each] = self._requests
         return True
@@ -97,8 +95,7 @@ class Survival:
         self.reuses[first:stop] = reuses
         self.seconds[first:stop] = map(sub, seconds, inside)
         self._seen[each] = reuses, seconds
-        like_all = list(map(mul, seconds, self._rate))
-        self._came[each] = sum(reuses), sum(like_all)
+        self._came[each] = sum(reuses), sum(map(mul, seconds, self._rate))
         leaning = map(self._product[each].__mul__, self._prior)
         self.worth[first:stop] = worths(list(map(truediv, map(add, reuses, leaning), map(add, seconds, PRIOR_SECONDS))))
 

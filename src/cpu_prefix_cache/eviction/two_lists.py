@@ -11,7 +11,9 @@ Victims are taken as a *run* of one list, each the parent of the one before it. 
 next run is taken or there is none: until then they are asked for their keys.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cpu_prefix_cache.eviction.outlook import ONCE
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave
@@ -19,14 +21,11 @@ from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError
 
 
-class ArcTouch:
-    """One request: `found` for what it used again, if anything, `added` for what it used first. One stamp."""
+class ArcTouch(NamedTuple):
+    """One request, with one stamp: `found` is in T2 for what it used again, `added` in T1 for what it used first."""
 
-    __slots__ = ("added", "found")
-
-    def __init__(self, added: Touch) -> None:
-        self.found: Touch | None = None
-        self.added = added
+    found: Touch
+    added: Touch
 
 
 class TwoLists(TouchPolicy):
@@ -39,25 +38,21 @@ class TwoLists(TouchPolicy):
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
         self._stamp += 1
-        touch = ArcTouch(Touch(self._stamp, self._once))
+        touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
         if deepest != NONE:
-            self._found_again(deepest, touch)
+            self._use_again(deepest, touch.found)
         return touch
 
     def check_valid(self) -> None:
         super().check_valid()
         forest = self._forest
-        children: dict[int, int] = {}
-        for block, key in enumerate(forest.key):
-            if key is not None and self._is_again(block):
-                parent = forest.parent[block]
-                children[parent] = children.get(parent, 0) + 1
-                assert parent == forest.root or self._is_again(parent), f"block {block} is in T2, its parent in T1"
-        children.pop(forest.root, None)
+        again = [block for block, key in enumerate(forest.key) if key is not None and self._is_again(block)]
+        children = Counter(forest.parent[block] for block in again)
+        del children[forest.root]
+        assert set(children) <= set(again), "a chunk is in T2, its parent in T1"
         assert self._forks == {block: count for block, count in children.items() if count > 1}, "forks are miscounted"
-        for block, key in enumerate(forest.key):
-            if key is not None and self._is_again(block):
-                assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
+        for block in again:
+            assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
 
     def _take(self, count: int, which: int, others: int) -> list[int]:
         """The next victims: a run of 1 to `count` from list `which`, or of at most `others` from the other one."""
@@ -84,10 +79,12 @@ class TwoLists(TouchPolicy):
         if not self._is_again(parent):
             super()._inherit(parent, touch)
         elif touch.ring is self._again:
-            is_end = self._forget_child(parent)
+            left = self._forks.pop(parent, 1) - 1  # children in T2
+            if left > 1:
+                self._forks[parent] = left
             if touch.stamp >= self._mark[parent].stamp:
                 self._carry(parent, touch)
-            if is_end:
+            if not left:
                 self.bared(parent)
         elif touch.stamp > self._mark[parent].stamp:
             was_end = self._is_end(parent)
@@ -97,14 +94,8 @@ class TwoLists(TouchPolicy):
                 self._again.passed = self._again
                 self._again.enter_old(raised, parent)
 
-    def _found_again(self, block: int, touch: ArcTouch) -> None:
-        """A request used `block` again, and with it all that is above."""
-        if touch.found is None:
-            touch.found = Touch(touch.added.stamp, self._again)
-        self._use_again(block, touch.found)
-
     def _use_again(self, block: int, touch: Touch) -> None:
-        """Let `block` carry a touch of T2, and move it and all that is above it there."""
+        """A request used `block` again: let it carry `touch`, and move it and all that is above it to T2."""
         mark, parents, root, once, again = self._mark, self._forest.parent, self._forest.root, self._once, self._again
         above, moved = block, 0
         while above != root and (before := mark[above]).ring is once:
@@ -119,8 +110,10 @@ class TwoLists(TouchPolicy):
         is_end = above != block or self._is_end(block)
         if above == block:
             self._carry(block, touch)
-        elif above != self._forest.root:
-            self._note_child(above)
+        elif above != root and self._is_end(above):
+            leave(mark[above])
+        elif above != root:
+            self._forks[above] = self._forks.get(above, 1) + 1
         if touch.block not in (NONE, block):
             self._branch_off(touch)  # what it names is an end still: the request found at a second place
         leave(touch)
@@ -135,17 +128,3 @@ class TwoLists(TouchPolicy):
         """Whether a chunk of T2 has no child in T2: then, and only then, its touch stands and names it."""
         touch: Touch = self._mark[block]
         return touch.block == block
-
-    def _note_child(self, parent: int) -> None:
-        """`parent`, in T2, has one more child in T2."""
-        if self._is_end(parent):
-            leave(self._mark[parent])
-        else:
-            self._forks[parent] = self._forks.get(parent, 1) + 1
-
-    def _forget_child(self, parent: int) -> bool:
-        """`parent`, in T2, has one child in T2 less. Whether that was the last."""
-        left = self._forks.pop(parent, 1) - 1
-        if left > 1:
-            self._forks[parent] = left
-        return left == 0

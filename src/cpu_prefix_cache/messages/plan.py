@@ -1,4 +1,4 @@
-"""What goes to every rank each step, a StepPlan, and comes back from it, a RankReport: plain data that can be pickled."""
+"""A StepPlan goes to every rank each step, and a RankReport comes back: plain data, which can be pickled."""
 
 import enum
 from dataclasses import dataclass, field

@@ -40,7 +40,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Ask again when a load has ended, or at `deadline` at the latest: loads are in the way (rule 13)."""
+    """Ask again when a load has ended, or at `deadline`, in seconds, at the latest (rule 13)."""
 
     deadline: float
 
