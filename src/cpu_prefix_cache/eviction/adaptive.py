@@ -1,28 +1,26 @@
-"""Adaptive: evict what is least likely to be used again for the room it takes, as far as uses so far can tell.
+"""Adaptive: evict what is least likely to be used again for the room it takes; decline to store what is worth less.
 
-Prompts are kept as *segments*, runs of chunks that were always used together (segments.py). What kind of use a request
-makes of a segment is its *class* (kinds.py). How likely each class is to be used again, at what age, is learned while
-serving, from the segments that are not here too (survival.py). So a *bucket*, a class at an age, has a worth, and
-eviction takes
+Prompts are kept as *segments*, runs of chunks that were always used together (segments.py). How a request uses a
+segment gives the segment its *class* (kinds.py). How likely each class is to be used again, at each age, is learned
+while serving, also from segments that were evicted (survival.py). So a *bucket*, a class at an age, has a worth.
+Eviction takes
 
     the bucket of the least worth -> in it the segment that is there longest -> its deepest chunk
 
-and the same order says whether what comes is worth more than what would have to leave for it. If not it is declined,
-from the end of the prompt on.
+and the end of a prompt is declined if it is worth less than what would have to leave for it.
 
 A segment moves only here:
 
-    admitted    known now if it was not, and used now: in the youngest bin of the class that this use gives it
-    admitted    by the others into the next bin, when they are old enough (buckets.py)
-    inserted    more of its chunks are here, from the first on: it is no ghost
-    evict       its last chunks leave, or all: it is a ghost. So with `removed`
-    forgotten   beyond a third as many ghosts as there are blocks, the oldest first, of a prompt from its end
+    admitted    to the youngest bin of the class that this use gives it; it begins to be known if it was not
+    admitted    by other requests: to the next bin, when it is old enough (buckets.py)
+    inserted    more of its chunks are here, from the first on
+    evict       its last chunks leave; without any it is a *ghost*. So with `removed`
+    forgotten   the oldest ghosts, while there are more than a third as many as blocks
 
 It is a *leaf*, and can be evicted from, while nothing hangs below its deepest chunk. A checkpoint is a segment of its
 own, with the class and age of the chunk it hangs below until a request resumes there.
 
-To learn from those who left is the idea of ARC and of LHD (NSDI '18), to decline that of TinyLFU (ACM ToS 2017). What
-was tried is in docs/policies.md.
+Ghosts are from ARC and LHD (NSDI '18), declining is from TinyLFU (ACM ToS 2017). docs/policies.md has what was tried.
 """
 
 import heapq

@@ -1,7 +1,6 @@
 """Uses by their ages. What one request used has one age, so it grows old together.
 
-All uses stand in one ring by time, so that those of one bin (survival.py) stand side by side, and the oldest of each
-bin is known. To let time pass is to look at those few, whatever the pool holds.
+The uses of each bin (survival.py) stand in a ring by time: to let time pass is to look at the oldest of each.
 """
 
 from collections import Counter

@@ -11,26 +11,22 @@ and a chunk moves between them only here:
     inserted     on its way -> T1 or T2. Without having been announced: as above, now
     retired      on its way -> (none)
     admitted     T1 -> T2, with all that is above it
-    evict        T1 -> B1, T2 -> B2, one for each that finds no room
-    removed      T1, T2 -> (none): what is withdrawn has not been worth anything, and leaves no ghost
+    evict        T1 -> B1, T2 -> B2, one for each chunk that comes and finds no room
+    removed      T1, T2 -> (none): what is withdrawn leaves no ghost
 
-A request has one stamp and two touches, one in T2 for the prefix it found, one in T1 for the chunks it adds. How T1 and
-T2 are kept is in two_lists.py.
+How T1 and T2 are kept is in two_lists.py. Where this departs from the paper, because a chunk leaves only when nothing
+hangs below it (rule 3):
 
-Where this departs from the paper, because a chunk leaves only when nothing hangs below it (rule 3):
-
-  * The oldest of a list is the oldest of its *ends*, chunks with no child in the same list. An end of T1 is childless,
-    as all below T1 is in T1. An end of T2 may have children in T1; while the oldest one has, T1 gives the victim. So a
-    chunk in T2 outlives its children in T1. A list that cannot give one, because of pins, leaves it to the other.
+  * The oldest of a list is the oldest of its *ends*, chunks with no child in the same list. An end of T2 may have
+    children in T1; while the oldest one has, T1 gives the victim. A list that can give none, because of pins, leaves it
+    to the other.
   * A batch of n chunks is n singles: for each p is adapted first, and then one chunk evicted if there is no room.
   * A prompt is not its own victim. Where T1 has more than p chunks and none to give but those of the prompt that comes,
-    the paper evicts these; here the end of the prompt is declined. But for a fifth of the blocks: T1 needs some, or
-    there are no ghosts to learn from. So a prompt that nobody used before takes that much from T2, however long it is.
-    This is where hit ratios differ from the paper's: on agentic loads, whose prompts fill a small cache, up to 1.8
-    points are due to it (docs/policies.md); on chat next to nothing.
+    the paper evicts these; here the end of the prompt is declined. But T1 can have a fifth of the blocks in any case,
+    or there are no ghosts to learn from. docs/policies.md has what this changes.
 
-A row of strangers, new chunks that are no ghosts, changes neither p nor what happens to the ghosts for each of them,
-up to a point that can be told before. So they are dealt with together, as far as their victims are one run.
+A row of *strangers*, new chunks that are no ghosts, does not change p, and its effect on the ghosts can be told
+beforehand. So strangers are dealt with together, as far as their victims are one run.
 """
 
 import math
@@ -93,8 +89,8 @@ class Arc(TwoLists):
             return
         for block, ring in zip(blocks, rings, strict=True):
             if ring is None:  # it was not announced
-                ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
-                ring.expect(1)
+                self.evict(0, [self._keys[block]])
+                [ring] = self._destinations
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
@@ -237,18 +233,6 @@ class Arc(TwoLists):
             keys = self._keys
             self._ghosts.add(which, [keys[block] for block in run[-room:]], keys[self._forest.parent[run[-1]]])
         super()._evict_run(run)
-
-    def _learn(self, key: bytes) -> int:
-        """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        which = self._ghosts.find(key)
-        if which == NONE:
-            ending, _ = self._ghost_to_end()
-            if ending != NONE:
-                self._ghosts.drop_oldest(ending, 1)
-        else:
-            self._target = self._adapted(which, self._target, self._ghosts.counts)
-            self._ghosts.take(key)
-        return which
 
     def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
         """What p becomes when a ghost of a list comes back, which `counts` still has."""

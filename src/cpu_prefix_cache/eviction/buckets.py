@@ -1,9 +1,9 @@
 """Buckets: what is of one class and in one bin of ages, in the order in which it is to be evicted.
 
-Of each bucket the segments that can be evicted from, its *leaves*, stand in a ring, as they came. The rings are sorted
-by *rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its
-bucket when it is used, and when what was used with it is old enough for the next bin (ages.py); a bucket changes its
-rank when its class is learned anew.
+The *leaves* of a bucket, its segments that can be evicted from, stand in a ring, as they came. The rings are sorted by
+*rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its bucket
+when it is used, and when its use is old enough for the next bin (ages.py); a bucket changes its rank when its class is
+learned anew.
 """
 
 from collections import Counter
@@ -16,11 +16,9 @@ from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
 
-# Classes are learned anew in rounds, one with each request: that takes 20 us. A round begins so many requests after the
-# one before; half or twice as many gave the same hits.
+# Classes are learned anew in rounds, one with each request, which takes 20 us. A round is so many requests.
 ROUND, EARLY_ROUND = 200, 32
 EARLY = 512  # requests
-
 TOGETHER = 1.0  # second, half of the first bin: the error of an age
 MOST_TOGETHER = 500  # requests: what they used grows old in one call
 
@@ -140,12 +138,11 @@ class Buckets:
         ranked = [bucket for bucket in range(first, stop) if self._ranked[bucket]]
         for bucket in ranked:
             self._ranks.remove(self._rank(bucket))
-            self._ranked[bucket] = False
         self._survival.learn(each, now)
         for bucket in ranked:
-            if self._rings[bucket].younger is not self._rings[bucket]:
+            self._ranked[bucket] = self._rings[bucket].younger is not self._rings[bucket]
+            if self._ranked[bucket]:
                 self._ranks.add(self._rank(bucket))
-                self._ranked[bucket] = True
 
     def _rank(self, bucket: int) -> Rank:
         return self._survival.worth[bucket], -(bucket % BINS), bucket

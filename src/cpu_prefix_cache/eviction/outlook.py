@@ -1,7 +1,7 @@
-"""In which order ARC would evict, if nothing came meanwhile. Walks it without changing anything.
+"""In which order ARC would evict, if nothing came meanwhile. Changes nothing.
 
-Each list is a heap of its ends (see two_lists.py), filled from its ring as the walk gets there, and from below: a chunk
-becomes an end when this walk has passed its children. The walk is lazy: n chunks cost n steps, whatever the pool holds.
+Each list is a heap of its ends (see two_lists.py), filled from its ring as the walk gets there, and with what becomes
+an end as its children are passed. Lazy: n chunks cost n steps, whatever the pool holds.
 """
 
 import heapq

@@ -3,15 +3,14 @@
     requests      A B C D E F     A B C X Y         segments      [A B C] --- [D E F]
                                                                          `--- [X Y]
 
-A segment is what one request used first, cut where a later one went on differently or ended. Of all its chunks only the
-first ones may be here, for they leave from the end; `resident` says how many. A segment of which nothing is here is a
-*ghost*: it is known by the keys of its first, its last and its last but one chunk, and learned from all the same. At
-most a third as many are kept as the pool has blocks, those used or evicted last.
+A segment is what one request used first, cut where a later one went on differently or ended. Of its chunks only the
+first `resident` ones are here, as they leave from the end. A segment without any is a *ghost*: its keys known are the
+first, the last and the last but one, and it is learned from all the same.
 
 As keys are chained, a segment is found by its first key, and all of it matches when its last key does: a prompt costs a
-few steps for each segment and not for each chunk. Where a prompt leaves a segment is found by bisection among what is
-here. Beyond that it is known only whether it left at the last chunk, as prompts do when a conversation is resumed whose
-last chunk was cut short; otherwise the segment ends where it is here, and the rest of it is forgotten.
+few steps for each segment. Where a prompt leaves a segment is found by bisection among what is here. Beyond that it is
+known only whether it left at the last chunk, as a conversation does whose last chunk was cut short; otherwise the
+segment ends where it is here, and the rest of it is forgotten.
 """
 
 from bisect import bisect_left

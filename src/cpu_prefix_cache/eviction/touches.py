@@ -1,21 +1,19 @@
-"""What the policies here share: uses of the cache, one mark per request, in rings from old to young.
+"""What LRU and ARC share: one touch for each request, in a ring from old to young.
 
-One *touch* per request stands in a ring, oldest first, and names the deepest chunk that carries it:
+The chunks that a request used last carry its *touch*, as their mark in the forest. In the ring the touch names the
+deepest of them:
 
-    ring     T1 ---- T2 ---- T3            A --- B --- C     carry T1, T3, T3
-             |               |                   `---- D     carries T1 ... until T3 came by A
-             D               C
+    ring     T1 ---- T2        A --- B --- C     request 1 added A, B and C, then request 2 used A and added D:
+             |       |         `---- D           B and C carry T1, A and D carry T2
+             C       D
 
-A request costs one move in the ring, however long it is. To evict is to take the oldest touch and walk up from its
-chunk: each chunk that becomes childless and was not used since leaves at once, as part of the same run. One that was
-used since has a touch of its own, further up the ring. A request that adds at several places has a touch for each, all
-with one stamp. On one ring this gives the hit ratios of an LRU of single blocks whose tails are released first.
+A request costs one move in the ring, however long it is. Eviction takes the chunk of the oldest touch and, as one run,
+the chunks above it that become childless and carry no younger touch. A request that adds at several places has a touch
+for each, all with one stamp. With one ring this evicts as an LRU of single blocks does that releases prompts from their
+ends.
 
-A touch stands in its ring while the chunk it names carries it and that chunk is not known to have children; one met
-above children is taken out, as it cannot go before them, and put back when they are gone. (The second ring of ARC has
-a rule of its own, see two_lists.py.)
-
-The touch a chunk carries is its mark in the forest, which is all that a policy keeps for each chunk.
+A touch whose chunk turns out to have children leaves the ring until these are gone. (The second ring of ARC has a rule
+of its own, see two_lists.py.)
 """
 
 from collections.abc import Sequence

@@ -3,12 +3,11 @@
 A chunk is in the list whose touch it carries. T2 is closed under prefixes: who used a chunk again used what is above
 it. So all below a chunk of T1 is in T1, but a chunk of T2 may have children in either list.
 
-An *end* of a list is a chunk with no child in it. In T1 that is a childless chunk, and its touch stands in the ring as
-in any ring of touches.py. In T2 a touch stands in the ring exactly while it names an end, which takes counting: a chunk
-of T2 that is no end has one child in T2, or as many as `_forks` says.
+An *end* of a list is a chunk with no child in it. In T1 its touch is found as in any ring of touches.py. In T2 a touch
+stands in the ring exactly while it names an end, which takes counting: a chunk of T2 that is no end has one child in
+T2, or as many as `_forks` says.
 
-Victims are taken as a *run* of one list, each the parent of the one before it. They leave the forest together, when the
-next run is taken or there is none: until then they are asked for their keys.
+Victims are taken as a *run* of one list, each the parent of the one before it.
 """
 
 from collections import Counter
