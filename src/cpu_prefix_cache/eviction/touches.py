@@ -160,7 +160,7 @@ class TouchPolicy(EvictionPolicy):
         """Let the run that was taken last leave the forest; what it hung below inherits its touch."""
         parent, touch = self._forest.parent[run[-1]], self._last
         self._forest.remove_run(run)
-        if touch.ring is self._rings[0] and self._mark[parent] is touch and not self._forest.children[parent]:
+        if self._mark[parent] is touch and not self._forest.children[parent] and touch.ring is self._rings[0]:
             touch.block = parent
         else:
             leave(touch)

@@ -1,6 +1,4 @@
-"""The kinds of KV state a model keeps, each a group of layers that share one block table.
-
-Every kind answers one question: to resume at a boundary, which blocks must be present?
+"""The kinds of KV state a model keeps, and which blocks of each must be present to resume at a boundary.
 
     prefix        every block before it                     full attention, MLA
     window        the blocks the window still sees          sliding-window attention

@@ -83,8 +83,7 @@ class ChainHasher:
     >>> set(mine.keys([1, 2, 3, 4])) & set(keys)
     set()
 
-    Tokens are integers from 0 to 2**32 - 1 in any sequence. Arrays of 4 and 8 bytes that show their buffer (array,
-    numpy) are read as they lie, without making a Python integer of each token.
+    Tokens are integers from 0 to 2**32 - 1 in any sequence; arrays of 4 and 8 bytes (array, numpy) are read fastest.
     """
 
     def __init__(
@@ -97,9 +96,8 @@ class ChainHasher:
     ) -> None:
         """`identity` is what all requests have in common, such as the model and its revision: bytes by name.
 
-        xxh3_128 is not cryptographic: whoever chooses prompts could in principle construct a collision. sha256 is
-        needed where tenants are kept apart, or keys are shared with other processes or kept on disk (rule 17). With
-        `tenants=True` another digest is refused here; without, when the first salt arrives (`for_request`).
+        sha256, a cryptographic digest, is needed where tenants are kept apart, or keys are shared with other processes
+        or kept on disk (rule 17). With `tenants=True` another one is refused here, else when the first salt arrives.
 
         Raises ConfigurationError for an unknown algorithm, a chunk of less than one token, an identity that is not
         bytes by name, or tenants without a cryptographic digest.
@@ -170,9 +168,8 @@ class ChainHasher:
         """What the items that begin in a chunk add to it, by the index of the chunk, in ascending order."""
         fields: dict[int, list[bytes]] = {}
         for item in sorted(items):
-            fields.setdefault(item.start // self.chunk_tokens, []).extend(
-                (_integer(item.start), _integer(item.end), item.digest)
-            )
+            chunk = fields.setdefault(item.start // self.chunk_tokens, [])
+            chunk += (_integer(item.start), _integer(item.end), item.digest)
         return {index: self._digest(_prefixed(each)) + ITEMS for index, each in fields.items()}
 
 

@@ -3,11 +3,6 @@
 What one group keeps is a *piece*: a prefix group one piece of every chunk, the others one for each of their own blocks
 in a *checkpoint* (rule 9). Host memory is one pool of equal blocks, and a piece takes whole ones (rule 8).
 
-    full      prefix, blocks of 32 tokens, 12,288 bytes      1 piece a chunk
-    local     window of 40, blocks of 16 tokens, 6,144       up to 3 pieces a checkpoint
-    grid      32 tokens
-    host block of 6,144 bytes: a chunk takes 2 of them, a checkpoint up to 3, and nothing is wasted
-
 >>> full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=32, block_bytes=12_288)
 >>> local = Group(name="local", kind=GroupKind.WINDOW, window_tokens=40, block_tokens=16, block_bytes=6_144)
 >>> planner = HybridChunkPlanner([full, local], max_model_len=4_096)
@@ -52,7 +47,7 @@ class Piece:
 
 
 class PieceAt(NamedTuple):
-    """One piece of a checkpoint: block number `block` of its group within chunk number `chunk`, both from 0."""
+    """One piece of a checkpoint: block number `block` of its group in chunk number `chunk`, both from 0."""
 
     group: int  # index into the planner's groups
     chunk: int
@@ -63,10 +58,8 @@ class HybridChunkPlanner:
     """The arithmetic of one model's cache. It knows no pool and no request.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
-    Groups of kind none are left out of `groups` and `pieces`, which are in the order given.
-
-    `host_block_bytes` is a host block's size in each of the `ranks` regions. A replicated group, the same on all ranks,
-    is kept once, in the shares of all of them.
+    Groups of kind none are left out of `groups` and `pieces`. `host_block_bytes` is a host block's size in each of the
+    `ranks` regions. A replicated group, the same on all ranks, is kept once, in the shares of all of them.
 
     Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
     `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
@@ -195,10 +188,8 @@ class HybridChunkPlanner:
     def _counts(self) -> list[int]:
         """How many pieces each group keeps of TOKENS_PER_CHECKPOINT tokens and one checkpoint that shares nothing."""
         chunks = max(1, TOKENS_PER_CHECKPOINT // self.grid_tokens)
-        boundary = FAR_CHUNKS * self.grid_tokens
-        return [
-            chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(boundary))) for group in self.groups
-        ]
+        far = FAR_CHUNKS * self.grid_tokens
+        return [chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(far))) for group in self.groups]
 
     def _choose_block(self) -> int:
         """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least."""

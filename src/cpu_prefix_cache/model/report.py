@@ -44,10 +44,10 @@ def advice(planner: HybridChunkPlanner) -> list[str]:
 
 def describe(planner: HybridChunkPlanner) -> str:
     """A table: what every group keeps, and how much of its host memory is empty."""
+    ranks = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
     lines = [
-        f"grid {planner.grid_tokens} tokens; host blocks of {planner.host_block_bytes:,} bytes"
-        + (f" on each of {planner.ranks} ranks" if planner.ranks > 1 else "")
-        + f"; waste {planner.waste:.1%}",
+        f"grid {planner.grid_tokens} tokens; host blocks of {planner.host_block_bytes:,} bytes{ranks}; "
+        f"waste {planner.waste:.1%}",
         f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
     ]
     far = planner.checkpoint(FAR_CHUNKS)
