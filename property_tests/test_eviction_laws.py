@@ -95,7 +95,6 @@ def tell(story: list[tuple[str, int, int, int]]) -> None:
                 if ghost == len(coming):
                     break
                 had, row = ghosts.row(coming, ghost, len(coming))
-                assert ghosts.find(coming[ghost]) == had
                 assert ghosts.take(coming[ghost], row) == had
                 at = ghost + row
                 for each in coming[ghost:at]:

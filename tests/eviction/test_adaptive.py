@@ -201,10 +201,10 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
     ages = shelf.pool._policy._buckets._ages
     began_before = shelf.now
     shelf.put("a", after=86_400.0)
-    assert any(use.bin < BINS - 1 for use in ages if use.at < began_before)
+    assert any(use.bin < BINS - 1 for use in ages.uses() if use.at < began_before)
     for _ in range(60):
         shelf.put("a", after=86_400.0)
-    assert {use.bin for use in ages if use.at < began_before} == {BINS - 1}
+    assert {use.bin for use in ages.uses() if use.at < began_before} == {BINS - 1}
 
 
 def test_many_requests_of_one_moment_do_not_upset_what_is_learned():

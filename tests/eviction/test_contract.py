@@ -74,6 +74,19 @@ def test_everything_can_leave_after_a_withdrawal(policy):
     assert pool.available(3) == 3 and len(pool.allocate(3)) == 3
 
 
+def test_a_withdrawal_hides_nothing_that_the_same_request_added_elsewhere(policy):
+    """What an older request stored late below "ab" goes too, and "ac" is the last chunk left."""
+    pool = BlockPool(4, policy)
+    early, late = pool.touch(None), pool.touch(None)
+    pool.commit(pool.allocate(2), chain("ab"), pool.root, late)
+    pool.commit(pool.allocate(1), [b"abx"], pool.find(b"ab"), early)
+    pool.commit(pool.allocate(1), [b"ac"], pool.find(b"a"), late)
+    pool.withdraw(pool.find(b"ab"))
+    pool.check_valid()
+    assert [pool.key(block) for block in pool.soonest_evicted()] == [b"ac", b"a"]
+    assert len(pool.allocate(4)) == 4
+
+
 def test_a_store_may_fail_or_become_another_one(policy):
     pool = BlockPool(3, policy)
     a, b, c = pool.allocate(3, chain("abc"))

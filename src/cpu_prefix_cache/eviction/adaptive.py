@@ -1,38 +1,39 @@
-"""Adaptive: evict what is least likely to be used again for the room it takes, as far as uses so far can tell.
+"""Adaptive: evict what is least likely to be used again for the room it takes; decline to store what is worth less.
 
-Prompts are kept as *segments*, runs of chunks that were always used together (segments.py). What kind of use a request
-makes of a segment is its *class* (kinds.py). How likely each class is to be used again, at what age, is learned while
-serving, from the segments that are not here too (survival.py). So a *bucket*, a class at an age, has a worth, and
-eviction takes
+Prompts are kept as *segments*, runs of chunks that were always used together (segments.py). How a request uses a
+segment gives the segment its *class* (kinds.py). How likely each class is to be used again, at each age, is learned
+while serving, also from segments that were evicted (survival.py). So a *bucket*, a class at an age, has a worth.
+Eviction takes
 
     the bucket of the least worth -> in it the segment that is there longest -> its deepest chunk
 
-and the same order says whether what comes is worth more than what would have to leave for it. If not it is declined,
-from the end of the prompt on.
+and the end of a prompt is declined if it is worth less than what would have to leave for it.
 
 A segment moves only here:
 
-    admitted    known now if it was not, and used now: in the youngest bin of the class that this use gives it
-    admitted    by the others into the next bin, when they are old enough (buckets.py)
-    inserted    more of its chunks are here, from the first on: it is no ghost
-    evict       its last chunks leave, or all: it is a ghost. So with `removed`
-    forgotten   beyond a third as many ghosts as there are blocks, the oldest first, of a prompt from its end
+    admitted    to the youngest bin of the class that this use gives it; it begins to be known if it was not
+    admitted    by other requests: to the next bin, when it is old enough (buckets.py)
+    inserted    more of its chunks are here, from the first on
+    evict       its last chunks leave; without any it is a *ghost*. So with `removed`
+    forgotten   the oldest ghosts, while there are more than a third as many as blocks
 
 It is a *leaf*, and can be evicted from, while nothing hangs below its deepest chunk. A checkpoint is a segment of its
 own, with the class and age of the chunk it hangs below until a request resumes there.
 
-To learn from those who left is the idea of ARC and of LHD (NSDI '18), to decline that of TinyLFU (ACM ToS 2017). What
-was tried is in docs/policies.md.
+Ghosts are from ARC and LHD (NSDI '18), declining is from TinyLFU (ACM ToS 2017). docs/policies.md has what was tried.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
+from typing import Any
 
+from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
-from cpu_prefix_cache.eviction.kinds import FEATURES, UNKNOWN, kinds_of, measure_gap
-from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, members, new_ring, used
+from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, UNKNOWN, kinds_of
+from cpu_prefix_cache.eviction.rings import members
+from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -43,18 +44,18 @@ MOST_AT_ONCE = 5
 LONGEST_PACE = 1.0  # second between two of those, and between all requests of a log without times
 
 
-class Adaptive:
+class Adaptive(EvictionPolicy):
     """Evicts from the bucket of the least worth. See EvictionPolicy."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._mark = forest.mark
-        self._keys = forest.key
+        self._mark: list[Any] = forest.mark
+        self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
         self._buckets = Buckets(FEATURES)
         self._most_ghosts = max(1, forest.root // 3)
         self._num_ghosts = 0
-        self._ghosts = new_ring()
+        self._ghosts = segment_ring()
         self._now = self._told = 0.0  # by our clock, and by the engine's
         self._at_once = 0  # requests at this very moment
         self._pace = LONGEST_PACE  # seconds that a request took, at the moment before
@@ -100,7 +101,7 @@ class Adaptive:
         for cut in cuts:
             self._was_cut(*cut)
         for segment in path:
-            measure_gap(segment)
+            segment.gap = GAP_OF[segment.use.bin]  # it has waited so long
         if matched < len(keys):
             path.append(self._begin(keys, matched, path[-1] if path else None))
         path[-1].is_end = True
@@ -130,12 +131,6 @@ class Adaptive:
 
     # What is here
 
-    def announced(self, blocks: Sequence[int]) -> None:
-        """Nothing: what is being written is not here yet."""
-
-    def retired(self, blocks: Sequence[int]) -> None:
-        """Nothing: what was being written was not here."""
-
     def inserted(self, blocks: Sequence[int], touch: None) -> None:
         parent = self._forest.parent[blocks[0]]
         top: Segment | None = self._mark[parent]
@@ -157,13 +152,13 @@ class Adaptive:
         segment.resident += count
         segment.deepest = blocks[at + count - 1]
         if segment.resident == segment.length:
-            segment.last = self._key(segment.deepest)  # it is what is here, whatever a forgotten request had told
+            segment.last = self._keys[segment.deepest]  # it is what is here, whatever a forgotten request had told
         self._place(segment)
         return count
 
     def _next_segment(self, blocks: Sequence[int], at: int, stop: int, parent: int, above: Segment | None) -> Segment:
         """The segment of `blocks[at:stop]`, or of the first of them: below or within the one above."""
-        if above is not None and above.deepest == parent and self._segments.find(self._key(blocks[at])) is None:
+        if above is not None and above.deepest == parent and self._segments.find(self._keys[blocks[at]]) is None:
             if above.resident == above.length and not above.children:
                 above.extend(self._unknown_keys(blocks, at, stop))  # the answer of a request belongs to its prompt
             if above.resident < above.length:
@@ -175,7 +170,7 @@ class Adaptive:
 
         That has the class and the age of the one above.
         """
-        segment = self._segments.find(self._key(blocks[at]))
+        segment = self._segments.find(self._keys[blocks[at]])
         if segment is None:
             keys = self._unknown_keys(blocks, at, stop)
             segment = Segment(keys, 0, len(keys))
@@ -189,8 +184,8 @@ class Adaptive:
 
     def _unknown_keys(self, blocks: Sequence[int], at: int, stop: int) -> list[bytes]:
         """The keys of the first of `blocks[at:stop]` and of those after it, up to where a known segment begins."""
-        known = (each for each in range(at + 1, stop) if self._segments.find(self._key(blocks[each])) is not None)
-        return [self._key(block) for block in blocks[at : next(known, stop)]]
+        known = (each for each in range(at + 1, stop) if self._segments.find(self._keys[blocks[each]]) is not None)
+        return [self._keys[block] for block in blocks[at : next(known, stop)]]
 
     def removed(self, block: int) -> None:
         segment = self._mark[block]
@@ -247,7 +242,7 @@ class Adaptive:
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         runs = self._next_runs(count)
         for run in runs:
-            self._evict_run(self._mark[run[0]], run)
+            self._evict_run(run)
         self._forget_ghosts()
         return [block for run in runs for block in run]
 
@@ -267,10 +262,10 @@ class Adaptive:
             left -= len(runs[-1])
         return runs
 
-    def _evict_run(self, segment: Segment, run: Sequence[int]) -> None:
+    def _evict_run(self, run: Sequence[int]) -> None:
         """The last chunks of a segment leave, the deepest first."""
-        mark = self._mark
-        parent = self._forest.parent[run[-1]]
+        mark, parent = self._mark, self._forest.parent[run[-1]]
+        segment = mark[run[0]]
         for block in run:
             mark[block] = None
         self._forest.remove_run(run)
@@ -319,9 +314,6 @@ class Adaptive:
 
     # Small things
 
-    def _key(self, block: int) -> bytes:
-        return self._keys[block] or b""
-
     def _is_checkpoint(self, node: int) -> bool:
         if node < self._forest.root:
             return False  # it has a block of its own (forest.py)
@@ -336,23 +328,18 @@ class Adaptive:
 
     def _place(self, segment: Segment) -> None:
         """Let a segment stand where it belongs: with the ghosts, with the leaves of its bucket, or nowhere."""
-        ring = segment.ring
-        if not segment.resident:
-            if ring is not self._ghosts:
-                if ring is not None:
-                    self._buckets.leave(segment)
-                enter(self._ghosts, segment)
-                self._num_ghosts += 1
-            return
-        if ring is self._ghosts:
+        ring, ghosts, is_here = segment.ring, self._ghosts, segment.resident > 0
+        is_leaf = is_here and not self._forest.children[segment.deepest]
+        if ring is ghosts and is_here:
             leave(segment)
-            ring = None
             self._num_ghosts -= 1
-        is_leaf = not self._forest.children[segment.deepest]
-        if is_leaf and ring is None:
-            self._buckets.enter(segment)
-        elif ring is not None and not is_leaf:
+        elif ring is not ghosts and ring is not None and not is_leaf:
             self._buckets.leave(segment)
+        if is_leaf and segment.ring is None:
+            self._buckets.enter(segment)
+        elif ring is not ghosts and not is_here:
+            enter(ghosts, segment)
+            self._num_ghosts += 1
 
     def _forget_ghosts(self) -> None:
         while self._num_ghosts > self._most_ghosts:
@@ -377,7 +364,7 @@ class Adaptive:
             assert self._segments.find(segment.first) is segment, "a segment cannot be found"
             assert mark.count(segment) == segment.resident <= segment.length, "the chunks of a segment are miscounted"
             is_leaf = bool(segment.resident and not children[segment.deepest])
-            assert (segment in used(segment).leaves) == is_leaf, "a segment is a leaf, or is none"
+            assert (segment in segment.use.leaves) == is_leaf, "a segment is a leaf, or is none"
             assert (segment.ring is None) == (not is_leaf and bool(segment.resident)), "a segment stands nowhere"
         for block, segment in enumerate(mark):
             assert (segment is None) == (self._keys[block] is None), f"block {block}: a key without a segment"

@@ -11,26 +11,22 @@ and a chunk moves between them only here:
     inserted     on its way -> T1 or T2. Without having been announced: as above, now
     retired      on its way -> (none)
     admitted     T1 -> T2, with all that is above it
-    evict        T1 -> B1, T2 -> B2, one for each that finds no room
-    removed      T1, T2 -> (none): what is withdrawn has not been worth anything, and leaves no ghost
+    evict        T1 -> B1, T2 -> B2, one for each chunk that comes and finds no room
+    removed      T1, T2 -> (none): what is withdrawn leaves no ghost
 
-A request has one stamp and two touches, one in T2 for the prefix it found, one in T1 for the chunks it adds. How T1 and
-T2 are kept is in two_lists.py.
+How T1 and T2 are kept is in two_lists.py. Where this departs from the paper, because a chunk leaves only when nothing
+hangs below it (rule 3):
 
-Where this departs from the paper, because a chunk leaves only when nothing hangs below it (rule 3):
-
-  * The oldest of a list is the oldest of its *ends*, chunks with no child in the same list. An end of T1 is childless,
-    as all below T1 is in T1. An end of T2 may have children in T1; while the oldest one has, T1 gives the victim. So a
-    chunk in T2 outlives its children in T1. A list that cannot give one, because of pins, leaves it to the other.
+  * The oldest of a list is the oldest of its *ends*, chunks with no child in the same list. An end of T2 may have
+    children in T1; while the oldest one has, T1 gives the victim. A list that can give none, because of pins, leaves it
+    to the other.
   * A batch of n chunks is n singles: for each p is adapted first, and then one chunk evicted if there is no room.
   * A prompt is not its own victim. Where T1 has more than p chunks and none to give but those of the prompt that comes,
-    the paper evicts these; here the end of the prompt is declined. But for a fifth of the blocks: T1 needs some, or
-    there are no ghosts to learn from. So a prompt that nobody used before takes that much from T2, however long it is.
-    This is where hit ratios differ from the paper's: on agentic loads, whose prompts fill a small cache, up to 1.8
-    points are due to it (docs/policies.md); on chat next to nothing.
+    the paper evicts these; here the end of the prompt is declined. But T1 can have a fifth of the blocks in any case,
+    or there are no ghosts to learn from. docs/policies.md has what this changes.
 
-A row of strangers, new chunks that are no ghosts, changes neither p nor what happens to the ghosts for each of them,
-up to a point that can be told before. So they are dealt with together, as far as their victims are one run.
+A row of *strangers*, new chunks that are no ghosts, does not change p, and its effect on the ghosts can be told
+beforehand. So strangers are dealt with together, as far as their victims are one run.
 """
 
 import math
@@ -93,12 +89,12 @@ class Arc(TwoLists):
             return
         for block, ring in zip(blocks, rings, strict=True):
             if ring is None:  # it was not announced
-                ring = self._rings[ONCE if self._learn(self._keys[block]) == NONE else AGAIN]
-                ring.expect(1)
+                self.evict(0, [self._keys[block]])
+                [ring] = self._destinations
             self._insert([block], [ring], touch)
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        self._begin_taking()
+        self._once.passed, self._again.passed = self._once, self._again
         if incoming:
             self._destinations = []
         victims: list[int] = []
@@ -110,14 +106,12 @@ class Arc(TwoLists):
             if at == ghost:
                 victims += self._let_in_ghosts(incoming, at, room)
                 ghost = len(self._destinations)
-            elif at < room:
-                self._let_in_strangers(min(ghost, room) - at)
             else:
-                victims += self._evict_for_strangers(ghost - at)
+                stop = min(ghost, room) if at < room else ghost
+                victims += self._let_in_strangers(stop - at, has_room=at < room)
             at = len(self._destinations)
         while len(victims) < count:
             victims += self._evict_for_nobody(count - len(victims))
-        self._end_run()
         return victims
 
     def soonest_evicted(self) -> Iterator[int]:
@@ -126,7 +120,7 @@ class Arc(TwoLists):
     def check_valid(self) -> None:
         super().check_valid()
         self._ghosts.check_valid()
-        once, again = self._sizes()
+        once, again = self._once.size, self._again.size
         counts, capacity = self._ghosts.counts, self._capacity
         assert 0 <= self._target <= capacity, "p is out of bounds"
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
@@ -145,13 +139,13 @@ class Arc(TwoLists):
             mark[block] = added
         if returned:
             after = len(blocks) - rings[::-1].index(again)
-            self._found_again(blocks[after - 1], touch)
+            self._use_again(blocks[after - 1], touch.found)
         if mark[blocks[-1]] is added:
-            if added.older is not None and not self._forest.children[added.block]:
+            if added.block != NONE and not self._forest.children[added.block]:
                 self._branch_off(added)
+            if added.block == NONE:
+                once.enter_young(added, blocks[-1])
             added.block = blocks[-1]
-            if added.older is None:
-                once.enter_young(added)
         self._end_ghosts([self._keys[block] for block in blocks])
 
     def _end_ghosts(self, keys: Sequence[bytes]) -> None:
@@ -170,14 +164,12 @@ class Arc(TwoLists):
             count = min(count, room - at)
         else:
             leaving, same = self._gives_for_ghosts(which)
-            count = min(count, same)
-            victims = self._take_once(count) if leaving == ONCE else self._take_again(count, or_any=False)
-            victims = victims or self._take(1, leaving == ONCE)
+            victims = self._take(min(count, same), leaving, others=1)
             count = len(victims)
         self._learn_row(which, count, leaving)
         self._ghosts.take(incoming[at], count)
         if victims:
-            self._remember(victims)
+            self._evict_run(victims)
         self._again.expect(count)
         self._destinations += [self._again] * count
         return victims
@@ -206,62 +198,41 @@ class Arc(TwoLists):
             if leaving != NONE:
                 counts[leaving] += 1
 
-    def _let_in_strangers(self, count: int) -> None:
-        """Strangers come, to T1, and find room: `count`, or the first few of them."""
+    def _let_in_strangers(self, count: int, has_room: bool) -> list[int]:
+        """Strangers come, to T1: `count`, or the first few of them. Their victims. For each one a ghost may end."""
         ending, same = self._ghost_to_end()
-        self._expect(min(count, same), ending)
-
-    def _evict_for_strangers(self, count: int) -> list[int]:
-        """Strangers come, to T1, and find no room: `count`, or the first few of them. The victims."""
-        ending, same = self._ghost_to_end()
-        size, target = self._once.size, self._target
         count = min(count, same)
-        if size <= target:
-            count = min(count, int(target) - size + 1)  # until T1 is too large
-        victims = self._take(count, size > target)
-        self._expect(len(victims), ending)
-        self._remember(victims)
-        return victims
-
-    def _expect(self, count: int, ending: int) -> None:
-        """Strangers are on their way to T1. For each one the oldest ghost of the list `ending` ends."""
+        victims: list[int] = []
+        if not has_room:
+            room = int(self._target) - self._once.size + 1  # until T1 is too large
+            count = min(count, room) if room > 0 else count
+            victims = self._take(count, AGAIN if room > 0 else ONCE, others=count)
+            count = len(victims)
         if ending != NONE:
             self._ghosts.drop_oldest(ending, count)
         self._once.expect(count)
         self._destinations += [self._once] * count
+        if victims:
+            self._evict_run(victims)
+        return victims
 
     def _evict_for_nobody(self, count: int) -> list[int]:
         """Up to `count` victims, while nothing comes."""
         excess = self._once.size - self._target
-        victims = self._take(min(count, math.ceil(excess)) if excess > 0 else count, excess > 0)
-        self._remember(victims)
+        count = min(count, math.ceil(excess)) if excess > 0 else count
+        victims = self._take(count, ONCE if excess > 0 else AGAIN, others=count)
+        self._evict_run(victims)
         return victims
 
-    def _remember(self, victims: Sequence[int]) -> None:
-        """The last victims, each the parent of the one before it and all of one list, become ghosts if there is room.
-
-        There is none where all is T1: the paper deletes the page for good.
-        """
+    def _evict_run(self, run: Sequence[int]) -> None:
+        """The victims become ghosts, if there is room: none where all is T1, as the paper deletes the page for good."""
         spare, room = self._room_for_ghosts()
         which = AGAIN if self._last.ring is self._again else ONCE
-        if which == ONCE and spare < room:
-            room = spare
+        room = min(spare, room) if which == ONCE else room
         if room > 0:
             keys = self._keys
-            gone = [keys[block] for block in victims[-room:]]
-            self._ghosts.add(which, gone, keys[self._forest.parent[victims[-1]]])
-
-    def _learn(self, key: bytes) -> int:
-        """A new chunk comes. If it is a ghost adapt p and end it; if not make room for one ghost more. What it was."""
-        which = self._ghosts.find(key)
-        if which == NONE:
-            ending, _ = self._ghost_to_end()
-            if ending != NONE:
-                self._ghosts.drop_oldest(ending, 1)
-        else:
-            self._target = self._adapted(which, self._target, self._ghosts.counts)
-            self._ghosts.take(key)
-        return which
+            self._ghosts.add(which, [keys[block] for block in run[-room:]], keys[self._forest.parent[run[-1]]])
+        super()._evict_run(run)
 
     def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
         """What p becomes when a ghost of a list comes back, which `counts` still has."""
@@ -292,7 +263,3 @@ class Arc(TwoLists):
         b1, b2 = self._ghosts.counts
         spare = self._capacity - self._once.size - b1
         return spare, spare + self._capacity - self._again.size - b2
-
-    def _sizes(self) -> tuple[int, int]:
-        """|T1| and |T2|, with what is on its way there."""
-        return self._once.size, self._again.size

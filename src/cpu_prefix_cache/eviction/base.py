@@ -7,36 +7,34 @@ from cpu_prefix_cache.index.forest import Forest
 
 
 class EvictionPolicy(Protocol):
-    """Decides which chunks leave, in the order of their last use. Sees the forest; knows no tokens and no bytes.
+    """Decides which chunks are evicted. Sees the forest; knows no tokens and no bytes.
 
-    What it keeps for each chunk is in `Forest.mark`, None where it keeps nothing. A chunk lives with it as follows:
+    What it keeps for each chunk is in `Forest.mark`, None where it keeps nothing. The life of a chunk:
 
-        evict(n, keys)     room is made for chunks with these keys: the question that a policy is there to answer
+        accepts            is it worth its room?
+        evict(n, keys)     room is made for chunks with these keys
         announced          they are being written to these blocks
-        inserted           they are findable now; or `retired`: they never will be
-        removed            they lose their key, by withdrawal; what `evict` answers with has lost it already
+        inserted           they can be found now; or `retired`: they never will be
+        removed            they lose their key, by withdrawal; what `evict` returns has lost it already
 
-    A request is one use, whatever its length. `admitted` answers with a *touch*, the policy's own mark of that use,
-    which the pool gives back with every chunk the request adds. Before anything is allocated the policy may be asked
-    what is worth its room, and decline the rest (`accepts`).
-
-    Only a childless, unpinned chunk may leave, and a parent inherits the youngest touch of the children it loses
-    (rule 3).
+    A request is one use, whatever its length. `admitted` returns its *touch*, the policy's own mark of that use, which
+    the pool gives back with every chunk the request adds. Only a childless, unpinned chunk may be evicted (rule 3).
     """
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Any:
         """A request used the prefix that ends at node `deepest` (NONE: it found nothing). Its touch.
 
         `keys` are those of all chunks of its prompt, here or not, and `now` is in seconds; empty and None for a touch
-        that is nobody's request.
+        without a request.
         """
 
     def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
         """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
 
         They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
-        all of them came. Changes nothing.
+        all of them came. Changes nothing. All of them, unless a policy overrides it.
         """
+        return len(incoming)
 
     def inserted(self, blocks: Sequence[int], touch: Any) -> None:
         """`blocks`, each below the one before it, were added by the request of this touch."""

@@ -1,9 +1,9 @@
 """Buckets: what is of one class and in one bin of ages, in the order in which it is to be evicted.
 
-Of each bucket the segments that can be evicted from, its *leaves*, stand in a ring, as they came. The rings are sorted
-by *rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its
-bucket when it is used, and when what was used with it is old enough for the next bin (ages.py); a bucket changes its
-rank when its class is learned anew.
+The *leaves* of a bucket, its segments that can be evicted from, stand in a ring, as they came. The rings are sorted by
+*rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its bucket
+when it is used, and when its use is old enough for the next bin (ages.py); a bucket changes its rank when its class is
+learned anew.
 """
 
 from collections import Counter
@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from sortedcontainers import SortedList
 
-from cpu_prefix_cache.eviction.ages import Ages, Use
-from cpu_prefix_cache.eviction.segments import Segment, enter, leave, members, new_ring, used
+from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
+from cpu_prefix_cache.eviction.rings import members
+from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
 
-# Classes are learned anew in rounds, one with each request: that takes 20 us. A round begins so many requests after the
-# one before; half or twice as many gave the same hits.
+# Classes are learned anew in rounds, one with each request, which takes 20 us. A round is so many requests.
 ROUND, EARLY_ROUND = 200, 32
 EARLY = 512  # requests
-
 TOGETHER = 1.0  # second, half of the first bin: the error of an age
 MOST_TOGETHER = 500  # requests: what they used grows old in one call
 
@@ -34,13 +33,13 @@ class Buckets:
         self._ages = Ages(self._survival)
         self._rings: dict[int, Segment] = {}  # by bucket
         self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
-        self._is_ranked = bytearray(len(features) * BINS)
+        self._ranked = bytearray(len(features) * BINS)  # by bucket: whether its rank is among them
         self._use = Use(0.0)  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
 
     def rank(self, segment: Segment) -> Rank:
-        return self._rank(segment.kind * BINS + used(segment).bin)
+        return self._rank(segment.kind * BINS + segment.use.bin)
 
     def ends(self) -> Iterator[tuple[Rank, int]]:
         """The deepest chunks of all leaves, by rank. Changes nothing."""
@@ -67,37 +66,35 @@ class Buckets:
     def use(self, segment: Segment, kind: int, use: Use) -> None:
         """A segment has this use now, and is of this class. It was used before if it had another one."""
         before = segment.use
-        if before is not None:
-            self._survival.reuses[segment.kind * BINS + before.bin] += 1
         self._ages.join(use, kind)
-        if before is not None:
+        if before is not NEVER:
+            self._survival.reuses[segment.kind * BINS + before.bin] += 1
             self._ages.part(before, segment.kind, use.at)
         segment.use, segment.kind = use, kind
         if self._survival.begin(kind):
             self._learn(kind, use.at)
-        if before is not None and segment in before.leaves:
+        if segment in before.leaves:
             del before.leaves[segment]
             self.enter(segment)
 
     def stand_beside(self, segment: Segment, other: Segment) -> None:
         """A new segment begins with the use and the class of another."""
-        segment.use, segment.kind = used(other), other.kind
+        segment.use, segment.kind = other.use, other.kind
         self._ages.join(segment.use, segment.kind)
 
     def forget(self, segment: Segment, now: float) -> None:
         """A segment that is no leaf is not known any more."""
-        self._ages.part(used(segment), segment.kind, now)
+        self._ages.part(segment.use, segment.kind, now)
 
     def enter(self, segment: Segment) -> None:
         """It is a leaf."""
-        use = used(segment)
-        use.leaves[segment] = None
-        self._stand(segment, use)
+        segment.use.leaves[segment] = None
+        self._stand(segment, segment.use)
 
     def leave(self, segment: Segment) -> None:
         """It is none any more."""
         leave(segment)
-        del used(segment).leaves[segment]
+        del segment.use.leaves[segment]
 
     def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""
@@ -112,15 +109,15 @@ class Buckets:
         """Assert that each of these, which are all, is where it belongs. For tests."""
         self._ages.check_valid()
         self._survival.check_valid(self._use.at)
-        uses = set(self._ages)
+        uses = set(self._ages.uses())
         for segment in known:
-            use = used(segment)
+            use = segment.use
             assert use in uses, "a segment has a use that has ended"
             if segment in use.leaves:
                 assert segment.ring is self._rings[segment.kind * BINS + use.bin], "a leaf stands in the wrong ring"
-        kinds = Counter((used(segment), segment.kind) for segment in known)
+        kinds = Counter((segment.use, segment.kind) for segment in known)
         assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
-        ranked = {bucket for bucket, ranked in enumerate(self._is_ranked) if ranked}
+        ranked = {bucket for bucket, ranked in enumerate(self._ranked) if ranked}
         assert list(self._ranks) == sorted(map(self._rank, ranked)), "buckets are out of order"
         assert ranked >= {at for at, ring in self._rings.items() if ring.younger is not ring}, "a bucket is forgotten"
 
@@ -129,24 +126,23 @@ class Buckets:
         bucket = segment.kind * BINS + use.bin
         ring = self._rings.get(bucket)
         if ring is None:
-            ring = self._rings[bucket] = new_ring()
+            ring = self._rings[bucket] = segment_ring()
         enter(ring, segment)
-        if not self._is_ranked[bucket]:
-            self._is_ranked[bucket] = True
+        if not self._ranked[bucket]:
+            self._ranked[bucket] = True
             self._ranks.add(self._rank(bucket))
 
     def _learn(self, each: int, now: float) -> None:
         """Learn what the buckets of a class are worth now, and put them in their places."""
         first, stop = each * BINS, (each + 1) * BINS
-        ranked = [bucket for bucket in range(first, stop) if self._is_ranked[bucket]]
+        ranked = [bucket for bucket in range(first, stop) if self._ranked[bucket]]
         for bucket in ranked:
             self._ranks.remove(self._rank(bucket))
-            self._is_ranked[bucket] = False
         self._survival.learn(each, now)
         for bucket in ranked:
-            if self._rings[bucket].younger is not self._rings[bucket]:
+            self._ranked[bucket] = self._rings[bucket].younger is not self._rings[bucket]
+            if self._ranked[bucket]:
                 self._ranks.add(self._rank(bucket))
-                self._is_ranked[bucket] = True
 
     def _rank(self, bucket: int) -> Rank:
         return self._survival.worth[bucket], -(bucket % BINS), bucket

@@ -1,39 +1,35 @@
-"""Ghosts: what is remembered of chunks that are gone. Two lists, oldest first.
+"""Ghosts: what is remembered of chunks that were evicted. Two lists of keys, oldest first.
 
 Chunks leave from the end of a prompt to its beginning, and come back from the beginning to the end. So a list is kept
 as *runs*, each chunk in one being the parent of the one before it, and only the *top* of a run can be found:
 
     evicted        D, C, B          run  D C B     B is its top, and A, which is here, its parent
-    come back      B                     D C       now C is: whoever has B, and asks for the next chunk, asks for C
+    come back      B                     D C       now C is the top
     the oldest     D ends                C
     evicted        B                     C B       it is the parent of the top: the run goes on
 
-That no chunk within a run is ever asked for follows from rule 3: a chunk comes below one that is here, or comes with
-it and after it, and what is here or has come is no ghost. So a run loses chunks at its two ends only; and what a
-prompt of strangers costs is one look at the tops, of which there are few.
+No chunk within a run is ever looked up: a chunk comes below one that is here, or after its parent (rule 3). So a run
+loses chunks at its two ends only, and a prompt of strangers costs one look at the tops, of which there are few.
 
-The keys themselves are kept, about 72 bytes a ghost where a key has 16, and 350 a run. Their hashes would take 8 bytes
-a ghost, and a tenth more of the time of an eviction: Python has them at hand in the keys, and makes a number of each
-one that it is asked for.
+Keys are kept, about 72 bytes a ghost, as hashes of 8 bytes would make an eviction take a tenth longer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from cpu_prefix_cache.index.forest import NONE
+from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, new_ring, unlink
 
 LONGEST_RUN = 4_096  # to end the oldest of a run moves the others: at most 32 KiB
 
 
-class Run:
+class Run(Linked):
     """Keys, the oldest first; and that of the parent of the last one, if that one had any."""
 
-    __slots__ = ("above", "keys", "older", "which", "younger")
+    __slots__ = ("above", "keys", "which")
 
     def __init__(self, which: int) -> None:
         self.which = which
         self.keys: list[bytes] = []
         self.above: bytes | None = None
-        self.older = self.younger = self
 
 
 class Ghosts:
@@ -41,11 +37,11 @@ class Ghosts:
 
     def __init__(self) -> None:
         self.counts = [0, 0]
-        self._ends = (Run(0), Run(1))  # each closes the ring of the runs of a list
+        self._ends = (new_ring(Run(0)), new_ring(Run(1)))  # each closes the ring of the runs of a list
         self._tops: dict[bytes, Run] = {}
 
     def first_ghost(self, wanted: Sequence[bytes], start: int) -> int:
-        """Where in `wanted[start:]`, chunks one below the other, the first ghost is; `len(wanted)` if there is none.
+        """Where in `wanted`, a chain, the first ghost from `start` on is; its length if there is none.
 
         The chunk above `wanted[start]` is no ghost.
         """
@@ -56,16 +52,8 @@ class Ghosts:
             return end
         return next(at for at in range(start, end) if wanted[at] in tops)
 
-    def find(self, key: bytes) -> int:
-        """The list that has a chunk whose parent is no ghost; NONE if neither does."""
-        run = self._tops.get(key)
-        return NONE if run is None else run.which
-
     def row(self, wanted: Sequence[bytes], start: int, most: int) -> tuple[int, int]:
-        """The list that has the ghost `wanted[start]`, whose parent is none; and how many of `wanted` are its run's.
-
-        Counts to `most`.
-        """
+        """Of the ghost `wanted[start]`, whose parent is none: its list, and how many of `wanted` its run has, to `most`."""
         run = self._tops[wanted[start]]
         keys, most = run.keys, min(most, len(run.keys), len(wanted) - start)
         count = 1
@@ -81,7 +69,7 @@ class Ghosts:
         if run.keys:
             self._tops[run.keys[-1]] = run
         else:
-            _leave(run)
+            unlink(run)
         self.counts[run.which] -= count
         return run.which
 
@@ -98,8 +86,7 @@ class Ghosts:
             self._tops.pop(run.keys[-1], None)
         else:
             run = Run(which)
-            run.older, run.younger = end.older, end
-            end.older.younger = end.older = run
+            insert_after(end.older, run)
         run.keys.extend(keys)
         run.above = above
         self._tops[keys[-1]] = run
@@ -115,17 +102,17 @@ class Ghosts:
                 return
             count -= len(run.keys)
             self._tops.pop(run.keys[-1], None)
-            _leave(run)
+            unlink(run)
 
     def keys(self, which: int) -> list[bytes]:
         """The keys of a list, the oldest first. For tests."""
-        return [key for run in self._runs(which) for key in run.keys]
+        return [key for run in members(self._ends[which]) for key in run.keys]
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests."""
         tops = {}
         for which in (0, 1):
-            for run in self._runs(which):
+            for run in members(self._ends[which]):
                 assert run.which == which and run.keys, "a run is empty, or in the wrong list"
                 assert run.younger.older is run, "a run is linked one way only"
                 tops[run.keys[-1]] = run
@@ -133,13 +120,3 @@ class Ghosts:
         assert tops == self._tops, "the top of a run cannot be found"
         everything = self.keys(0) + self.keys(1)
         assert len(set(everything)) == len(everything), "a key is remembered twice"
-
-    def _runs(self, which: int) -> Iterator[Run]:
-        run = self._ends[which].younger
-        while run is not self._ends[which]:
-            yield run
-            run = run.younger
-
-
-def _leave(run: Run) -> None:
-    run.older.younger, run.younger.older = run.younger, run.older

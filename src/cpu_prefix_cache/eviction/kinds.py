@@ -1,17 +1,17 @@
-"""What kind of use a request makes of each segment of its prompt.
+"""What kind of use a request makes of each segment of its prompt: its *class*, of three features.
 
     turn    how many prompts had ended above its last segment: the turn of a conversation
     role    of the segment: several segments have begun below it, and how many; or it was passed; or it is the last one,
             and then whether this prompt came before, whether it continues a conversation, or branches off a document
     gap     how long the segment had waited when it was used before, if it is shared; else how long the last one had
 
-The three together are its *class*. That they tell apart who comes back when, in conversations, is from "KVCache in the
-wild" (USENIX ATC '25); gaps are what serves agents, whose tools take their time. See docs/policies.md.
+That they tell apart which conversations go on, and when, is from "KVCache in the wild" (USENIX ATC '25); gaps serve
+agents, whose tools take their time.
 """
 
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.eviction.segments import Segment, used
+from cpu_prefix_cache.eviction.segments import Segment
 from cpu_prefix_cache.eviction.survival import BINS
 
 TURNS, ROLES, GAPS = 6, 10, 6
@@ -23,11 +23,6 @@ CONTINUES, PASSED, DOCUMENT = 0, 1, 3
 DOCUMENT_CHUNKS = 2  # a first turn that shares as many with others has something to branch off
 GAP_OF = (1, 2, 3, 4, *[5] * (BINS - 4))  # by bin, and so by seconds: up to 2 | 8 | 32 | 64 | more. 0: not used before
 UNKNOWN = FEATURES.index((0, CONTINUES, 0))
-
-
-def measure_gap(segment: Segment) -> None:
-    """It is about to be used again: how long has it waited?"""
-    segment.gap = GAP_OF[used(segment).bin]
 
 
 def kinds_of(path: Sequence[Segment], matched: int) -> Iterator[int]:

@@ -1,13 +1,13 @@
-"""In which order ARC would evict, if nothing came meanwhile. Walks it without changing anything.
+"""In which order ARC would evict, if nothing came meanwhile. Changes nothing.
 
-Each list is a heap of its ends (see two_lists.py), filled from its ring as the walk gets there, and from below: a chunk
-becomes an end when this walk has passed its children. The walk is lazy: n chunks cost n steps, whatever the pool holds.
+Each list is a heap of its ends (see two_lists.py), filled from its ring as the walk gets there, and with what becomes
+an end as its children are passed. Lazy: n chunks cost n steps, whatever the pool holds.
 """
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
-from cpu_prefix_cache.eviction.touches import Ring, Touch, linked
+from cpu_prefix_cache.eviction.touches import Ring, Touch
 from cpu_prefix_cache.index.forest import NONE, Forest
 
 ONCE, AGAIN = 0, 1
@@ -21,9 +21,8 @@ class Outlook:
         self._forks = forks
         self._target = target
         self._size = rings[ONCE].size
-        self._again = rings[AGAIN]
-        self._ends = [ring.end for ring in rings]
-        self._ahead = [linked(end.younger) for end in self._ends]
+        self._rings = rings
+        self._ahead = [ring.younger for ring in rings]
         self._heaps: tuple[list[tuple[int, int]], ...] = ([], [])  # (stamp, block)
         self._gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
         self._gone_again: dict[int, int] = {}  # how many of those are in T2
@@ -69,11 +68,10 @@ class Outlook:
 
     def _has_front(self, which: int) -> bool:
         """Whether there are ends left in a list; if so the oldest is the first of its heap."""
-        heap, end = self._heaps[which], self._ends[which]
-        touch = self._ahead[which]
-        if touch is not end and (not heap or touch.stamp < heap[0][0]):
+        heap, touch = self._heaps[which], self._ahead[which]
+        if touch is not self._rings[which] and (not heap or touch.stamp < heap[0][0]):
             heapq.heappush(heap, (touch.stamp, touch.block))
-            self._ahead[which] = linked(touch.younger)
+            self._ahead[which] = touch.younger
         return bool(heap)
 
     def _pass(self, block: int, stamp: int, which: int) -> None:
@@ -87,12 +85,10 @@ class Outlook:
             gone = self._gone_again[parent] = self._gone_again.get(parent, 0) + 1
             if gone == self._forks.get(parent, 1):
                 heapq.heappush(self._heaps[AGAIN], (max(stamp, own.stamp), parent))
-        elif own.ring is self._again:
+        elif own.ring is self._rings[AGAIN]:
             self._raised[parent] = max(stamp, self._raised.get(parent, 0))
-        elif not self._has_children(parent):
-            stands = own.older is not None and own.block == parent and own.stamp > stamp
-            if not stands:  # or this walk would get there twice
-                heapq.heappush(self._heaps[ONCE], (max(stamp, own.stamp), parent))
+        elif not self._has_children(parent) and (own.block != parent or own.stamp <= stamp):  # or it would come twice
+            heapq.heappush(self._heaps[ONCE], (max(stamp, own.stamp), parent))
 
     def _has_children(self, block: int) -> bool:
         return self._forest.children[block] != self._gone.get(block, 0)

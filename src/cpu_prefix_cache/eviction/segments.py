@@ -3,27 +3,26 @@
     requests      A B C D E F     A B C X Y         segments      [A B C] --- [D E F]
                                                                          `--- [X Y]
 
-A segment is what one request used first, cut where a later one went on differently or ended. Of all its chunks only the
-first ones may be here, for they leave from the end; `resident` says how many. A segment of which nothing is here is a
-*ghost*: it is known by the keys of its first, its last and its last but one chunk, and learned from all the same. At
-most a third as many are kept as the pool has blocks, those used or evicted last.
+A segment is what one request used first, cut where a later one went on differently or ended. Of its chunks only the
+first `resident` ones are here, as they leave from the end. A segment without any is a *ghost*: its keys known are the
+first, the last and the last but one, and it is learned from all the same.
 
 As keys are chained, a segment is found by its first key, and all of it matches when its last key does: a prompt costs a
-few steps for each segment and not for each chunk. Where a prompt leaves a segment is found by bisection among what is
-here. Beyond that it is known only whether it left at the last chunk, as prompts do when a conversation is resumed whose
-last chunk was cut short; otherwise the segment ends where it is here, and the rest of it is forgotten.
+few steps for each segment. Where a prompt leaves a segment is found by bisection among what is here. Beyond that it is
+known only whether it left at the last chunk, as a conversation does whose last chunk was cut short; otherwise the
+segment ends where it is here, and the rest of it is forgotten.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.eviction.ages import Use
+from cpu_prefix_cache.eviction.ages import NEVER, Use
+from cpu_prefix_cache.eviction.rings import Linked, new_ring, unlink
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.errors import InternalError
 
 
-class Segment:
+class Segment(Linked):
     """`length` chunks, of which the first `resident` are here, the last of those in node `deepest`.
 
     Its last use was `use`, and made it of class `kind`. `turn` counts the prompts that had ended above, `ended` those
@@ -33,21 +32,16 @@ class Segment:
 
     __slots__ = (
         *("first", "last_but_one", "last", "length", "resident", "deepest"),
-        *("use", "kind", "turn", "ended", "is_end", "children", "gap"),
-        *("older", "younger", "ring"),
+        *("use", "kind", "turn", "ended", "is_end", "children", "gap", "ring"),
     )
-
-    older: "Segment"
-    younger: "Segment"
 
     def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         self.length = stop - start
-        self.first = keys[start] if self.length else b""
-        self.last = keys[stop - 1] if self.length else b""
+        self.first, self.last = keys[start], keys[stop - 1]
         self.last_but_one = keys[stop - 2] if self.length > 1 else b""
         self.resident = 0
         self.deepest = NONE
-        self.use: Use | None = None
+        self.use: Use = NEVER
         self.kind = NONE
         self.turn = 1
         self.ended = 0
@@ -55,7 +49,6 @@ class Segment:
         self.children = 0
         self.gap = 0
         self.ring: Segment | None = None  # the ring it stands in, by its end
-        self.older = self.younger = self
 
     def extend(self, keys: Sequence[bytes]) -> None:
         """It goes on with these chunks."""
@@ -64,16 +57,9 @@ class Segment:
         self.last = keys[-1]
 
 
-def used(segment: Segment) -> Use:
-    """The last use of a segment that has been used."""
-    if segment.use is None:
-        raise InternalError("a segment was never used")
-    return segment.use
-
-
-def new_ring() -> Segment:
-    """A ring: its end, which has the oldest on one side and the youngest on the other."""
-    return Segment((), 0, 0)
+def segment_ring() -> Segment:
+    """The end of a ring of segments that has no members yet."""
+    return new_ring(Segment((b"",), 0, 1))
 
 
 def enter(ring: Segment, segment: Segment) -> None:
@@ -89,16 +75,9 @@ def enter(ring: Segment, segment: Segment) -> None:
 def leave(segment: Segment) -> None:
     """Stand in no ring any more, if in one."""
     if segment.ring is not None:
-        segment.older.younger, segment.younger.older = segment.younger, segment.older
+        unlink(segment)
+        segment.older = segment.younger = segment.ring  # where it keeps nothing that is forgotten
         segment.ring = None
-
-
-def members(ring: Segment) -> Iterator[Segment]:
-    """From old to young."""
-    segment = ring.younger
-    while segment is not ring:
-        yield segment
-        segment = segment.younger
 
 
 class Cut(NamedTuple):
@@ -118,6 +97,7 @@ class Segments:
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._mark: list[Any] = forest.mark
+        self._keys: list[Any] = forest.key  # bytes of what is here
         self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
 
     def find(self, key: bytes) -> Segment | None:
@@ -174,20 +154,15 @@ class Segments:
 
     def _cut(self, segment: Segment, keys: Sequence[bytes], at: int, length: int) -> Cut:
         """Cut a segment after `length` chunks, `keys` from `at` on. The new upper part; it is the lower one now."""
-        parents, mark = self._forest.parent, self._mark
         upper = Segment(keys, at, at + length)
         upper.turn, upper.gap, upper.children = segment.turn, segment.gap, 1
         upper.is_end = segment.is_end and segment.length - length <= 1
-        upper.resident = min(segment.resident, length)
-        block, first = segment.deepest, b""
-        for _ in range(segment.resident - length):
-            first = self._forest.key[block] or b""
-            block = parents[block]
-        if upper.resident:
+        here = self._forest.path(segment.deepest, segment.resident)
+        first = self._keys[here[length]] if len(here) > length else b""
+        for block in here[:length]:
+            self._mark[block] = upper
             upper.deepest = block
-        for _ in range(upper.resident):
-            mark[block] = upper
-            block = parents[block]
+        upper.resident = min(len(here), length)
         self.add(upper)
         segment.resident -= upper.resident
         segment.length -= length

@@ -1,4 +1,4 @@
-"""How soon what was used is used again: survival statistics, learned while serving, and what follows from them.
+"""How soon what was used is used again: survival statistics, learned while serving.
 
 What was used is sorted into *classes* of like uses (kinds.py), and by its age into *bins*, each wider than the one
 before. A *bucket* is a class and a bin:
@@ -6,15 +6,14 @@ before. A *bucket* is a class and a bin:
     age in seconds   0   2   8   32   64   128   192   288  ...  16,607 ... 65,536
     bin                0   1   2    3    4     5     6      ...          17
 
-For each bucket are known the reuses that happened in it, and the time that all spent in it together, those that are in
-it still included: dividing gives the rate at which a class is used again at that age. Where little is known the rate
-leans on that of all classes, times a factor for each *feature* of the class, so that a class never seen before begins
-with what its features are worth elsewhere. Where nothing at all is known the rate falls with age: least recently used.
+The rate of reuse in a bucket is the reuses that happened in it, divided by the seconds that all segments have spent in
+it together, those that are in it still included. Where little is known the rate leans on that of all classes, times a
+factor for each *feature* of the class. Where nothing at all is known the rate falls with age: least recently used.
 
 The *worth* of a bucket is the best that keeping one block from this age on can bring: the largest ratio, over all ages
-at which it may be given up again, of the chance of a reuse until then to the time that it is expected to be held (the
-index of Gittins, 1979, for a stopping problem; Aalto, Ayesta and Righter, Queueing Systems 63, 2009, on its pooling).
-It need not fall with age: a conversation that nobody continues within the time of a tool call is worth more after it.
+at which it may be evicted, of the chance of a reuse until then to the time that it is expected to be held (the index of
+Gittins, 1979, for a stopping problem; Aalto, Ayesta and Righter, Queueing Systems 63, 2009, on its pooling). It need
+not fall with age: a conversation that nobody continues within the time of a tool call is worth more after it.
 
 Classes are learned anew one at a time, and what was seen long ago counts less each time, so that no call takes long.
 """
@@ -23,13 +22,11 @@ from collections.abc import Sequence
 from math import expm1, prod
 from operator import add, getitem, mul, sub, truediv
 
-# Where bins begin and end, in seconds. Finer where caches of a useful size evict, after minutes: with each bin two or
-# three times as wide as the one before, some sizes had .6 points fewer hits. See docs/policies.md.
+# Where bins begin and end, in seconds: finer where caches of a useful size evict, after minutes (docs/policies.md).
 EDGES = (0.0, 2.0, 8.0, 32.0, 64.0, *(128.0 * 1.5**step for step in range(13)), 65_536.0)
 BINS = len(EDGES) - 1
 WIDTHS = tuple(EDGES[at + 1] - EDGES[at] for at in range(BINS))
-# A bin starts with 40 segments of which 8 % are used again in it, and a class with 40 that behave like all others. Any
-# of these numbers a quarter or ten times as large changed the hit ratios by no more than noise, .3 points.
+# A bin starts with 40 segments of which 8 % are used again in it, and a class with 40 that behave like all others.
 PRIOR_SEGMENTS = 40.0
 PRIOR_SECONDS = tuple(width * PRIOR_SEGMENTS for width in WIDTHS)
 PRIOR_REUSES = 0.08 * PRIOR_SEGMENTS
@@ -40,10 +37,9 @@ HALF_LIFE_REQUESTS = 3_100  # .8 in a thousand
 class Survival:
     """Rates and worths of the buckets of all classes. `features[c]` are the levels of the features of class c.
 
-    `reuses`, `inside` (how many are in a bucket now) and `seconds` are for the policy to keep: of what enters a bucket
-    at time t, t is subtracted from `seconds`, and when it leaves, its time is added; a reuse counts in the bucket that
-    it ends. Nothing of class c may leave before `since[c]`, when it was last learned: its time until then counts less
-    from then on, and would be taken back in full.
+    Callers keep `reuses`, `inside` (how many are in a bucket now) and `seconds`: when something enters a bucket, the
+    time is subtracted from `seconds`, and when it leaves, added; a reuse counts in the bucket it ends. Nothing of class
+    c may leave before `since[c]`, when it was last learned: its time until then counts less already.
     """
 
     def __init__(self, features: Sequence[tuple[int, ...]]) -> None:
@@ -54,8 +50,7 @@ class Survival:
         self.seconds = [0.0] * buckets
         self.since = [0.0] * len(features)
         self.worth = [0.0] * buckets
-        self._known: list[int] = []  # classes
-        self._is_known = bytearray(len(features))
+        self._known: dict[int, None] = {}  # classes, in the order in which they came
         self._learned_at = [0] * len(features)  # in requests
         self._requests = 0
         self._seen = [([0.0] * BINS, [0.0] * BINS)] * len(features)  # reuses and seconds, when a class was last learned
@@ -69,10 +64,9 @@ class Survival:
 
     def begin(self, each: int) -> bool:
         """Something of class `each` is there. Whether it is the first time."""
-        if self._is_known[each]:
+        if each in self._known:
             return False
-        self._is_known[each] = True
-        self._known.append(each)
+        self._known[each] = None
         self._product[each] = prod(map(getitem, self._factors, self._features[each]))
         self._learned_at[each] = self._requests
         return True
@@ -97,8 +91,7 @@ class Survival:
         self.reuses[first:stop] = reuses
         self.seconds[first:stop] = map(sub, seconds, inside)
         self._seen[each] = reuses, seconds
-        like_all = list(map(mul, seconds, self._rate))
-        self._came[each] = sum(reuses), sum(like_all)
+        self._came[each] = sum(reuses), sum(map(mul, seconds, self._rate))
         leaning = map(self._product[each].__mul__, self._prior)
         self.worth[first:stop] = worths(list(map(truediv, map(add, reuses, leaning), map(add, seconds, PRIOR_SECONDS))))
 

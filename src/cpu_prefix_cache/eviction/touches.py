@@ -1,88 +1,85 @@
-"""What the policies here share: uses of the cache, one mark per request, in rings from old to young.
+"""What LRU and ARC share: one touch for each request, in a ring from old to young.
 
-One *touch* per request stands in a ring, oldest first, and names the deepest chunk that carries it:
+The chunks that a request used last carry its *touch*, as their mark in the forest. In the ring the touch names the
+deepest of them:
 
-    ring     T1 ---- T2 ---- T3            A --- B --- C     carry T1, T3, T3
-             |               |                   `---- D     carries T1 ... until T3 came by A
-             D               C
+    ring     T1 ---- T2        A --- B --- C     request 1 added A, B and C, then request 2 used A and added D:
+             |       |         `---- D           B and C carry T1, A and D carry T2
+             C       D
 
-A request costs one move in the ring, however long it is. To evict is to take the oldest touch and walk up from its
-chunk: each chunk that becomes childless and was not used since leaves at once, as part of the same run. One that was
-used since has a touch of its own, further up the ring. A request that adds at several places has a touch for each, all
-with one stamp. On one ring this gives the hit ratios of an LRU of single blocks whose tails are released first.
+A request costs one move in the ring, however long it is. Eviction takes the chunk of the oldest touch and, as one run,
+the chunks above it that become childless and carry no younger touch. A request that adds at several places has a touch
+for each, all with one stamp. With one ring this evicts as an LRU of single blocks does that releases prompts from their
+ends.
 
-A touch stands in its ring while the chunk it names carries it and that chunk is not known to have children; one met
-above children is taken out, as it cannot go before them, and put back when they are gone. (The second ring of ARC has
-a rule of its own, see two_lists.py.)
-
-The touch a chunk carries is its mark in the forest, which is all that a policy keeps for each chunk.
+A touch whose chunk turns out to have children leaves the ring until these are gone. (The second ring of ARC has a rule
+of its own, see two_lists.py.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from cpu_prefix_cache.eviction.base import EvictionPolicy
+from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, unlink
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.errors import InternalError
 
 
-class Touch:
-    """One request's use of the cache. `block` is the deepest chunk that carries it, while it stands in its ring."""
+class Touch(Linked):
+    """One request's use of the cache. `block` is the deepest chunk that carries it, NONE while it is in no ring."""
 
-    __slots__ = ("block", "older", "ring", "stamp", "younger")
+    __slots__ = ("block", "ring", "stamp")
 
-    older: "Touch | None"
-    younger: "Touch | None"
+    older: "Touch"
+    younger: "Touch"
 
     def __init__(self, stamp: int, ring: "Ring") -> None:
         self.stamp = stamp
         self.ring = ring
         self.block = NONE
-        self.older = None
-        self.younger = None
+        self.older = self.younger = ring  # where they hold nothing that has ended
 
 
-class Ring:
-    """Touches by age, between the two sides of `end`.
+class Ring(Touch):
+    """Touches by age, and the end of these, older than any of them.
 
     `coming` counts the chunks that are being written and will carry a touch of this ring, `size` those and all that do.
+    While victims are taken, none can be had up to the touch `passed`.
     """
 
+    __slots__ = ("coming", "passed", "size")
+
     def __init__(self) -> None:
-        self.end = Touch(0, self)
-        self.end.older = self.end.younger = self.end
+        super().__init__(0, self)
         self.size = 0
         self.coming = 0
-
-    def __iter__(self) -> Iterator[Touch]:
-        touch = linked(self.end.younger)
-        while touch is not self.end:
-            yield touch
-            touch = linked(touch.younger)
+        self.passed: Touch = self
 
     def expect(self, count: int) -> None:
         """So many chunks more are on their way here, or fewer, if negative."""
         self.coming += count
         self.size += count
 
-    def enter_young(self, touch: Touch) -> None:
-        """Put `touch` in its place, looking from the young end: past the requests admitted since it was made.
+    def enter_young(self, touch: Touch, block: int) -> None:
+        """Put `touch`, which names `block` now, in its place, looking from the young end.
 
-        Those are the ones that came while a request ran that stores first at its end.
+        It is past the requests admitted since it was made, as a request that stores at its end comes late.
         """
-        place = linked(self.end.older)
-        while place is not self.end and place.stamp > touch.stamp:
-            place = linked(place.older)
-        _enter_after(place, touch)
+        place = self.older
+        while place.stamp > touch.stamp:
+            place = place.older
+        touch.block = block
+        insert_after(place, touch)
 
-    def enter_old(self, touch: Touch) -> None:
-        """Put `touch` in its place, looking from the old end, where the touches of parents belong."""
-        place = linked(self.end.younger)
-        while place is not self.end and place.stamp < touch.stamp:
-            place = linked(place.younger)
-        _enter_after(linked(place.older), touch)
+    def enter_old(self, touch: Touch, block: int) -> None:
+        """The same, looking from the old end, where the touches of parents belong."""
+        place = self.younger
+        while place is not self and place.stamp < touch.stamp:
+            place = place.younger
+        touch.block = block
+        insert_after(place.older, touch)
 
 
-class TouchPolicy:
+class TouchPolicy(EvictionPolicy):
     """Keeps one touch for every chunk. The base of LRU, which has one ring, and ARC, which has two."""
 
     def __init__(self, forest: Forest, rings: int) -> None:
@@ -90,13 +87,10 @@ class TouchPolicy:
         self._mark: list[Any] = forest.mark
         self._rings = tuple(Ring() for _ in range(rings))
         self._stamp = 0
-
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
-        """All of them: what is used now is worth more than anything older."""
-        return len(incoming)
+        self._last: Touch = self._rings[0]  # of the chunks that were taken last
 
     def removed(self, block: int) -> None:
-        touch = self._carried(block)
+        touch = self._mark[block]
         self._mark[block] = None
         touch.ring.size -= 1
         if touch.block == block:
@@ -104,63 +98,94 @@ class TouchPolicy:
         self._inherit(self._forest.parent[block], touch)
 
     def bared(self, block: int) -> None:
-        touch = self._carried(block)
-        if touch.older is not None and touch.block != block:
-            touch = Touch(touch.stamp, touch.ring)  # its own stands elsewhere
-            self._mark[block] = touch
-        if touch.older is None:
-            touch.block = block  # the deepest that is left of those that carry it
-            touch.ring.enter_old(touch)
+        touch = self._mark[block]
+        if touch.block == block:
+            return
+        if touch.block != NONE:
+            touch = self._mark[block] = Touch(touch.stamp, touch.ring)  # its own names another chunk
+        touch.ring.enter_old(touch, block)
 
     def check_valid(self) -> None:
         forest = self._forest
         standing = set()
         for ring in self._rings:
             stamp = 0
-            for touch in ring:
+            for touch in members(ring):
                 assert touch.stamp >= stamp and touch.ring is ring, "touches are out of order"
                 assert self._mark[touch.block] is touch, f"the touch of block {touch.block} is not its own"
                 standing.add(touch.block)
                 stamp = touch.stamp
-            carrying = sum(isinstance(mark, Touch) and mark.ring is ring for mark in self._mark)
-            assert ring.coming == sum(mark is ring for mark in self._mark), "chunks on their way are miscounted"
-            assert ring.size == carrying + ring.coming, "the chunks of a ring are miscounted"
+            coming = sum(mark is ring for mark in self._mark)
+            assert ring.coming == coming, "chunks on their way are miscounted"
+            carrying = sum(mark is not None and mark.ring is ring for mark in self._mark)
+            assert ring.size == carrying, "the chunks of a ring are miscounted"
         for block, key in enumerate(forest.key):
-            assert (key is not None) == isinstance(self._mark[block], Touch), f"block {block}: a key without a touch"
+            mark = self._mark[block]
+            assert (key is None) == (mark is None or mark in self._rings), f"block {block}: a key without a touch"
             if key is not None and not forest.children[block]:
                 assert block in standing, f"childless block {block} cannot be found by eviction"
 
-    def _carried(self, block: int) -> Touch:
-        touch = self._mark[block]
-        if not isinstance(touch, Touch):
-            raise InternalError(f"block {block} holds no chunk")
-        return touch
+    def _take_childless(self, ring: Ring, count: int) -> list[int]:
+        """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
+        children, pinned = self._forest.children, self._forest.pinned
+        while (touch := ring.passed.younger) is not ring:
+            if children[touch.block]:
+                leave(touch)
+            elif touch.block in pinned:
+                ring.passed = touch
+            else:
+                return self._take_run(touch, count)
+        return []
+
+    def _take_run(self, touch: Touch, count: int) -> list[int]:
+        """The chunk that `touch` names and those above it, up to `count`: unpinned, in its ring, not used since."""
+        mark, parents, children, pinned = self._mark, self._forest.parent, self._forest.children, self._forest.pinned
+        ring, block = touch.ring, touch.block
+        run: list[int] = []
+        while len(run) < count and children[block] <= 1 and block not in pinned:
+            own = mark[block]
+            if own is not touch:
+                if own is None or own.ring is not ring or own.stamp > touch.stamp:
+                    break  # the root, a chunk of the other ring, or one that was used since
+                if own.block == block:
+                    leave(own)
+            mark[block] = None
+            run.append(block)
+            block = parents[block]
+        ring.size -= len(run)
+        self._last = touch
+        return run
+
+    def _evict_run(self, run: Sequence[int]) -> None:
+        """Let the run that was taken last leave the forest; what it hung below inherits its touch."""
+        parent, touch = self._forest.parent[run[-1]], self._last
+        self._forest.remove_run(run)
+        if self._mark[parent] is touch and not self._forest.children[parent] and touch.ring is self._rings[0]:
+            touch.block = parent
+        else:
+            leave(touch)
+            self._inherit(parent, touch)
 
     def _branch_off(self, touch: Touch) -> None:
         """A request adds at a second place, a checkpoint say: what it added last goes on under a touch beside its own.
 
         As old, and one place younger, so that the place it adds at now goes first: it mostly is the deeper one.
         """
-        beside = Touch(touch.stamp, touch.ring)
+        beside = self._mark[touch.block] = Touch(touch.stamp, touch.ring)
         beside.block = touch.block
-        self._mark[touch.block] = beside
-        _enter_after(touch, beside)
+        insert_after(touch, beside)
 
     def _inherit(self, parent: int, touch: Touch) -> None:
         """`parent` has lost a child that carried `touch`: it keeps the younger of that and its own."""
         if parent == self._forest.root:
             return
-        if touch.stamp >= self._carried(parent).stamp:
-            self._give(parent, touch)
+        if touch.stamp >= self._mark[parent].stamp:
+            self._carry(parent, touch)
         if not self._forest.children[parent]:
             self.bared(parent)
 
-    def _give(self, block: int, touch: Touch) -> None:
-        """Let `block` carry `touch`, and `touch` name it."""
-        self._carry(block, touch)
-        touch.block = block
-
     def _carry(self, block: int, touch: Touch) -> None:
+        """Let `block` carry `touch` from now on."""
         before = self._mark[block]
         if before is touch:
             return
@@ -172,21 +197,8 @@ class TouchPolicy:
 
 
 def leave(touch: Touch) -> None:
-    """Take a touch out of its ring, if it stands in it."""
-    if touch.older is None or touch.younger is None:
-        return
-    touch.older.younger, touch.younger.older = touch.younger, touch.older
-    touch.older = touch.younger = None
-
-
-def linked(touch: Touch | None) -> Touch:
-    """`touch`, which stands in a ring."""
-    if touch is None:
-        raise InternalError("a touch left the ring while it was being walked")
-    return touch
-
-
-def _enter_after(place: Touch, touch: Touch) -> None:
-    younger = linked(place.younger)
-    touch.older, touch.younger = place, younger
-    place.younger = younger.older = touch
+    """Take a touch out of its ring, if it is in it."""
+    if touch.block != NONE:
+        unlink(touch)
+        touch.older = touch.younger = touch.ring
+        touch.block = NONE

@@ -3,30 +3,28 @@
 A chunk is in the list whose touch it carries. T2 is closed under prefixes: who used a chunk again used what is above
 it. So all below a chunk of T1 is in T1, but a chunk of T2 may have children in either list.
 
-An *end* of a list is a chunk with no child in it. In T1 that is a childless chunk, and its touch stands in the ring as
-in any ring of touches.py. In T2 a touch stands in the ring exactly while it names an end, which takes counting: a chunk
-of T2 that is no end has one child in T2, or as many as `_forks` says.
+An *end* of a list is a chunk with no child in it. In T1 its touch is found as in any ring of touches.py. In T2 a touch
+stands in the ring exactly while it names an end, which takes counting: a chunk of T2 that is no end has one child in
+T2, or as many as `_forks` says.
 
-Victims are taken as a *run* of one list, each the parent of the one before it. They leave the forest together, when the
-next run is taken or there is none: until then they are asked for their keys.
+Victims are taken as a *run* of one list, each the parent of the one before it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE
-from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave, linked
+from cpu_prefix_cache.eviction.outlook import ONCE
+from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import InternalError
 
 
-class ArcTouch:
-    """One request: `found` for what it used again, if anything, `added` for what it used first. One stamp."""
+class ArcTouch(NamedTuple):
+    """One request, with one stamp: `found` is in T2 for what it used again, `added` in T1 for what it used first."""
 
-    __slots__ = ("added", "found")
-
-    def __init__(self, added: Touch) -> None:
-        self.found: Touch | None = None
-        self.added = added
+    found: Touch
+    added: Touch
 
 
 class TwoLists(TouchPolicy):
@@ -36,131 +34,67 @@ class TwoLists(TouchPolicy):
         super().__init__(forest, rings=2)
         self._once, self._again = self._rings
         self._forks: dict[int, int] = {}  # how many children in T2 a chunk has, where it is more than one
-        self._run: list[int] = []  # victims that have yet to leave the forest, deepest first
-        self._last = Touch(0, self._once)  # the touch of those
-        self._passed = [self._once.end, self._again.end]  # while victims are taken: up to here nobody can go
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
         self._stamp += 1
-        touch = ArcTouch(Touch(self._stamp, self._once))
+        touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
         if deepest != NONE:
-            self._found_again(deepest, touch)
+            self._use_again(deepest, touch.found)
         return touch
 
     def check_valid(self) -> None:
         super().check_valid()
         forest = self._forest
-        assert not self._run, "victims have not left the forest"
-        children: dict[int, int] = {}
-        for block, key in enumerate(forest.key):
-            if key is not None and self._is_again(block):
-                parent = forest.parent[block]
-                children[parent] = children.get(parent, 0) + 1
-                assert parent == forest.root or self._is_again(parent), f"block {block} is in T2, its parent in T1"
-        children.pop(forest.root, None)
+        again = [block for block, key in enumerate(forest.key) if key is not None and self._is_again(block)]
+        children = Counter(forest.parent[block] for block in again)
+        del children[forest.root]
+        assert set(children) <= set(again), "a chunk is in T2, its parent in T1"
         assert self._forks == {block: count for block, count in children.items() if count > 1}, "forks are miscounted"
-        for block, key in enumerate(forest.key):
-            if key is not None and self._is_again(block):
-                assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
+        for block in again:
+            assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
 
-    def _begin_taking(self) -> None:
-        self._passed = [self._once.end, self._again.end]
-
-    def _take(self, count: int, prefers_once: bool) -> list[int]:
-        """The next victims, 1 to `count` of one list. `_end_run` lets the last ones leave."""
-        victims = [] if prefers_once else self._take_again(count, or_any=False)
-        victims = victims or self._take_once(count) or self._take_again(count, or_any=True)
+    def _take(self, count: int, which: int, others: int) -> list[int]:
+        """The next victims: a run of 1 to `count` from list `which`, or of at most `others` from the other one."""
+        once = self._once
+        victims = self._take_childless(once, count) if which == ONCE else self._take_again(count, or_any=False)
+        victims = victims or self._take_childless(once, others) or self._take_again(others, or_any=True)
         if not victims:
             raise InternalError("chunks were to be evicted, but none can go")
         return victims
 
-    def _take_once(self, count: int) -> list[int]:
-        """Victims that T1 can give, oldest first."""
-        self._end_run()
-        children, pinned, end = self._forest.children, self._forest.pinned, self._once.end
-        while (touch := linked(self._passed[ONCE].younger)) is not end:
-            if children[touch.block]:
-                leave(touch)
-            elif touch.block in pinned:
-                self._passed[ONCE] = touch
-            else:
-                return self._begin_run(touch, count)
-        return []
-
     def _take_again(self, count: int, or_any: bool) -> list[int]:
-        """Victims from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""
-        self._end_run()
-        forest, end = self._forest, self._again.end
-        touch = linked(self._passed[AGAIN].younger)
-        while touch is not end:
+        """A run from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""
+        forest, ring = self._forest, self._again
+        while (touch := ring.passed.younger) is not ring:
             if not forest.pins[touch.block]:
                 if not forest.children[touch.block]:
-                    return self._begin_run(touch, count)
+                    return self._take_run(touch, count)
                 if not or_any:
                     return []
-            self._passed[AGAIN] = touch
-            touch = linked(touch.younger)
+            ring.passed = touch
         return []
-
-    def _begin_run(self, touch: Touch, count: int) -> list[int]:
-        """The chunk that `touch` names and those above it, up to `count`: unpinned, not used since."""
-        mark, parents, children, pinned = self._mark, self._forest.parent, self._forest.children, self._forest.pinned
-        ring, block = touch.ring, touch.block
-        run: list[int] = []
-        while len(run) < count and children[block] <= 1 and block not in pinned:
-            own = mark[block]
-            if own is not touch:
-                if own is None or own.ring is not ring or own.stamp > touch.stamp:
-                    break  # the root, a chunk of the other list, or one that was used since
-                if own.block == block:
-                    leave(own)
-            mark[block] = None
-            run.append(block)
-            block = parents[block]
-        ring.size -= len(run)
-        self._run, self._last = run, touch
-        return run
-
-    def _end_run(self) -> None:
-        """Let the victims leave the forest; what they hung below inherits their touch."""
-        run, last = self._run, self._last
-        if not run:
-            return
-        self._run = []
-        parent = self._forest.parent[run[-1]]
-        self._forest.remove_run(run)
-        if last.ring is self._once and self._mark[parent] is last and not self._forest.children[parent]:
-            last.block = parent
-        else:
-            leave(last)
-            self._inherit(parent, last)
 
     def _inherit(self, parent: int, touch: Touch) -> None:
         if not self._is_again(parent):
             super()._inherit(parent, touch)
         elif touch.ring is self._again:
-            is_end = self._forget_child(parent)
-            if touch.stamp >= self._carried(parent).stamp:
-                self._give(parent, touch)
-            if is_end:
-                own = self._carried(parent)
-                own.block = parent
-                self._again.enter_old(own)
-        elif touch.stamp > self._carried(parent).stamp:
+            left = self._forks.pop(parent, 1) - 1  # children in T2
+            if left > 1:
+                self._forks[parent] = left
+            if touch.stamp >= self._mark[parent].stamp:
+                self._carry(parent, touch)
+            if not left:
+                self.bared(parent)
+        elif touch.stamp > self._mark[parent].stamp:
             was_end = self._is_end(parent)
-            self._give(parent, Touch(touch.stamp, self._again))  # as young, but in its own list
+            raised = Touch(touch.stamp, self._again)  # as young, but in its own list
+            self._carry(parent, raised)
             if was_end:
-                self._passed[AGAIN] = self._again.end
-                self._again.enter_old(self._carried(parent))
-
-    def _found_again(self, block: int, touch: ArcTouch) -> None:
-        """A request used `block` again, and with it all that is above."""
-        if touch.found is None:
-            touch.found = Touch(touch.added.stamp, self._again)
-        self._use_again(block, touch.found)
+                self._again.passed = self._again
+                self._again.enter_old(raised, parent)
 
     def _use_again(self, block: int, touch: Touch) -> None:
-        """Let `block` carry a touch of T2, and move it and all that is above it there."""
+        """A request used `block` again: let it carry `touch`, and move it and all that is above it to T2."""
         mark, parents, root, once, again = self._mark, self._forest.parent, self._forest.root, self._once, self._again
         above, moved = block, 0
         while above != root and (before := mark[above]).ring is once:
@@ -175,14 +109,15 @@ class TwoLists(TouchPolicy):
         is_end = above != block or self._is_end(block)
         if above == block:
             self._carry(block, touch)
-        elif above != self._forest.root:
-            self._note_child(above)
-        if touch.older is not None and touch.block != block:
+        elif above != root and self._is_end(above):
+            leave(mark[above])
+        elif above != root:
+            self._forks[above] = self._forks.get(above, 1) + 1
+        if touch.block not in (NONE, block):
             self._branch_off(touch)  # what it names is an end still: the request found at a second place
         leave(touch)
-        touch.block = block
         if is_end:
-            self._again.enter_young(touch)
+            self._again.enter_young(touch, block)
 
     def _is_again(self, block: int) -> bool:
         touch = self._mark[block]
@@ -190,19 +125,5 @@ class TwoLists(TouchPolicy):
 
     def _is_end(self, block: int) -> bool:
         """Whether a chunk of T2 has no child in T2: then, and only then, its touch stands and names it."""
-        touch = self._carried(block)
-        return touch.block == block and touch.older is not None
-
-    def _note_child(self, parent: int) -> None:
-        """`parent`, in T2, has one more child in T2."""
-        if self._is_end(parent):
-            leave(self._carried(parent))
-        else:
-            self._forks[parent] = self._forks.get(parent, 1) + 1
-
-    def _forget_child(self, parent: int) -> bool:
-        """`parent`, in T2, has one child in T2 less. Whether that was the last."""
-        left = self._forks.pop(parent, 1) - 1
-        if left > 1:
-            self._forks[parent] = left
-        return left == 0
+        touch: Touch = self._mark[block]
+        return touch.block == block

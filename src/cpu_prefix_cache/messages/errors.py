@@ -6,17 +6,13 @@ class PrefixCacheError(Exception):
 
 
 class ConfigurationError(PrefixCacheError, ValueError):
-    """The cache was asked for something it cannot be. The operator changes the configuration.
-
-    Raised at construction only, with a sentence that says what would work.
-    """
+    """The operator must change the configuration; the message says what would work. Raised at construction only."""
 
 
 class PoolExhausted(PrefixCacheError):
     """Too many blocks are pinned or being written. Nobody acts: the caller stores less, or later.
 
-    `available` is how many chunks the same call could have had; for a checkpoint, how many blocks. Nothing was changed
-    (rule 4).
+    `available`: how many chunks the call could have had; for a checkpoint, how many blocks. Nothing changed (rule 4).
     """
 
     def __init__(self, wanted: int, available: int) -> None:

@@ -1,8 +1,4 @@
-"""The values that cross between the half that decides and the half that copies.
-
-A StepPlan goes out each step; a RankReport comes back from each rank. Both are plain data: ids and counts, no
-references into either half, so they can be pickled to another process.
-"""
+"""A StepPlan goes to every rank each step, and a RankReport comes back: plain data, which can be pickled."""
 
 import enum
 from dataclasses import dataclass, field
@@ -30,11 +26,10 @@ class GroupCopy:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding,
-    for copiers that budget and for metrics.
+    """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
 
-    `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed,
-    so that a failure has one way back whatever its cause (rule 7).
+    `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed, like
+    any other failure (rule 7).
     """
 
     id: int
@@ -48,9 +43,8 @@ class TransferPlan:
 class StepPlan:
     """What every rank does in one engine step. `epoch` counts resets, for logs and metrics.
 
-    A `cancelled` load that has not begun is reported as failed; one that has begun is reported as it ends. It resolves
-    as failed either way. What a rank reported of transfers below `resolved_below`, and of those in `resolved`, has
-    arrived: it need not be repeated.
+    A `cancelled` load that has not begun is reported as failed, one that has begun as it ends; both resolve as failed.
+    Reports of transfers below `resolved_below`, and of those in `resolved`, need not be repeated.
     """
 
     epoch: int
@@ -65,9 +59,8 @@ class StepPlan:
 class RankReport:
     """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
 
-    `ready_blocks` is how many host blocks the rank has prepared to copy to and from; None says nothing new. `late` are
-    loads past their deadline: whoever waits for them has been told that they failed, but they may still write.
-    `load_bytes_per_second` is what the rank is known to load at, None if nobody has measured it.
+    `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
+    deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet.
     """
 
     rank: int

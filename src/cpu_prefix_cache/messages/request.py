@@ -10,7 +10,7 @@ class Request:
     """`keys[i]` is the chained key of chunk i, `num_tokens` the tokens the engine must have computed before decoding.
 
     `keys` is the engine's own list and may grow as the request decodes; it is read, never changed. With `stores` off,
-    nothing is stored for its sake; what others store too can be.
+    only what other requests have too is stored.
     """
 
     id: str
@@ -40,8 +40,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Ask again when a load has ended, or at `deadline` at the latest: another request is loading this prefix (rule
-    13), or something else, and one more load would take device blocks that may still have to be stored."""
+    """Ask again when a load has ended, or at `deadline`, in seconds, at the latest (rule 13)."""
 
     deadline: float
 

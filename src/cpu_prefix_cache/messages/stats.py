@@ -33,13 +33,11 @@ class CacheStatistics:
     bytes_stored: int  # on each rank, like all bytes here
     bytes_loaded: int
     stores_failed: int  # transfers of which a rank said so
-    loads_failed: (
-        int  # those that were too late, and those whose source was gone, included; not those that a reset ended
-    )
+    loads_failed: int  # late ones, and those whose source was gone, too; not those that a reset cancelled
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
     store_cancelled: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
     union_misses: int  # prompts that device and host together could have resumed later than either alone
-    lost_before_store: int  # lazy: chunks the device evicted before the host was offered them, counted late; eager: 0
+    lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds

@@ -1,6 +1,4 @@
-"""The kinds of KV state a model keeps, each a group of layers that share one block table.
-
-Every kind answers one question: to resume at a boundary, which blocks must be present?
+"""The kinds of KV state a model keeps, and which blocks of each must be present to resume at a boundary.
 
     prefix        every block before it                     full attention, MLA
     window        the blocks the window still sees          sliding-window attention
@@ -35,12 +33,11 @@ class Group:
     """Layers whose KV lives in blocks of one size and is needed by one rule.
 
     `block_tokens` is how many tokens one block of the group covers, or how many lie between two pages of a state. It
-    takes `device_blocks` device blocks, each of which weighs `block_bytes` over all the layers and parts (K, V, scales)
-    of the group on one rank.
+    takes `device_blocks` device blocks of `block_bytes`: all layers and parts (K, V, scales) of the group on one rank.
 
     `window_tokens` is what a window sees, its own token included, or the length of a local chunk. A window keeps
-    `extra_tokens` more (for drafts that may be rejected). A prefix group may look ahead: with `lookahead_tokens` d, a
-    boundary b counts only if b + d would (EAGLE, MTP). A `replicated` group has the same bytes on every rank.
+    `extra_tokens` more (for drafts that may be rejected). With `lookahead_tokens` d, a prefix group can resume at a
+    boundary b only if it has b + d too (EAGLE, MTP). A `replicated` group has the same bytes on every rank.
 
     Raises ConfigurationError, naming the group.
     """

@@ -8,15 +8,12 @@
     items       start, end and content of every item that begins in the chunk; each of them after its length
     integers    little-endian everywhere: a token has 4 bytes, unsigned; lengths, starts and ends have 8
 
-Because the chain begins at the first token, equal keys mean equal prefixes, not merely equal chunks (rule 17): the same
-tokens, for the same identity, with the same items in the same places. An item enters where it begins and is in all that
-follows by the chain, so the chunks before it are shared with the plain text. The byte at the end sets chunks with items
+So equal keys mean equal prefixes (rule 17): the same tokens, for the same identity, with the same items in the same
+places. The chunks before the first item are shared with the plain text. The byte at the end sets chunks with items
 apart from plain ones of any size, whose bytes are words of 4.
 
-An engine that already hashes its blocks uses its own digests and never comes here. They are used as they are, all of
-one length. What the engine's keys leave out, ours cannot put back; and where its first digest is random, or depends on
-PYTHONHASHSEED, the same prompt has other keys after a restart and in another process: nothing that outlives the
-process may be kept under them unless the engine is told to begin from a fixed value.
+An engine's own digests are used as they are, all of one length. If they depend on PYTHONHASHSEED or another random
+value, nothing may be kept under them beyond the process.
 """
 
 import copy
@@ -26,11 +23,11 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PrefixCacheError
 
 TOKEN_BYTES = 4
 LENGTH_BYTES = 8
@@ -53,9 +50,8 @@ CRYPTOGRAPHIC = frozenset({"sha256"})
 class MultimodalItem:
     """An image, a sound, ...: what stands in for the placeholder tokens [start, end) of a request.
 
-    `digest` says what it is: two items of one digest must give the model the same input. It is the engine's own digest
-    of the content and of whatever else decides the input, such as the kind and the options of the processor; of any
-    length, and cryptographic where tenants are kept apart. Items may overlap, as the sound of a video may.
+    `digest` is the engine's own, of the content and of whatever else decides the model's input, such as the options of
+    the processor; of any length, and cryptographic where tenants are kept apart. Items may overlap.
 
     Raises MisuseError for an item without tokens or without a digest.
     """
@@ -81,14 +77,13 @@ class ChainHasher:
     >>> keys == hasher.keys([1, 2, 3, 4]) and len(keys)
     2
 
-    What a request has of its own is said once, when it arrives:
+    What only one request has is given once, when it arrives:
 
     >>> mine = hasher.for_request({"salt": b"mine"}, [MultimodalItem(start=2, end=4, digest=b"a picture")])
     >>> set(mine.keys([1, 2, 3, 4])) & set(keys)
     set()
 
-    Tokens are integers from 0 to 2**32 - 1 in any sequence. Arrays of 4 and 8 bytes that show their buffer (array,
-    numpy) are read as they lie, without making a Python integer of each token.
+    Tokens are integers from 0 to 2**32 - 1 in any sequence; arrays of 4 and 8 bytes (array, numpy) are read fastest.
     """
 
     def __init__(
@@ -101,10 +96,8 @@ class ChainHasher:
     ) -> None:
         """`identity` is what all requests have in common, such as the model and its revision: bytes by name.
 
-        xxh3_128 is fast and not cryptographic: whoever chooses prompts could in principle construct a collision.
-        sha256 is needed wherever that would matter: tenants kept apart, keys shared with other processes or kept on
-        disk (rule 17). Say so with `tenants=True`, and a digest that will not do is refused here; without it, it is
-        refused when the first salt arrives (`for_request`).
+        sha256, a cryptographic digest, is needed where tenants are kept apart, or keys are shared with other processes
+        or kept on disk (rule 17). With `tenants=True` another one is refused here, else when the first salt arrives.
 
         Raises ConfigurationError for an unknown algorithm, a chunk of less than one token, an identity that is not
         bytes by name, or tenants without a cryptographic digest.
@@ -119,9 +112,7 @@ class ChainHasher:
         self.algorithm = algorithm
         self._digest = DIGESTS[algorithm]
         self._identity = dict(identity or {})
-        complaint = _complaint(self._identity, algorithm)
-        if complaint:
-            raise ConfigurationError(complaint)
+        _check_fields(self._identity, algorithm, ConfigurationError)
         self._seed = self._digest(_canonical(self._identity))
         self._items: Mapping[int, bytes] = {}
 
@@ -130,28 +121,20 @@ class ChainHasher:
         """Whether the keys may keep tenants apart, be shared with other processes, or persist (rule 17)."""
         return self.algorithm in CRYPTOGRAPHIC
 
-    def for_request(
-        self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()
-    ) -> "ChainHasher":
-        """The hasher of one request, to be kept with it while it decodes. Its keys are found by its equals only.
+    def for_request(self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()) -> Self:
+        """The hasher of one request, to be kept with it while it decodes.
 
-        `identity` is what this request must have in common with another to share KV with it: its LoRA, salt, tenant.
-        Names are free, their order means nothing, and a field that is empty differs from one that is absent. A LoRA
-        that is loaded anew under its old name is another one: give its version too, or reset the cache (rule 14).
-        `items` are all of the request's, in any order.
-
-        Fields named `salt`, `cache_salt` or `tenant` keep tenants apart, so they need sha256. Without it the request
-        is refused before it has any keys, not hashed with what is at hand; other requests go on. An engine that
-        accepts such fields builds its hasher with `tenants=True` and finds out when it starts.
+        `identity` is what another request must have too to share KV with this one: its LoRA, salt, tenant. Names are
+        free, in any order, and an empty field differs from an absent one. A LoRA that is loaded anew under its old
+        name is another one: give its version too, or reset the cache (rule 14). `items` are all of the request's, in
+        any order. Fields named `salt`, `cache_salt` or `tenant` keep tenants apart and need sha256.
 
         Raises MisuseError for such a field without sha256, one that the hasher has already, or one that is not bytes.
         """
         both = self._identity.keys() & identity.keys()
         if both:
             raise MisuseError(f"identity fields of the hasher itself cannot be given by a request: {sorted(both)}")
-        complaint = _complaint(identity, self.algorithm)
-        if complaint:
-            raise MisuseError(complaint)
+        _check_fields(identity, self.algorithm, MisuseError)
         request = copy.copy(self)
         if identity:
             request._identity = {**self._identity, **identity}
@@ -185,39 +168,33 @@ class ChainHasher:
         """What the items that begin in a chunk add to it, by the index of the chunk, in ascending order."""
         fields: dict[int, list[bytes]] = {}
         for item in sorted(items):
-            fields.setdefault(item.start // self.chunk_tokens, []).extend(
-                (_integer(item.start), _integer(item.end), item.digest)
-            )
+            chunk = fields.setdefault(item.start // self.chunk_tokens, [])
+            chunk += (_integer(item.start), _integer(item.end), item.digest)
         return {index: self._digest(_prefixed(each)) + ITEMS for index, each in fields.items()}
 
 
 def checkpoint_key(chunk_key: bytes) -> bytes:
     """The key of the checkpoint at the end of the chunk `chunk_key`.
 
-    A checkpoint hangs below its chunk under a key of its own: the chunk's and one byte more. As the digests in one
-    cache have one length, no chunk has such a key.
+    It is the chunk's and one byte more. As the digests in one cache have one length, no chunk has such a key.
     """
     return chunk_key + CHECKPOINT
 
 
-def _complaint(identity: Mapping[str, bytes], algorithm: str) -> str | None:
-    """What is wrong with these fields, if anything."""
+def _check_fields(identity: Mapping[str, bytes], algorithm: str, error: type[PrefixCacheError]) -> None:
     for name, value in identity.items():
         if not isinstance(name, str) or not isinstance(value, bytes):
-            return f"identity fields must be bytes by name; {name!r} is {type(value).__name__}"
+            raise error(f"identity fields must be bytes by name; {name!r} is {type(value).__name__}")
         if name in KEEP_APART and algorithm not in CRYPTOGRAPHIC:
-            return (
+            raise error(
                 f"identity field {name!r} keeps tenants apart, and {algorithm} is not a cryptographic digest: "
                 "build the hasher with algorithm='sha256'"
             )
-    return None
 
 
 def _canonical(identity: Mapping[str, bytes]) -> bytes:
-    fields = [FORMAT]
-    for name in sorted(identity):
-        fields += [name.encode(), identity[name]]
-    return _prefixed(fields)
+    fields = [field for name in sorted(identity) for field in (name.encode(), identity[name])]
+    return _prefixed([FORMAT, *fields])
 
 
 def _prefixed(fields: Iterable[bytes]) -> bytes:
@@ -233,50 +210,40 @@ def _token_bytes(tokens: Sequence[int], begin: int, end: int) -> bytes:
     """`tokens[begin:end]` as unsigned 32-bit little-endian words."""
     try:
         view = _integers_in_memory(tokens)
-        words = _words_one_by_one(tokens[begin:end]) if view is None else _words_at_once(view[begin:end])
+        words = array("I", tokens[begin:end]).tobytes() if view is None else _words(view[begin:end])
     except (OverflowError, TypeError) as error:
         raise MisuseError(f"tokens must be integers from 0 to 2**32 - 1: {error}") from error
-    if sys.byteorder == "big":
-        swapped = array("I", words)
-        swapped.byteswap()
-        return swapped.tobytes()
-    return words
+    if sys.byteorder == "little":
+        return words
+    swapped = array("I", words)
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _integers_in_memory(tokens: Any) -> memoryview | None:
-    """The buffer of an array of integers of 4 or 8 bytes, or None for whatever else `tokens` is."""
+    """The buffer of an array of integers of 1, 4 or 8 bytes; None for whatever else `tokens` is."""
     if isinstance(tokens, list | tuple):
         return None
     try:
         view = memoryview(tokens)
     except TypeError:
         return None
-    return view if view.ndim == 1 and view.format in ("I", "i", "L", "l", "Q", "q") else None
+    return view if view.ndim == 1 and view.format in ("I", "i", "L", "l", "Q", "q", "B") else None
 
 
-def _words_one_by_one(tokens: Sequence[int]) -> bytes:
-    if isinstance(tokens, bytes | bytearray):  # array would take them for words, not for tokens
-        tokens = list(tokens)
-    return array("I", tokens).tobytes()
-
-
-def _words_at_once(view: memoryview) -> bytes:
-    """The integers as native words of 4 bytes. No Python integer is made of any: signs are asked of all together."""
-    data = view.tobytes()
+def _words(view: memoryview) -> bytes:
+    """The integers as native words of 4 bytes. Of those with 4 or 8 bytes no Python integer is made."""
+    if view.itemsize == 1:
+        return array("I", list(view)).tobytes()
+    data, is_little = view.tobytes(), sys.byteorder == "little"
     if view.itemsize == TOKEN_BYTES:
-        highest = data[TOKEN_BYTES - 1 :: TOKEN_BYTES] if sys.byteorder == "little" else data[::TOKEN_BYTES]
+        highest = data[TOKEN_BYTES - 1 :: TOKEN_BYTES] if is_little else data[::TOKEN_BYTES]
         if view.format in ("i", "l") and not highest.isascii():  # ASCII has no highest bit
             raise OverflowError("one of them is negative")
         return data
-    return _lower_halves(data)
-
-
-def _lower_halves(data: bytes) -> bytes:
-    """The lower halves of 64-bit words, whose upper halves must be empty."""
-    words = bytearray(len(data) // 2)
-    lower, upper = (0, TOKEN_BYTES) if sys.byteorder == "little" else (TOKEN_BYTES, 0)
-    nothing = bytes(len(data) // (2 * TOKEN_BYTES))
-    for at in range(TOKEN_BYTES):
+    lower, upper = (0, TOKEN_BYTES) if is_little else (TOKEN_BYTES, 0)  # halves of 64-bit words
+    words, nothing = bytearray(len(data) // 2), bytes(len(view))
+    for at in range(TOKEN_BYTES):  # byte by byte of all words: faster than a cast with a stride
         if data[upper + at :: 2 * TOKEN_BYTES] != nothing:
             raise OverflowError("one of them is negative or larger")
         words[at::TOKEN_BYTES] = data[lower + at :: 2 * TOKEN_BYTES]

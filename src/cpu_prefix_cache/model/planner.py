@@ -1,14 +1,7 @@
 """One grid for all groups; what is kept of a chunk and at a boundary; and the host block that wastes least.
 
-A *boundary* is a multiple of the grid G, and a *chunk* the G tokens between two boundaries. What one group keeps is a
-*piece*: a prefix group one piece of every chunk, the others one for each of their own blocks in a *checkpoint*, which
-is what those groups need to resume at one boundary (rule 9). Host memory is one pool of equal blocks, and a piece
-takes whole ones (rule 8).
-
-    full      prefix, blocks of 32 tokens, 12,288 bytes      1 piece a chunk
-    local     window of 40, blocks of 16 tokens, 6,144       up to 3 pieces a checkpoint
-    grid      32 tokens
-    host block of 6,144 bytes: a chunk takes 2 of them, a checkpoint up to 3, and nothing is wasted
+What one group keeps is a *piece*: a prefix group one piece of every chunk, the others one for each of their own blocks
+in a *checkpoint* (rule 9). Host memory is one pool of equal blocks, and a piece takes whole ones (rule 8).
 
 >>> full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=32, block_bytes=12_288)
 >>> local = Group(name="local", kind=GroupKind.WINDOW, window_tokens=40, block_tokens=16, block_bytes=6_144)
@@ -20,28 +13,21 @@ takes whole ones (rule 8).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
 
-# Stores to random host addresses reach 87 % of the link at this size and less below it (one H200, staged copies), so a
-# smaller host block is chosen only when a piece is itself smaller, and for less waste than this only if it is larger.
+# A host block is smaller than this only if a piece is: stores to random host addresses reach 87 % of the link at this
+# size, and less below it (one H200, staged copies).
 SMALLEST_SPLIT_BYTES = 192 * 1024
-SMALL_WASTE = 0.01
-
-# Host blocks are as well aligned as the pieces in them, up to this many bytes.
-ALIGNMENT = 512
-
-# What waste is weighed over: a conversation keeps about one checkpoint in so many tokens (two in a turn of 4,096). With
-# 1,024 no model of benchmarks/hybrid_models.py took less memory for a conversation of 32,768 tokens, with 1 checkpoint
-# or with 16, and Gemma3-4B took 13 % and 3 % more.
-TOKENS_PER_CHECKPOINT = 2048
-
-# A boundary far from token 0, where a window is full; one chunk short of a boundary where a local chunk begins, so long
-# as that has 2, 3, 5 or 7 chunks, or a product of these, and so is nearly full too.
+SMALL_WASTE = 0.01  # the largest block is taken whose waste is larger than the least by no more than this share
+ALIGNMENT = 512  # bytes, at most: host blocks are as well aligned as the pieces in them
+TOKENS_PER_CHECKPOINT = 2048  # for weighing waste: a conversation keeps two checkpoints in a turn of 4,096 tokens
+# A boundary far from token 0, where a window is full. A chunk later a local chunk begins that has 2, 3, 5 or 7 chunks,
+# or a product of these, so that it is nearly full here.
 FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 
 
@@ -61,7 +47,7 @@ class Piece:
 
 
 class PieceAt(NamedTuple):
-    """One piece of a checkpoint: block number `block` of its group within chunk number `chunk`, both from 0."""
+    """One piece of a checkpoint: block number `block` of its group in chunk number `chunk`, both from 0."""
 
     group: int  # index into the planner's groups
     chunk: int
@@ -69,22 +55,22 @@ class PieceAt(NamedTuple):
 
 
 class HybridChunkPlanner:
-    """The arithmetic of one model's cache. Pure: it knows no pool, no request and no bytes.
+    """The arithmetic of one model's cache. It knows no pool and no request.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
-    Groups of kind none are left out: `groups` and `pieces` are those that keep something, in the order given.
+    Groups of kind none are left out of `groups` and `pieces`. `host_block_bytes` is a host block's size in each of the
+    `ranks` regions. A replicated group, the same on all ranks, is kept once, in the shares of all of them.
 
-    `host_block_bytes` is a host block's size in each of the `ranks` regions. A replicated group, the same on all ranks,
-    is kept once, in the shares of all of them.
-
-    Raises ConfigurationError, in a sentence that names the group to change, when the groups have no common
-    boundary up to `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
+    Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
+    `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
     """
 
     def __init__(
         self, groups: Sequence[Group], *, max_model_len: int, grid_tokens: int | None = None, ranks: int = 1
     ) -> None:
-        _check_names(groups)
+        names = [group.name for group in groups]
+        if len(set(names)) != len(names):
+            raise ConfigurationError(f"group names must differ, got {', '.join(names)}")
         if ranks < 1:
             raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
         self.groups = tuple(group for group in groups if group.kind is not GroupKind.NONE)
@@ -93,6 +79,10 @@ class HybridChunkPlanner:
         self.ranks = ranks
         self.grid_tokens = _common_grid(self.groups, max_model_len, grid_tokens)
         self._blocks_per_chunk = tuple(self.grid_tokens // group.block_tokens for group in self.groups)
+        self._piece_blocks = tuple(  # device blocks to a piece
+            group.device_blocks * (count if group.kind is GroupKind.PREFIX else 1)
+            for group, count in zip(self.groups, self._blocks_per_chunk, strict=True)
+        )
         self.host_block_bytes = self._choose_block()
         self.pieces = tuple(self._piece(at) for at in range(len(self.groups)))
         in_chunk = [piece for piece in self.pieces if piece.in_chunk]
@@ -150,10 +140,7 @@ class HybridChunkPlanner:
         return sum(self.pieces[at.group].host_blocks for at in self.checkpoint(depth))
 
     def positions(self, start: int, stop: int) -> list[list[int]]:
-        """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills.
-
-        Of a checkpoint that is only what lies in those chunks: what is before them the engine has (rule 10).
-        """
+        """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills (rule 10)."""
         found: list[list[int]] = [
             list(range(start * each, stop * each)) if piece.in_chunk else []
             for each, piece in zip(self._blocks_per_chunk, self.pieces, strict=True)
@@ -185,21 +172,12 @@ class HybridChunkPlanner:
 
     def _piece(self, at: int) -> Piece:
         group = self.groups[at]
-        blocks = self._per_piece(at) * group.device_blocks
+        blocks = self._piece_blocks[at]
         return Piece(group, blocks, self._host_blocks(at, self.host_block_bytes), blocks * group.block_bytes)
-
-    def _per_piece(self, at: int) -> int:
-        """How many of a group's own blocks make a piece."""
-        return self._blocks_per_chunk[at] if self.groups[at].kind is GroupKind.PREFIX else 1
-
-    def pieces_per_chunk(self, at: int) -> int:
-        """How many pieces of a group cover a chunk."""
-        return self._blocks_per_chunk[at] // self._per_piece(at)
 
     def piece_bytes(self, at: int) -> int:
         """A piece on all ranks together."""
-        group = self.groups[at]
-        return self._per_piece(at) * group.device_blocks * group.block_bytes * self.copies(at)
+        return self._piece_blocks[at] * self.groups[at].block_bytes * self.copies(at)
 
     def _host_blocks(self, at: int, block: int) -> int:
         return math.ceil(self.piece_bytes(at) / (block * self.ranks))
@@ -210,10 +188,8 @@ class HybridChunkPlanner:
     def _counts(self) -> list[int]:
         """How many pieces each group keeps of TOKENS_PER_CHECKPOINT tokens and one checkpoint that shares nothing."""
         chunks = max(1, TOKENS_PER_CHECKPOINT // self.grid_tokens)
-        boundary = FAR_CHUNKS * self.grid_tokens
-        return [
-            chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(boundary))) for group in self.groups
-        ]
+        far = FAR_CHUNKS * self.grid_tokens
+        return [chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(far))) for group in self.groups]
 
     def _choose_block(self) -> int:
         """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least."""
@@ -233,12 +209,6 @@ class HybridChunkPlanner:
         return max(each for each in taken if taken[each] <= min(taken.values()) * (1 + SMALL_WASTE))
 
 
-def _check_names(groups: Iterable[Group]) -> None:
-    names = [group.name for group in groups]
-    if len(set(names)) != len(names):
-        raise ConfigurationError(f"group names must differ, got {', '.join(names)}")
-
-
 def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int | None) -> int:
     common = math.lcm(*(group.block_tokens for group in groups))
     grid = common if grid_tokens is None else grid_tokens
@@ -248,19 +218,19 @@ def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int |
             f"a grid of {grid} tokens is not a multiple of the {misfit.block_tokens} tokens of a block of group "
             f"{misfit.name!r}; a multiple of {common} fits all groups"
         )
-    if grid > max_model_len and grid_tokens is not None and common <= max_model_len:
+    if grid <= max_model_len:
+        return grid
+    if common <= max_model_len:
         raise ConfigurationError(
             f"a grid of {grid} tokens is past max_model_len {max_model_len}; a multiple of {common} up to that works"
         )
-    if grid > max_model_len:
-        raise ConfigurationError(
-            f"the first boundary all groups share is at {grid} tokens, past max_model_len {max_model_len}; "
-            + _who_made_it_so(groups, max_model_len)
-        )
-    return grid
+    raise ConfigurationError(
+        f"the first boundary all groups share is at {grid} tokens, past max_model_len {max_model_len}; "
+        + _remedy(groups, max_model_len)
+    )
 
 
-def _who_made_it_so(groups: Sequence[Group], max_model_len: int) -> str:
+def _remedy(groups: Sequence[Group], max_model_len: int) -> str:
     """Names the group without which the others meet soonest, and block sizes that would work."""
 
     def others_meet(group: Group) -> int:
@@ -270,8 +240,8 @@ def _who_made_it_so(groups: Sequence[Group], max_model_len: int) -> str:
     meet = others_meet(misfit)
     named = f"group {misfit.name!r} with blocks of {misfit.block_tokens} tokens makes it so"
     if meet > max_model_len:
-        remedy = f"sizes up to {max_model_len} that divide one another would do"
-        return f"{named}, but the others meet only at {meet}, too; {remedy}"
+        sizes = f"sizes up to {max_model_len} that divide one another would do"
+        return f"{named}, but the others meet only at {meet}, too; {sizes}"
     if len(groups) == 1:
         return f"{named}; at most {max_model_len} would do"
     return f"{named}; the others meet every {meet} tokens, so a multiple of {meet} up to {max_model_len} would do"

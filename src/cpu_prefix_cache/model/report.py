@@ -1,19 +1,15 @@
-"""What a planner's arithmetic comes to, in bytes and in sentences: for whoever chooses blocks and buys memory.
-
-Nothing here is asked while requests are served.
-"""
+"""What a planner's arithmetic comes to, in bytes and in sentences. Nothing here is called while requests are served."""
 
 from collections.abc import Iterable
 
 from cpu_prefix_cache.model.groups import GroupKind
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, HybridChunkPlanner
 
-# Above this share of empty bytes `advice` says what to change.
-HIGH_WASTE = 0.25
+HIGH_WASTE = 0.25  # share of empty bytes above which `advice` says what to change
 
 
 def group_waste(planner: HybridChunkPlanner, group: int) -> float:
-    """The share of the host bytes of one group's pieces that hold nothing."""
+    """The share of the host bytes of one group's pieces that is empty."""
     return 1 - planner.piece_bytes(group) / planner.held_bytes(group)
 
 
@@ -30,12 +26,13 @@ def conversation_bytes(planner: HybridChunkPlanner, num_tokens: int, depths: Ite
 
 def everything_bytes(planner: HybridChunkPlanner, num_tokens: int) -> int:
     """The same when every block of every group is kept, as if all were full attention. Never less."""
-    depth = planner.full_chunks(num_tokens)
-    return depth * sum(planner.held_bytes(at) * planner.pieces_per_chunk(at) for at in range(len(planner.groups)))
+    per_chunk = [1 if piece.in_chunk else planner.grid_tokens // piece.group.block_tokens for piece in planner.pieces]
+    held = sum(planner.held_bytes(at) * count for at, count in enumerate(per_chunk))
+    return planner.full_chunks(num_tokens) * held
 
 
 def advice(planner: HybridChunkPlanner) -> list[str]:
-    """For each group that wastes more than a quarter of its host blocks, what to change. In sentences."""
+    """A sentence for each group that wastes more than a quarter of its host blocks: what to change."""
     return [
         f"group {group.name!r} leaves {group_waste(planner, at):.0%} of its host blocks empty: its pieces of "
         f"{planner.pieces[at].num_bytes:,} bytes take {planner.pieces[at].host_blocks} host blocks of "
@@ -47,10 +44,10 @@ def advice(planner: HybridChunkPlanner) -> list[str]:
 
 def describe(planner: HybridChunkPlanner) -> str:
     """A table: what every group keeps, and how much of its host memory is empty."""
+    ranks = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
     lines = [
-        f"grid {planner.grid_tokens} tokens; host blocks of {planner.host_block_bytes:,} bytes"
-        + (f" on each of {planner.ranks} ranks" if planner.ranks > 1 else "")
-        + f"; waste {planner.waste:.1%}",
+        f"grid {planner.grid_tokens} tokens; host blocks of {planner.host_block_bytes:,} bytes{ranks}; "
+        f"waste {planner.waste:.1%}",
         f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
     ]
     far = planner.checkpoint(FAR_CHUNKS)

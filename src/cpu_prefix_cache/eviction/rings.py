@@ -1,0 +1,53 @@
+"""Rings: doubly linked lists, oldest first, which anything can leave in O(1).
+
+An ordered dictionary would do, but for the moment at which one of a million entries grows.
+"""
+
+from collections.abc import Iterator
+from typing import Self, TypeVar
+
+
+class Linked:
+    """A member of a ring, or the end of one, which has the oldest member as `younger` and the youngest as `older`."""
+
+    __slots__ = ("older", "younger")
+
+    older: Self
+    younger: Self
+
+
+Member = TypeVar("Member", bound=Linked)
+
+
+def new_ring(end: Member) -> Member:
+    """The end of a ring that has no members yet."""
+    end.older = end.younger = end
+    return end
+
+
+def insert_after(place: Member, member: Member) -> None:
+    """Link `member`, which is in no ring, as the next younger neighbour of `place`."""
+    younger = place.younger
+    member.older, member.younger = place, younger
+    place.younger = younger.older = member
+
+
+def unlink(member: Linked) -> None:
+    """Close the ring behind a member that leaves it."""
+    member.older.younger, member.younger.older = member.younger, member.older
+
+
+def move(member: Member, end: Member) -> None:
+    """Let a member of one ring be the youngest of another one."""
+    member.older.younger, member.younger.older = member.younger, member.older
+    youngest = end.older
+    member.older, member.younger = youngest, end
+    youngest.younger = end.older = member
+
+
+def members(end: Member) -> Iterator[Member]:
+    """From old to young."""
+    member = end.younger
+    while member is not end:
+        yield member
+        member = member.younger
