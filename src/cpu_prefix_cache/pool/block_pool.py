@@ -40,7 +40,7 @@ from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admi
 from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
-from cpu_prefix_cache.pool.states import CACHED, FREE, HELD, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class BlockPool:
         self._free = FreeRuns()
         self.free: Collection[int] = self._free  # ascending
         self._state = bytearray(num_blocks + 1)  # by node
-        self._count = [0] * 5  # blocks by State and HELD; that of FREE means nothing
+        self._count = [0] * 5  # blocks by State and PROTECTED; that of FREE means nothing
         self.ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
@@ -190,7 +190,7 @@ class BlockPool:
         yield from (node for node in self._policy.soonest_evicted() if node not in useless)
 
     def statistics(self) -> PoolStatistics:
-        protected = self._forest.protected_at_most() * self.blocks_per_chunk + self._count[HELD]
+        protected = self._forest.protected_at_most() * self.blocks_per_chunk + self._count[PROTECTED]
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
@@ -235,7 +235,7 @@ class BlockPool:
                 self.checkpoints.pin_block(block, +1)
             else:
                 self._forest.pin(block)
-                self.checkpoints.hold(block, +1)
+                self.checkpoints.pin(block, +1)
         return Pin(blocks)
 
     def unpin(self, pin: Pin) -> None:
@@ -250,7 +250,7 @@ class BlockPool:
             else:
                 nodes.append(block)
                 self._forest.unpin(block)
-                self.checkpoints.hold(block, -1)
+                self.checkpoints.pin(block, -1)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
 
@@ -351,7 +351,7 @@ class BlockPool:
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
                 used += ((block, state) for block in (node, *self._rest.get(node, ())))
         assert sorted(free + [each for each, _ in used]) == list(range(self.ready)), "a block is in two places, or none"
-        for state in (WRITING, CACHED, RETIRED, HELD):
+        for state in (WRITING, CACHED, RETIRED, PROTECTED):
             assert self._count[state] == sum(each == state for _, each in used), f"blocks in state {state}: miscounted"
         for node in self._unfinished:
             assert self._state[node] == RETIRED, f"node {node} has a writer and is {self.state(node).name}"
@@ -360,7 +360,7 @@ class BlockPool:
 
     @property
     def _cached(self) -> int:
-        return self._count[CACHED] + self._count[HELD]
+        return self._count[CACHED] + self._count[PROTECTED]
 
     def _allocate_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
         per_chunk = self.blocks_per_chunk
@@ -443,6 +443,7 @@ class BlockPool:
                 gone.append(node)
                 self._state[node] = FREE
                 node = self._unlink(node)
+                self.resume_points.may_be_useless(node)
         if gone:
             self._free.put(sorted(self._dissolve(gone, RETIRED)))
 
@@ -452,10 +453,8 @@ class BlockPool:
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. What it hung below, or the root."""
         parent = self._forest.prune(node)
-        if parent != self.root and not self._forest.children[parent]:
-            self.resume_points.may_be_useless(parent)
-            if self._state[parent] == CACHED:
-                self._policy.bared(parent)
+        if parent != self.root and self._state[parent] == CACHED and not self._forest.children[parent]:
+            self._policy.bared(parent)
         return parent
 
     def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:
