@@ -192,13 +192,13 @@ def test_a_retired_writer_goes_on_and_ends_with_abort():
     blocks = pool.allocate(2)
     pool.retire(blocks)
     assert pool.statistics().retired == 2 and pool.available(1) == 0
-    with pytest.raises(MisuseError, match="cannot be committed"):
+    with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
         pool.commit(blocks, chain("ab"), pool.root, pool.touch(None))
-    with pytest.raises(MisuseError, match="cannot be retired"):
+    with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
         pool.retire(blocks)
     pool.abort(blocks)
     assert pool.statistics().free == 2
-    with pytest.raises(MisuseError, match="cannot be aborted"):
+    with pytest.raises(MisuseError, match="is FREE, not WRITING"):
         pool.abort(blocks)
 
 

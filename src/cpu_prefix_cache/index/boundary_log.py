@@ -6,10 +6,9 @@
     that checkpoint is evicted or withdrawn     removed b
     reset                                       removed, everything there was
 
-A boundary is known by the key of the chunk that ends there. Replayed from the beginning the log gives exactly the
-boundaries that can be hit, and no key is stored or removed twice in a row. Neighbours are told together.
-
-A chunk that leaves has lost its key by the time it is known, so the log remembers what it told: 8 bytes a block.
+A boundary is known by the key of the chunk that ends there. The log remembers these keys, since a chunk has lost its
+key when it leaves. Replayed from the beginning the log gives exactly the boundaries that can be hit, and no key is
+stored or removed twice in a row. Neighbours are told together.
 """
 
 from collections.abc import Sequence
@@ -38,18 +37,16 @@ class BoundaryLog:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._told: list[bytes | None] = []  # by chunk: the key under which it was stored last
+        self._told: list[bytes] = []  # by chunk: the key under which it was stored last
         self._events: list[BoundaryEvent] = []
 
     def stored(self, run: Sequence[int]) -> None:
         """After each chunk of `run` a request can resume, from now on. Each is the child of the one before it."""
         all_keys = self._forest.key
-        self._told += [None] * (len(all_keys) - len(self._told))
-        keys: list[bytes] = []
-        for chunk in run:
-            key = self._told[chunk] = all_keys[chunk]
-            if key is not None:
-                keys.append(key)
+        self._told += [b""] * (len(all_keys) - len(self._told))
+        keys = [key for chunk in run if (key := all_keys[chunk]) is not None]
+        for chunk, key in zip(run, keys, strict=True):
+            self._told[chunk] = key
         parent_key = all_keys[self._forest.parent[run[0]]]  # the root has none
         last = self._events[-1] if self._events else None
         if isinstance(last, BoundariesStored) and last.keys[-1] == parent_key:
@@ -59,11 +56,7 @@ class BoundaryLog:
 
     def removed(self, chunks: Sequence[int]) -> None:
         """After these a request cannot resume any more."""
-        keys: list[bytes] = []
-        for chunk in chunks:
-            key, self._told[chunk] = self._told[chunk], None
-            if key is not None:
-                keys.append(key)
+        keys = [self._told[chunk] for chunk in chunks]
         last = self._events[-1] if self._events else None
         if isinstance(last, BoundariesRemoved):
             last.keys.extend(keys)

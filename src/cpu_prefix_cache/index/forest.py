@@ -11,27 +11,25 @@ The chunks of all prompts so form a forest, drawn here with `root` above every f
 It is closed under prefixes at every moment (rule 3): a chunk enters only below one that is here, and leaves only when
 nothing hangs below it. Two things follow, and the rest of the library is built on them:
 
-    whether the chunks of a prompt are here is a question with one answer "yes, up to n", found by bisection;
+    the chunks of a prompt are here up to some n, which bisection finds;
     a pin on one chunk holds everything above it, because what has a child does not leave.
 
 A chunk whose key was withdrawn stays linked, found by nobody, for as long as a pin on it or below it needs its bytes.
+A checkpoint stands here too, below the chunk that ends at its boundary, and never has children. Chunks and checkpoints
+are the *nodes* of the forest; what takes no blocks of its own goes by a number beyond the blocks.
 
-A checkpoint stands here too, below the chunk that ends at its boundary, and never has children. What takes no blocks
-of its own goes by a number beyond the blocks; chunks and checkpoints together are the *nodes* of the forest.
+Everything here is indexed by node. Links are arrays, because a full garbage collection goes through lists: 6 to 20 ms
+for each at a million blocks. `children` is a list all the same, which makes an insertion with its eviction 15 % faster.
+Links that `children` and the keys say are none are left as they were.
 
-Everything here is indexed by node. Links are arrays and not lists, because a full garbage collection goes through
-lists: at a million blocks it takes 40 ms, and 6 to 20 more for each list of numbers. `children` is a list all the same:
-it is read and written so often that this makes an insertion with its eviction 15 % faster. Numbers without a sign, as
-Python stores them faster than those with one; what is not there is told by `children` and by the keys, and links that
-these say are none are left as they were.
-
-The key index is 256 small dictionaries: one large one is rebuilt now and then, which at a million keys stops the caller
-for 55 to 270 ms. They are told apart by the first byte of the key, so keys must be digests: at least 16 bytes, the
-first as random as the rest (rule 17).
+The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
+keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 17).
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
@@ -51,11 +49,11 @@ class Forest:
         self.children = [0] * size
         self.depth = array("I", [0]) * size  # chunks from the root to here
         self.pins = array("I", [0]) * size
-        self.pinned: dict[int, None] = {}  # and linked
+        self.pinned: set[int] = set()  # and linked
         self.changes = 0  # of anything that bears on who may leave
-        self.pinned_depth = 0  # of all pinned chunks together: the first upper bound on what they protect
+        self._pinned_depth = 0  # of all pinned chunks together: an upper bound on what they protect
         self._protected: set[int] = set()  # with a key, protected by a pin now or before; so is all above each of them
-        self._pinned_since: dict[int, None] = {}  # pinned, and not walked up from yet
+        self._pinned_since: set[int] = set()  # pinned, and not walked up from yet
         self._is_exact = True  # nothing was unpinned since the walk that made `_protected`
         self._pinned_before: set[int] = set()  # they are linked
         self._withdrawn: set[int] = set()  # linked without a key
@@ -94,25 +92,17 @@ class Forest:
         Gallops and then bisects: 8,192 keys take at most 25 probes, and a miss at `start` takes one.
         """
         shards = self._shards
-        present, absent, stride = start, stop, 1
-        while present < absent:
-            probe = present + stride - 1
-            if probe >= absent:
-                probe = absent - 1
-            key = keys[probe]
+        stride = 1
+        while start < stop:
+            probe = start + stride if start + stride < stop else stop
+            key = keys[probe - 1]
             if key not in shards[key[0]]:
-                absent = probe
-                break
-            present = probe + 1
+                if stride == 1:
+                    return start
+                return bisect_left(keys, True, start, probe - 1, key=lambda key: key not in shards[key[0]])
+            start = probe
             stride *= 2
-        while present < absent:
-            middle = (present + absent) // 2
-            key = keys[middle]
-            if key in shards[key[0]]:
-                present = middle + 1
-            else:
-                absent = middle
-        return present
+        return start
 
     def path(self, block: int, length: int) -> list[int]:
         """The last `length` chunks from the root down to `block`, in that order."""
@@ -161,7 +151,7 @@ class Forest:
         keys, children, shards = self.key, self.children, self._shards
         if children[run[0]]:
             raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
-        if self.pinned and not self.pinned.keys().isdisjoint(run):
+        if self.pinned and not self.pinned.isdisjoint(run):
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
         self.changes += 1
         self._unlink(run[-1])
@@ -201,12 +191,11 @@ class Forest:
     def pin(self, block: int) -> None:
         self.pins[block] += 1
         self.changes += 1
-        if self.pins[block] > 1:
-            return
-        if self.key[block] is not None or block in self._withdrawn:
-            self._count_pinned(block)
-        else:
-            self._pinned_before.add(block)
+        if self.pins[block] == 1:
+            if self.key[block] is not None or block in self._withdrawn:
+                self._count_pinned(block)
+            else:
+                self._pinned_before.add(block)
 
     def unpin(self, block: int) -> None:
         self.pins[block] -= 1
@@ -214,32 +203,32 @@ class Forest:
         if self.pins[block]:
             return
         if block in self.pinned:
-            del self.pinned[block]
-            self._pinned_since.pop(block, None)
+            self.pinned.remove(block)
+            self._pinned_since.discard(block)
             self._is_exact = not self.pinned
             if not self.pinned:
                 self._protected.clear()
-            self.pinned_depth -= self.depth[block]
+            self._pinned_depth -= self.depth[block]
         else:
             self._pinned_before.remove(block)
 
     def num_protected(self, enough: int) -> int:
-        """How many chunks with a key pins protect, or anything between that and `enough`, whatever is quicker to know.
+        """How many chunks with a key pins protect, or some number between that and `enough`, if that is quicker.
 
-        O(1) while `enough` is large, then amortised O(1) a node, and O(their number) when a pin has ended since.
+        Where `enough` is small, it takes O(their number) if a pin has ended.
         """
-        if self.pinned_depth <= enough:
-            return self.pinned_depth
+        if self._pinned_depth <= enough:
+            return self._pinned_depth
         if self.protected_at_most() > enough and not self._is_exact:
             self._protected.clear()
-            self._pinned_since = dict.fromkeys(self.pinned)
+            self._pinned_since = set(self.pinned)
             self._is_exact = True
         return self.protected_at_most()
 
     def protected_at_most(self) -> int:
-        """The same, exact but for pins that have ended: what they protected may count. Amortised O(1) a node.
+        """The same, but what pins protected that have ended may count. Amortised O(1) a node.
 
-        A new pin is walked up from until it meets what others protect.
+        A walk goes up from each new pin until it meets what others protect.
         """
         protected, keys, parents, root = self._protected, self.key, self.parent, self.root
         withdrawn: set[int] = set()
@@ -256,48 +245,40 @@ class Forest:
         """`block` and all below it, parents before children."""
         order = [block]
         for parent in order:
-            order.extend(self._children(parent))
+            child = self._first_child[parent] if self.children[parent] else NONE
+            while child != NONE:
+                order.append(child)
+                child = self._next_sibling[child]
         return order
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         indexed = {block: key for shard in self._shards for key, block in shard.items()}
         assert self._count == len(indexed), "nodes are miscounted"
-        for block, key in enumerate(self.key):
-            assert indexed.get(block) == key, f"block {block} and the index disagree about its key"
-        for block in self.subtree(self.root)[1:]:
-            parent = self.parent[block]
-            assert self.key[block] is None or parent == self.root or self.key[parent] is not None, (
-                f"block {block} has a key and its parent {parent} has none"
-            )
-            assert self.depth[block] == self.depth[parent] + 1, f"block {block} is at the wrong depth"
-        linked = set(self.subtree(self.root))
-        assert set(indexed) <= linked, "a chunk is not linked"
-        for block in linked:
-            assert self.children[block] == len(list(self._children(block))), f"block {block} miscounts its children"
+        assert indexed == {block: key for block, key in enumerate(self.key) if key is not None}, "keys differ"
+        linked, closed = self.subtree(self.root), {self.root, *indexed}
+        for block in linked[1:]:
+            assert block not in closed or self.parent[block] in closed, f"block {block} has a key and its parent none"
+            assert self.depth[block] == self.depth[self.parent[block]] + 1, f"block {block} is at the wrong depth"
+        assert set(indexed) <= set(linked), "a chunk is not linked"
+        below = Counter(self.parent[block] for block in linked[1:])
+        assert all(below[block] == count for block, count in enumerate(self.children)), "children are miscounted"
         pinned = {block for block, pins in enumerate(self.pins) if pins}
-        assert set(self.pinned) == pinned & linked, "pinned chunks are miscounted"
-        assert self._pinned_before == pinned - linked, "what was pinned before it was linked is miscounted"
-        assert self._withdrawn == linked - set(indexed) - {self.root}, "what was withdrawn is miscounted"
-        for block in set(range(len(self.key))) - linked:
-            assert not self.children[block], f"block {block} is not linked and has children"
-        assert self.pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
+        assert self.pinned == pinned.intersection(linked), "pinned chunks are miscounted"
+        assert self._pinned_before == pinned.difference(linked), "what was pinned before it was linked is miscounted"
+        assert self._withdrawn == set(linked) - set(indexed) - {self.root}, "what was withdrawn is miscounted"
+        assert self._pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
         assert self._protected <= set(indexed), "what is protected has no key"
-        for block in self._protected:
-            assert self.parent[block] in {self.root, *self._protected}, f"what is above block {block} is not protected"
-        for block in (set(self.pinned) & set(indexed)) - set(self._pinned_since):
+        protected = {self.root, *self._protected}
+        assert all(self.parent[block] in protected for block in self._protected), "what is above is not protected"
+        for block in (self.pinned & set(indexed)) - self._pinned_since:
             above = self.parent[block] if block > self.root else block
-            assert above in {self.root, *self._protected}, f"the pin on block {block} protects nothing"
-
-    def _children(self, block: int) -> Iterator[int]:
-        child = self._first_child[block] if self.children[block] else NONE
-        while child != NONE:
-            yield child
-            child = self._next_sibling[child]
+            assert above in protected, f"the pin on block {block} protects nothing"
 
     def _count_pinned(self, block: int) -> None:
-        self.pinned[block] = self._pinned_since[block] = None
-        self.pinned_depth += self.depth[block]
+        self.pinned.add(block)
+        self._pinned_since.add(block)
+        self._pinned_depth += self.depth[block]
 
     def _unlink(self, block: int) -> None:
         parent, before, after = self.parent[block], self._previous_sibling[block], self._next_sibling[block]

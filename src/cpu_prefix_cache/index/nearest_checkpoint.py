@@ -1,57 +1,46 @@
 """Where a prefix can be resumed: the nearest chunk, at or above a given one, that has its checkpoint.
 
-A prefix of 8,192 chunks may have its last checkpoint 4,000 chunks from its end, and to walk there chunk by chunk takes
-0.3 ms. So the forest is cut, by depth, into segments of 64 chunks. The first chunk of a segment counts the checkpoints
-in it, on all branches below that chunk, and a segment without any is passed in one step:
+A prefix may have its last checkpoint 4,000 chunks from its end, and to walk there chunk by chunk takes 0.3 ms. So the
+forest is cut, by depth, into segments of 64 chunks. The first chunk of a segment counts the checkpoints in it, on all
+branches below that chunk, and a segment without any is passed in one step:
 
     depth     1 ... 64    65 ... 128    129 ... 192    193 ... 200
     count     0           1             0              0               from chunk 200: three steps to 128, then walk
-
-All of it is indexed by node, like the forest.
 """
 
 from array import array
 
-from cpu_prefix_cache.index.boundary_log import BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
 
 SEGMENT = 64  # chunks: as many steps within a segment as segments in a prefix of 4,096
 
 
 class NearestCheckpoints:
-    """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest; tells the log."""
+    """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest."""
 
-    def __init__(self, forest: Forest, log: BoundaryLog | None = None) -> None:
+    def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._log = log
-        size = len(forest.parent)
-        self._head = array("i", [NONE]) * size  # the first chunk of the segment
-        self._count = array("i", [0]) * size  # of a first chunk: how many in its segment can be resumed from
-        self._here = bytearray(size)
+        self._head = array("i")  # the first chunk of the segment
+        self._count = array("i")  # of a first chunk: how many in its segment can be resumed from
+        self.here = bytearray()  # whether a chunk can be resumed from
 
     def enter(self, chunk: int) -> None:
         """A chunk has been inserted into the forest; it cannot be resumed from yet."""
-        missing = chunk + 1 - len(self._head)
-        if missing > 0:
-            self._head.extend([NONE] * missing)
-            self._count.extend([0] * missing)
-            self._here.extend(bytes(missing))
+        if missing := len(self._forest.parent) - len(self._head):
+            self._head.extend(array("i", [NONE]) * missing)
+            self._count.extend(array("i", [0]) * missing)
+            self.here.extend(bytes(missing))
         starts = self._forest.depth[chunk] % SEGMENT == 1
         self._head[chunk] = chunk if starts else self._head[self._forest.parent[chunk]]
-        self._here[chunk] = False
+        self.here[chunk] = False
 
-    def set(self, chunk: int, resumable: bool) -> None:
-        """Whether a chunk can be resumed from, now. Before it leaves the forest, it cannot."""
-        if self._here[chunk] == resumable:
-            return
-        self._here[chunk] = resumable
+    def set(self, chunk: int, resumable: bool) -> bool:
+        """Whether a chunk can be resumed from, now; before it leaves the forest, it cannot. Whether that is new."""
+        if self.here[chunk] == resumable:
+            return False
+        self.here[chunk] = resumable
         self._count[self._head[chunk]] += 1 if resumable else -1
-        if self._log is not None:
-            (self._log.stored if resumable else self._log.removed)((chunk,))
-
-    def here(self, chunk: int) -> bool:
-        """Whether a chunk can be resumed from."""
-        return bool(self._here[chunk])
+        return True
 
     def nearest(self, chunk: int) -> int:
         """The deepest chunk at or above `chunk` that can be resumed from; the root if there is none."""
@@ -60,7 +49,7 @@ class NearestCheckpoints:
             head = self._head[chunk]
             if not self._count[head]:
                 chunk = parents[head]
-            elif self._here[chunk]:
+            elif self.here[chunk]:
                 return chunk
             else:
                 chunk = parents[chunk]
@@ -69,7 +58,7 @@ class NearestCheckpoints:
     def check_valid(self) -> None:
         """Assert that segments count what is in them. For tests: O(blocks)."""
         counts = dict.fromkeys(range(len(self._head)), 0)
-        for chunk, here in enumerate(self._here):
+        for chunk, here in enumerate(self.here):
             if here:
                 assert self._forest.key[chunk] is not None, f"chunk {chunk} is gone and can be resumed from"
                 counts[self._head[chunk]] += 1

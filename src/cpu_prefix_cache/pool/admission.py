@@ -45,7 +45,7 @@ class Thresholds:
 
 
 NO_THRESHOLDS = Thresholds()
-REMEMBERED_PER_BLOCK = 8  # keys, for each block of the pool
+REMEMBERED_KEYS = 8  # keys, for each block of the pool
 
 
 class Admission:

@@ -36,11 +36,11 @@ from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_PER_BLOCK, Admission, Thresholds
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admission, Thresholds
 from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
-from cpu_prefix_cache.pool.states import CACHED, FREE, HELD, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
 
 
 @dataclass(slots=True, eq=False)
@@ -55,13 +55,12 @@ class BlockPool:
     """`num_blocks` blocks under one eviction order. A chunk takes `blocks_per_chunk` of them and goes by its first.
 
     `ready` is how many blocks may be used for now, from block 0 up; `grow` raises it (a host region takes seconds to
-    prepare). `root` is the parent of every first chunk.
+    prepare). `root` is the parent of every first chunk, `free` the blocks that are handed out before any is evicted.
 
-    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does. A
-    chunk may then take no blocks at all: only checkpoints do in a model without prefix groups.
+    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does, and
+    there are none. With it, a chunk may take no blocks at all, as in a model without prefix groups.
 
     `thresholds` hold back chunks that too few or too short prompts had (admission.py): `accepted` then answers less.
-
     With `log_boundaries` it keeps a log of what can be hit, which somebody takes now and then (`take_events`).
 
     Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
@@ -80,23 +79,20 @@ class BlockPool:
     ) -> None:
         if policy not in POLICIES:
             raise ConfigurationError(f"policy must be one of {', '.join(sorted(POLICIES))}; got {policy!r}")
-        least = 1 if needs_checkpoint is None else 0
-        if num_blocks < max(1, blocks_per_chunk) or blocks_per_chunk < least:
-            raise ConfigurationError(
-                f"a pool needs at least the {max(1, blocks_per_chunk)} blocks of one chunk, got {num_blocks}"
-            )
+        least = max(1, blocks_per_chunk)
+        if num_blocks < least or (blocks_per_chunk < 1 and needs_checkpoint is None):
+            raise ConfigurationError(f"a pool needs at least the {least} blocks of one chunk, got {num_blocks}")
         self.capacity = num_blocks
         self.blocks_per_chunk = blocks_per_chunk
         self._has_checkpoints = needs_checkpoint is not None
         self._forest = Forest(num_blocks)
         self._policy = POLICIES[policy](self._forest)
-        remembered = REMEMBERED_PER_BLOCK * num_blocks
-        self._admission = None if thresholds.admit_everything else Admission(thresholds, remembered)
+        self._admission = None if thresholds.admit_everything else Admission(thresholds, REMEMBERED_KEYS * num_blocks)
         self.root = self._forest.root
         self._free = FreeRuns()
-        self.free: Collection[int] = self._free  # those that are handed out before anything is evicted, ascending
+        self.free: Collection[int] = self._free  # ascending
         self._state = bytearray(num_blocks + 1)  # by node
-        self._count = [0] * 5  # blocks by State and HELD, but for FREE
+        self._count = [0] * 5  # blocks by State and PROTECTED; that of FREE means nothing
         self.ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
@@ -161,7 +157,7 @@ class BlockPool:
 
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether `allocate` would find room for them. Pieces that are there already take none."""
-        wanted = self._wanted(chunks, needs)
+        wanted = chunks * self.blocks_per_chunk + self.checkpoints.cost(needs)
         return self.available_blocks(wanted) >= wanted
 
     def accepted(self, parent: int | None, keys: Sequence[bytes], needs: Sequence[PieceNeed] | None = None) -> int:
@@ -194,7 +190,7 @@ class BlockPool:
         yield from (node for node in self._policy.soonest_evicted() if node not in useless)
 
     def statistics(self) -> PoolStatistics:
-        protected = self._forest.protected_at_most() * self.blocks_per_chunk + self._count[HELD]
+        protected = self._forest.protected_at_most() * self.blocks_per_chunk + self._count[PROTECTED]
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
@@ -239,7 +235,7 @@ class BlockPool:
                 self.checkpoints.pin_block(block, +1)
             else:
                 self._forest.pin(block)
-                self.checkpoints.hold(block, +1)
+                self.checkpoints.pin(block, +1)
         return Pin(blocks)
 
     def unpin(self, pin: Pin) -> None:
@@ -254,7 +250,7 @@ class BlockPool:
             else:
                 nodes.append(block)
                 self._forest.unpin(block)
-                self.checkpoints.hold(block, -1)
+                self.checkpoints.pin(block, -1)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
 
@@ -282,9 +278,9 @@ class BlockPool:
             if self.available(count) < count:
                 raise PoolExhausted(count, self.available(count))
             return self._allocate_chunks(count, keys)
-        if not self.has_room(count, needs):
-            wanted = self._wanted(count, needs)
-            raise PoolExhausted(wanted, self.available_blocks(wanted))
+        wanted = count * self.blocks_per_chunk + self.checkpoints.cost(needs)
+        if (available := self.available_blocks(wanted)) < wanted:
+            raise PoolExhausted(wanted, available)
         node = self._new_number()
         self._state[node] = WRITING
         missing = self.checkpoints.add(node, needs)  # first, so that nothing it shares is evicted
@@ -305,7 +301,7 @@ class BlockPool:
         different = len(set(nodes))
         if different < len(nodes) or len(nodes) != len(keys):
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
-        self._check_state(nodes, WRITING, "committed")
+        self._check_state(nodes, WRITING)
         self._forest.insert_run(nodes, keys, parent)
         self.resume_points.found(nodes, parent)
         self._policy.inserted(nodes, touch)
@@ -313,22 +309,20 @@ class BlockPool:
 
     def abort(self, nodes: Sequence[int]) -> None:
         """The writer of nodes is done, and they will never be committed. Pinned ones are freed at unpin."""
-        writing = [node for node in nodes if node not in self._unfinished]
-        self._check_state(writing, WRITING, "aborted")
-        self.retire(writing)
+        self.retire([node for node in nodes if node not in self._unfinished])
         self._unfinished.difference_update(nodes)
         self._prune(nodes)
 
     def retire(self, nodes: Sequence[int]) -> None:
         """Decide that nodes being written will never be committed. The writer goes on, and ends with `abort`."""
-        self._check_state(nodes, WRITING, "retired")
+        self._check_state(nodes, WRITING)
         self._policy.retired(nodes)
         self._unfinished.update(nodes)
         self._move(nodes, WRITING, RETIRED)
 
     def withdraw(self, node: int) -> None:
         """Take back the key of a cached node, and of all that hangs below it (rule 3)."""
-        self._check_state((node,), CACHED, "withdrawn")
+        self._check_state((node,), CACHED)
         self._withdraw_all(self._forest.subtree(node))
 
     def reset(self) -> None:
@@ -356,9 +350,8 @@ class BlockPool:
             assert (state == CACHED) == (self._forest.key[node] is not None), f"node {node} is {State(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
                 used += ((block, state) for block in (node, *self._rest.get(node, ())))
-        everywhere = free + [block for block, _ in used]
-        assert sorted(everywhere) == list(range(self.ready)), "a block is in two places, or in none"
-        for state in (WRITING, CACHED, RETIRED, HELD):
+        assert sorted(free + [each for each, _ in used]) == list(range(self.ready)), "a block is in two places, or none"
+        for state in (WRITING, CACHED, RETIRED, PROTECTED):
             assert self._count[state] == sum(each == state for _, each in used), f"blocks in state {state}: miscounted"
         for node in self._unfinished:
             assert self._state[node] == RETIRED, f"node {node} has a writer and is {self.state(node).name}"
@@ -367,18 +360,13 @@ class BlockPool:
 
     @property
     def _cached(self) -> int:
-        return self._count[CACHED] + self._count[HELD]
-
-    def _wanted(self, chunks: int, needs: Sequence[PieceNeed]) -> int:
-        return chunks * self.blocks_per_chunk + self.checkpoints.cost(needs)
+        return self._count[CACHED] + self._count[PROTECTED]
 
     def _allocate_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
-        per_chunk, state = self.blocks_per_chunk, self._state
+        per_chunk = self.blocks_per_chunk
         blocks = self._take(count * per_chunk, keys)
-        self._count[WRITING] += len(blocks)
         chunks = blocks[::per_chunk] if per_chunk else [self._new_number() for _ in range(count)]
-        for chunk in chunks:
-            state[chunk] = WRITING
+        self._move(chunks, FREE, WRITING)
         if per_chunk > 1:
             for at, chunk in enumerate(chunks):
                 self._rest[chunk] = blocks[at * per_chunk + 1 : (at + 1) * per_chunk]
@@ -420,17 +408,17 @@ class BlockPool:
         self._state.append(FREE)
         return self._forest.add_number()
 
-    def _check_state(self, nodes: Iterable[int], state: int, verb: str) -> None:
+    def _check_state(self, nodes: Iterable[int], state: int) -> None:
         for node in nodes:
             if self._state[node] != state:
-                raise MisuseError(f"block {node} is {self.state(node).name} and cannot be {verb}")
+                raise MisuseError(f"block {node} is {self.state(node).name}, not {State(state).name}")
 
     def _move(self, nodes: Sequence[int], before: int, after: int) -> None:
         """Nodes go from one state to another and keep their blocks."""
-        chunks, state = len(nodes), self._state
+        chunks, state, has_checkpoints = len(nodes), self._state, self._has_checkpoints
         for node in nodes:
             state[node] = after
-            if self._has_checkpoints and node in self.checkpoints:
+            if has_checkpoints and node in self.checkpoints:
                 chunks -= 1
                 self.checkpoints.move(node, before, after)
         self._count[before] -= chunks * self.blocks_per_chunk
@@ -449,24 +437,24 @@ class BlockPool:
 
     def _prune(self, nodes: Iterable[int]) -> None:
         """Free those of `nodes`, and what waits above them, that are RETIRED and needed by nobody."""
-        forest, gone = self._forest, []
+        gone = []
         for node in nodes:
-            while node != self.root and self._state[node] == RETIRED and node not in self._unfinished:
-                if forest.pins[node] or forest.children[node]:
-                    break
+            while node != self.root and self._state[node] == RETIRED and not self._is_needed(node):
                 gone.append(node)
                 self._state[node] = FREE
                 node = self._unlink(node)
+                self.resume_points.may_be_useless(node)
         if gone:
             self._free.put(sorted(self._dissolve(gone, RETIRED)))
+
+    def _is_needed(self, node: int) -> bool:
+        return bool(self._forest.pins[node] or self._forest.children[node] or node in self._unfinished)
 
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. What it hung below, or the root."""
         parent = self._forest.prune(node)
-        if parent != self.root and not self._forest.children[parent]:
-            self.resume_points.may_be_useless(parent)
-            if self._state[parent] == CACHED:
-                self._policy.bared(parent)
+        if parent != self.root and self._state[parent] == CACHED and not self._forest.children[parent]:
+            self._policy.bared(parent)
         return parent
 
     def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:

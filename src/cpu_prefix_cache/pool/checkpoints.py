@@ -11,7 +11,7 @@ A piece stays as long as a checkpoint uses it or its bytes are pinned. A new che
 it is or will be right: until the checkpoint that writes it is retired, or all that use it have been withdrawn.
 
 Where checkpoints in different states use one piece, its blocks count as what keeps them longest: WRITING, then RETIRED
-(so do pinned bytes), then HELD, of a pinned checkpoint, then CACHED. So eviction can free those counted as CACHED.
+(so do pinned bytes), then PROTECTED, of a pinned checkpoint, then CACHED. So eviction can free those counted as CACHED.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from cpu_prefix_cache.pool.states import CACHED, FREE, HELD, RETIRED, WRITING
+from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING
 
 
 class PieceNeed(NamedTuple):
@@ -32,24 +32,24 @@ class PieceNeed(NamedTuple):
 class _Piece:
     """One piece: its blocks, the checkpoint that is to fill them, and how many checkpoints use it, by their state."""
 
-    __slots__ = ("blocks", "held", "need", "pins", "users", "writer")
+    __slots__ = ("blocks", "byte_pins", "need", "pins", "users", "writer")
 
     def __init__(self, need: PieceNeed, writer: int) -> None:
         self.need = need
         self.blocks: tuple[int, ...] = ()
         self.writer: int | None = writer  # None: it is written
         self.users = [0, 0, 0, 0]  # that of FREE means nothing
-        self.held = 0  # pins on checkpoints that use it
-        self.pins = 0  # on its bytes, whatever becomes of the checkpoints
+        self.pins = 0  # on checkpoints that use it
+        self.byte_pins = 0  # on its bytes, whatever becomes of the checkpoints
 
     @property
     def state(self) -> int:
         if self.users[WRITING]:
             return WRITING
-        if self.users[RETIRED] or self.pins:
+        if self.users[RETIRED] or self.byte_pins:
             return RETIRED
         if self.users[CACHED]:
-            return HELD if self.held else CACHED
+            return PROTECTED if self.pins else CACHED
         return FREE
 
 
@@ -114,15 +114,17 @@ class Checkpoints:
     def move(self, checkpoint: int, before: int, after: int) -> list[int]:
         """It went from one state to another. The blocks that nobody uses any more."""
         freed = []
+        is_right = after in (WRITING, CACHED)
         for piece in self._of[checkpoint]:
-            was = piece.state
-            piece.users[before] -= 1
-            piece.users[after] += 1
-            is_right = True
+            was, users = piece.state, piece.users
+            users[before] -= 1
+            users[after] += 1
             if piece.writer == checkpoint:
-                piece.writer = None if after == CACHED else checkpoint
-                is_right = after in (WRITING, CACHED)
-            if not is_right or not (piece.users[WRITING] or piece.users[CACHED]):
+                if not is_right:
+                    self._hide(piece)
+                elif after == CACHED:
+                    piece.writer = None
+            if not users[WRITING] and not users[CACHED]:
                 self._hide(piece)
             freed += self._recount(piece, was)
         if after == FREE:
@@ -130,11 +132,11 @@ class Checkpoints:
             del self._of[checkpoint]
         return freed
 
-    def hold(self, node: int, change: int) -> None:
+    def pin(self, node: int, change: int) -> None:
         """A node has one pin more (+1) or less (-1). Changes nothing if it is a chunk."""
         for piece in self._of.get(node, ()):
             was = piece.state
-            piece.held += change
+            piece.pins += change
             self._recount(piece, was)
 
     def has_block(self, block: int) -> bool:
@@ -145,7 +147,7 @@ class Checkpoints:
         """The bytes of the piece with this block have one pin more (+1) or less (-1). Returns as `move` does."""
         piece = self._at[block]
         was = piece.state
-        piece.pins += change
+        piece.byte_pins += change
         return self._recount(piece, was)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -162,7 +164,7 @@ class Checkpoints:
         for piece, counted in users.items():
             name = repr(piece.need.key)
             assert piece.users[WRITING:] == counted[WRITING:] and not counted[FREE], f"users of {name}"
-            assert piece.held == sum(pins[each] for each in self._of if piece in self._of[each]), f"pins on {name}"
+            assert piece.pins == sum(pins[each] for each in self._of if piece in self._of[each]), f"pins on {name}"
             found = self._by_key.get(piece.need.key) is piece
             assert not found or counted[WRITING] or counted[CACHED], f"{name} can be found and nobody keeps it right"
             assert found or not counted[CACHED], f"{name} is in use and cannot be found"
@@ -174,8 +176,9 @@ class Checkpoints:
     def _recount(self, piece: _Piece, was: int) -> list[int]:
         """A piece may have changed its state. Its blocks, if nobody uses them any more."""
         state = piece.state
-        self._count[was] -= piece.need.num_blocks
-        self._count[state] += piece.need.num_blocks
+        if state != was:
+            self._count[was] -= piece.need.num_blocks
+            self._count[state] += piece.need.num_blocks
         if state != FREE:
             return []
         for block in piece.blocks:

@@ -9,7 +9,7 @@ the latest last: each is judged when it is taken.
 from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.index.boundary_log import BoundaryLog
-from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.index.nearest_checkpoint import NearestCheckpoints
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
 
@@ -31,7 +31,7 @@ class ResumePoints:
         self._checkpoints = checkpoints
         self._needs_checkpoint = needs_checkpoint or (lambda depth: False)
         self._log = log
-        self._nearest = None if needs_checkpoint is None else NearestCheckpoints(forest, log)
+        self._nearest = None if needs_checkpoint is None else NearestCheckpoints(forest)
         self._candidates: dict[int, None] = {}  # chunks that may be of no use
 
     def nearest(self, chunk: int) -> int:
@@ -46,10 +46,12 @@ class ResumePoints:
             return
         for node in nodes:
             if node in self._checkpoints:
-                self._nearest.set(parent, True)
+                resumable = parent
             else:
                 self._nearest.enter(node)
-                self._nearest.set(node, not self._needs_checkpoint(self._forest.depth[node]))
+                resumable = NONE if self._needs_checkpoint(self._forest.depth[node]) else node
+            if resumable != NONE and self._nearest.set(resumable, True) and self._log is not None:
+                self._log.stored((resumable,))
             parent = node
 
     def lost(self, nodes: Sequence[int]) -> None:
@@ -58,10 +60,14 @@ class ResumePoints:
             if self._log is not None:
                 self._log.removed(nodes)
             return
+        parents, children = self._forest.parent, self._forest.children
         for node in nodes:
-            parent = self._forest.parent[node]
-            self._nearest.set(parent if node in self._checkpoints else node, False)
-            self.may_be_useless(parent)
+            parent = parents[node]
+            chunk = parent if node in self._checkpoints else node
+            if self._nearest.set(chunk, False) and self._log is not None:
+                self._log.removed((chunk,))
+            if not children[parent]:
+                self.may_be_useless(parent)
 
     def may_be_useless(self, node: int) -> None:
         """It has lost a child, a pin or its checkpoint, or whoever brought it is done."""
@@ -103,4 +109,4 @@ class ResumePoints:
         forest = self._forest
         if forest.key[node] is None or forest.children[node] or forest.pins[node] or node in self._checkpoints:
             return False
-        return self._nearest is not None and not self._nearest.here(node)
+        return self._nearest is not None and not self._nearest.here[node]

@@ -11,4 +11,4 @@ class State(enum.IntEnum):
 
 
 FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
-HELD = 4  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses
+PROTECTED = 4  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses
