@@ -69,7 +69,7 @@ class Metric:
 
 
 METRICS = (
-    Metric("hit_tokens", Kind.COUNT, "Prompt tokens that requests were given by loads from the host."),
+    Metric("hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that loads from the host provide."),
     Metric(
         "transferred_bytes",
         Kind.COUNT,
@@ -80,27 +80,27 @@ METRICS = (
     Metric(
         "dropped_chunks",
         Kind.COUNT,
-        "Times a chunk was not stored: the host was full of what cannot leave, it was not worth the room, or its copy "
-        "failed or was overtaken by a reset.",
+        "Times a chunk was not stored: no host block could be evicted, the chunk was declined, or its copy failed or "
+        "was cancelled.",
         *("reason", ("pool_full", "declined", "failed")),
     ),
     Metric("failed_loads", Kind.COUNT, "Loads that failed or were cancelled; their tokens were computed again."),
-    Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before the host was offered them."),
+    Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before lazy tried to store them."),
     Metric(
         "union_misses",
         Kind.COUNT,
         "Prompts that device and host together could have resumed later than either of them alone.",
     ),
-    Metric("resident_blocks", Kind.LEVEL, "Host blocks that hold something that can be found."),
-    Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are held by loads, stores and reservations."),
+    Metric("resident_blocks", Kind.LEVEL, "Host blocks that are cached: found by key."),
+    Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are protected by loads, stores and leases."),
     Metric("ready_blocks", Kind.LEVEL, "Host blocks that every rank has prepared."),
-    Metric("capacity_blocks", Kind.LEVEL, "Host blocks there are."),
-    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or moving.", *("direction", DIRECTIONS)),
+    Metric("capacity_blocks", Kind.LEVEL, "All host blocks."),
+    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or in flight.", *("direction", DIRECTIONS)),
     Metric("off", Kind.LEVEL, "1 if the cache has turned itself off because copies kept failing, else 0."),
     Metric(
         "transfer_seconds",
         Kind.TIMES,
-        "Seconds of each transfer on each rank, from when its step began until a step saw it done.",
+        "Seconds of each transfer on each rank, from the start of its step until a step found it done.",
         *("direction", DIRECTIONS, SECONDS),
     ),
     Metric(
