@@ -1,4 +1,4 @@
-"""What every benchmark prints first: where and with what it ran."""
+"""Shared by all benchmarks: percentiles, and a header with the machine and the versions."""
 
 import os
 import platform

@@ -1,11 +1,11 @@
-"""How near do copies come to the speed of the link, and what do they cost the engine beside them?
+"""How close do copies come to the rate of the link, and how much do they slow the engine down?
 
     python benchmarks/copies.py [--csv FILE] [--only contract,rates,both,requests,beside,slowdown,ring] [--quick]
 
-On one CUDA device, in one run: one large pinned copy, our staged copier, and three ways in which others move the same
-blocks (`copy_methods.py`). First the contract of copiers runs on the device. Then every line of the table that
-docs/copy_paths.md explains, with its bar; the exit status is 1 if one was missed. GB is 1e9 bytes; times are medians.
-(A script named copy.py would hide Python's own module of that name from all scripts in this folder.)
+Compares, on one CUDA device in one run, a large pinned copy, our staged copier, and three other methods to copy blocks
+(`copy_methods.py`). The contract tests of copiers run first, then the measurements of the table in docs/copy_paths.md.
+Each has a bar, a required value; the exit status is 1 if one was missed. GB is 1e9 bytes; times are medians. (The
+script is not named copy.py, because that would hide Python's module from the scripts in this folder.)
 """
 
 import argparse
@@ -33,8 +33,8 @@ from cpu_prefix_cache.messages.plan import StepPlan
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FRAGMENTS = (4, 8, 16, 18, 32, 64)  # KiB
 STORE, LOAD = Direction.STORE, Direction.LOAD
-TORCH_FRAGMENTS = 8192  # of one transfer: its loop takes 5 us for each
-RESULTS: list[tuple[bool | None, str]] = []  # whether a bar was kept, and the line
+TORCH_FRAGMENTS = 8192  # the most of one transfer with torch, whose loop takes 5 us for each
+RESULTS: list[tuple[bool | None, str]] = []  # whether the bar was reached (None: no bar), and the line
 
 
 def line(text: str, kept: bool | None = None) -> None:
@@ -44,14 +44,16 @@ def line(text: str, kept: bool | None = None) -> None:
 
 
 def poll(event: Event) -> None:
-    """Wait, and stay awake, as an engine does: after a sleep of 20 ms the first calls take ten times as long."""
+    """Wait without sleeping, as an engine does: after a sleep of 20 ms the first calls take ten times as long."""
     while not event.passed():
         pass
 
 
 def measured(method: Method, direction: Direction, repeats: int) -> tuple[float, float]:
-    """Seconds from submission to the end, a median, and seconds of a processor until it was submitted, at best: what is
-    above that the machine was given to somebody else."""
+    """The median time from submission to the end, and the CPU time of the fastest submission, both in seconds.
+
+    The fastest, because in slower ones other processes had disturbed this one.
+    """
     times, submits = [], []
     for repeat in range(repeats + 1):
         torch.cuda.synchronize()
@@ -66,7 +68,7 @@ def measured(method: Method, direction: Direction, repeats: int) -> tuple[float,
 
 
 def sustained(method: Method, directions: Sequence[Direction], seconds: float = 0.15) -> float:
-    """GB/s of transfers without pause, in all directions together: as many as take that long, and at least 1 GiB."""
+    """GB/s of back-to-back transfers, summed over the directions, for about `seconds` seconds."""
     count = max(1, round(seconds * 55e9 / method.num_bytes))
     torch.cuda.synchronize()
     ends: list[float] = []
@@ -132,7 +134,7 @@ def one_size(
         ours, theirs = submit["staged", direction], submit["batch", direction]
         share, ratio = ours * link[direction] * 1e9, ours / theirs
         text = f"{fragment // KIB:>5} KiB x {count:<4} submit {direction.value:<5}: {share:.2f} of the time on the link"
-        # a block in one piece is the same list of copies for both
+        # for blocks of one fragment both methods submit the same list of copies
         line(f"{text}, {ratio:.2f} of the peer's", share <= 0.25 and (ratio <= 0.5 or count == 1))
 
 
@@ -187,7 +189,7 @@ def begin(worker: CopyWorker, id: int, direction: Direction, copies: tuple) -> i
 
 
 def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
-    """Loads of a request while stores run without pause."""
+    """Loads of a request while stores run continuously."""
     for fragment in (16, 64):
         scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
         worker = CopyWorker(0, scene.copier(), threads=True)
@@ -266,7 +268,7 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
 
 
 def alternating(compute: Callable[[], None], method: Method, direction: Direction, first: bool) -> Pair:
-    """Seconds of `compute` alone, `first` or last, and beside copies, and the bytes a second copied beside it."""
+    """Seconds of `compute` alone (`first` or last) and beside copies, and the bytes a second copied beside it."""
     alone = timed(compute) if first else 0.0
     with copying(method, direction) as copied:
         time.sleep(0.02)
@@ -277,7 +279,7 @@ def alternating(compute: Callable[[], None], method: Method, direction: Directio
 
 
 def timed(compute: Callable[[], None]) -> float:
-    """Seconds of `compute` that follows on itself: clocks and caches are what they become."""
+    """Seconds of the second of two runs of `compute`, when clocks and caches have settled."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     compute()
     begin.record()
@@ -289,12 +291,12 @@ def timed(compute: Callable[[], None]) -> float:
 
 @contextmanager
 def copying(method: Method, direction: Direction) -> Iterator[Callable[[], float]]:
-    """Copies without pause in a thread. What it gives says how many bytes have been copied so far."""
+    """Copy continuously in a thread. Yields a function that returns how many bytes have been copied so far."""
     stop, ends = threading.Event(), [0]
 
     def run() -> None:
         torch.cuda.set_device(DEVICE)
-        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # the loop beside is compute, and not what copies wait for
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # not the stream of compute, for which copies would wait
             events: list[Event] = []
             while not stop.is_set():
                 events.append(method.submit(direction))
@@ -317,7 +319,7 @@ def copying(method: Method, direction: Direction) -> Iterator[Callable[[], float
 
 
 def region(options: argparse.Namespace) -> HostArena:
-    """48 GiB, pinned beside a loop of kernel launches."""
+    """A host region of 48 GiB, pinned while a loop launches kernels."""
     num_bytes = (8 if options.quick else 48) * GIB
     start = time.perf_counter()
     arena = HostArena(num_bytes // (2 * MIB), 2 * MIB, pinned_for=DEVICE)
@@ -342,7 +344,7 @@ def region(options: argparse.Namespace) -> HostArena:
 
 
 def launches(x: torch.Tensor, going: Callable[[], bool], seconds: float) -> list[float]:
-    """How long each launch of a loop took, in seconds."""
+    """The time of each kernel launch in a loop, in seconds."""
     spans: list[float] = []
     end = time.perf_counter() + seconds
     while going() and time.perf_counter() < end:
@@ -367,7 +369,7 @@ def ring(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) ->
     line(text, after <= 128 * MIB)
 
 
-# All of it
+# All sections
 
 
 SECTIONS = {"rates": rates, "both": both, "requests": requests, "beside": beside, "slowdown": slowdown, "ring": ring}

@@ -1,4 +1,4 @@
-"""Draws what copies.py measured: GB/s over the size of a fragment, method by method, and the limit.
+"""Draws the rates that copies.py measured: GB/s over fragment size for each method, and the limit.
 
 python benchmarks/copies_figure.py rates.csv figure.png [--host-blocks random]
 """
@@ -13,10 +13,10 @@ TITLES = {"random": "host blocks of 2 MiB at random", "pool": "host blocks of 25
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("rates", help="what copies.py --csv wrote")
+    parser.add_argument("rates", help="the file that copies.py --csv wrote")
     parser.add_argument("figure")
     parser.add_argument("--host-blocks", choices=TITLES, default="random")
-    parser.add_argument("--title", default="", help="the machine, say")
+    parser.add_argument("--title", default="", help="for example the machine")
     options = parser.parse_args()
     with open(options.rates, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["host_blocks"] == options.host_blocks]

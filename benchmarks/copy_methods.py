@@ -1,13 +1,13 @@
-"""Four ways to move the same blocks between device tensors and pinned host memory: ours, and what others do.
+"""Four methods to copy the same blocks between device tensors and pinned host memory.
 
     staged    ours: `cpu_prefix_cache.copier`
-    batch     one cuMemcpyBatchAsync with a copy for every fragment, the host laid out layer by layer: what vLLM's
-              SimpleCPUOffload does
-    kernel    a Triton kernel that reads or writes pinned memory itself, 16 programs
-    torch     `copy_` in a loop, a call for every fragment
+    batch     one cuMemcpyBatchAsync with a copy for each fragment, host memory ordered by layer, as in vLLM's
+              SimpleCPUOffload
+    kernel    a Triton kernel of 16 programs that reads or writes pinned memory itself
+    torch     `copy_` in a loop, one call for each fragment
 
-A block is `count` fragments of `fragment` bytes, one in each of as many tensors. Device blocks are at random; host
-blocks are the caller's choice. Every method is bound to one Scene and moves its `blocks`.
+A block has `count` fragments of `fragment` bytes, one in each of `count` tensors. Device blocks are random; how host
+blocks are placed is the caller's choice. Each method is bound to a Scene and copies all its blocks.
 """
 
 import random
@@ -27,13 +27,14 @@ from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import STREAM_ORDER, cuda_driver
 
 DEVICE = torch.device("cuda", 0)
-ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: the peer uses it for loads
+ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY, which SimpleCPUOffload uses for loads
 
 
 class Scene:
-    """Device tensors of twice `num_bytes`, and which of their blocks move to which host blocks.
+    """Device tensors of twice `num_bytes`, and which of their blocks are copied to which host blocks.
 
-    Ours are in `arena`; the others get `pinned`, uint8 [bytes] that CUDA allocated in one piece: they know no seams.
+    Our copier uses the host blocks in `arena`. The other methods use `pinned`, uint8 [bytes] allocated by CUDA in one
+    piece, because they cannot copy across the borders of registered segments.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Scene:
         return choose_copier(self._shapes, [self.tensors], self.host, pinned=self._arena, name="staged").copier
 
     def copies(self, num_bytes: int | None = None, first: int = 0) -> tuple[GroupCopy, ...]:
-        """Those of the blocks from number `first` on, as many as make `num_bytes`."""
+        """Copies of `num_bytes` bytes of blocks, from index `first` on."""
         last = self.num_blocks if num_bytes is None else first + num_bytes // self.block_bytes
         return (GroupCopy(0, tuple(self.host_blocks[first:last]), tuple(self.device_blocks[first:last])),)
 
@@ -67,7 +68,7 @@ class Scene:
 
 
 def _places(placed: str, there: int, wanted: int, rng: random.Random) -> list[int]:
-    """Host blocks at "random", or as a "pool" in use hands them out: ascending runs, of 32 blocks on average."""
+    """Host blocks at "random", or in ascending runs of 32 blocks on average, as from a "pool" in use."""
     if placed == "random":
         return rng.sample(range(there), wanted)
     runs: list[int] = []
@@ -82,7 +83,7 @@ def _places(placed: str, there: int, wanted: int, rng: random.Random) -> list[in
 
 
 class Method(Protocol):
-    """`submit` hands over all the blocks of a scene, `num_bytes` bytes, and returns an event of their end."""
+    """`submit` starts a copy of all blocks of a scene, `num_bytes` bytes, and returns the event of its end."""
 
     num_bytes: int
 
@@ -100,7 +101,7 @@ class Staged:
 
 
 class Batch:
-    """As the peer does: addresses are worked out from block ids for every transfer, then there is one call."""
+    """As in SimpleCPUOffload: computes the addresses from block ids for every transfer, then makes one call."""
 
     def __init__(self, scene: Scene) -> None:
         self.num_bytes, self._scene = scene.num_bytes, scene
@@ -176,7 +177,7 @@ class Torch:
 
 
 class Large:
-    """The limit: one pinned copy of that many bytes."""
+    """The limit: one pinned copy of `num_bytes` bytes."""
 
     def __init__(self, pinned: torch.Tensor, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -1,15 +1,15 @@
-"""What one call of the deciding half costs, in a pool of a million chunks.
+"""The time of single calls of the deciding half, in a pool of a million chunks.
 
-    lookup     8,192 chunk keys, never asked before, all present, none present, or present up to somewhere
+    lookup     8,192 chunk keys in new objects: all present, none present, or a random part of the prefix
     load       plan the load of those chunks
     allocate   512 blocks, evicting as many
     commit     512 blocks
 
-The blocks come in two floods: chunks that were never seen, and a mix in which every second prompt is used again and
-every fifth was evicted some time ago, so that ARC has as many ghosts as blocks.
+Blocks are stored from two loads: new chunks only, and a mix in which every second prompt is used again and every fifth
+was evicted before, so that ARC has as many ghosts as blocks.
 
-Beside lookup stands the obvious way, a loop over the keys, on the same keys and the same index. The table ends with
-the longest single call of 512 blocks: a dictionary that grows, or a garbage collection, stops the caller.
+For comparison, a loop over the same keys is measured beside lookup. The table ends with the longest single call of 512
+blocks, since a dictionary that grows, or a garbage collection, stops the caller.
 
     python benchmarks/deciding_half.py [--blocks 1000000] [--chains 100] [--policy lru]
     python benchmarks/deciding_half.py --memory
@@ -17,8 +17,8 @@ the longest single call of 512 blocks: a dictionary that grows, or a garbage col
 Hybrid lookups, in a pool of their own: full attention, a window of 1,024 tokens and a state, with one checkpoint in
 each chain, at its last boundary, 4,000 chunks before it, or none at all.
 
-The second form prints what a block costs in memory, for every policy: what the resident size of a fresh process grows
-by, from before there is a pool to after twice as many evictions as blocks, in the mix, with keys of 16 bytes.
+The second form prints the memory of a block under each policy: how much the resident size of a new process grows until
+the pool has evicted twice as many blocks as it has, in the mix, with keys of 16 bytes.
 """
 
 import argparse
@@ -49,7 +49,7 @@ RUN = 512
 
 
 class CountingDevice:
-    """A device whose blocks are only counted: destinations are held and released, nothing else is asked."""
+    """A device without contents: destinations can be held and released, and no key is found."""
 
     num_blocks = num_waiting = 1 << 20
     null_block = None
@@ -97,7 +97,7 @@ def main() -> None:
     measure_lookups(cache, rng, chains)
     measure_hybrid_lookups(rng, options.chains, options.policy)
     measure_loads(cache, chains)
-    del chains  # a garbage collection during the churn is part of it; going through our own keys is not
+    del chains  # so that garbage collections, which are measured, do not visit the keys of this benchmark
     while cache.pool.statistics().free >= RUN:
         insert(cache.pool, rng, RUN)
     new = (rng.randbytes(16 * RUN) for _ in range(2 * options.blocks // RUN))
@@ -112,7 +112,7 @@ def build(blocks: int, policy: str) -> CPUPrefixCache:
 
 
 def fill(pool: BlockPool, rng: random.Random, chains: int) -> list[list[bytes]]:
-    """Fill the pool: `chains` long chains, kept, and short ones around them."""
+    """Fill the pool with `chains` long chains, whose keys are returned, and short ones around them."""
     kept = []
     for _ in range(chains):
         kept.append(insert(pool, rng, CHAIN))
@@ -188,7 +188,7 @@ def measure_loads(cache: CPUPrefixCache, chains: list[list[bytes]]) -> None:
 
 
 def mix(blocks: int) -> Iterator[list[bytes]]:
-    """Prompts, for 3 times as many chunks as there are blocks and more."""
+    """Prompts with more than 3 times as many chunks as there are blocks."""
     rng, prompts = random.Random(1), blocks // RUN
     for number in range(3 * prompts):
         yield prompt(number)
@@ -253,7 +253,7 @@ def resident_bytes() -> int:
 
 
 def fresh(keys: list[bytes]) -> list[bytes]:
-    """Equal keys in new objects, whose hash Python has not computed yet."""
+    """The same keys in new objects, whose hashes Python has not computed yet."""
     return [bytes(bytearray(key)) for key in keys]
 
 

@@ -1,7 +1,8 @@
-"""What the keys of a long prompt cost: 128K tokens in blocks of 16, the best of many runs.
+"""The time to compute the keys of a long prompt: 128K tokens in blocks of 16, the best of many runs.
 
-The bars are those of the design: xxh3-128 at most 1.6 ms from an array of tokens and 4 ms from a list, sha256 at most
-6 ms from an array. Below stand ways to write the loop, on the same bytes, and what a request pays that only decodes.
+The required times are those of the design: xxh3-128 at most 1.6 ms from an array of tokens and 4 ms from a list, sha256
+at most 6 ms from an array. Then other ways to write the loop are measured on the same bytes, and the cost of requests
+with a salt, with images, and in decode.
 
     python benchmarks/hashing.py [--tokens 131072] [--chunk 16] [--runs 100]
 """

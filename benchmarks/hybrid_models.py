@@ -1,7 +1,7 @@
 """What models keep on the host: pieces, waste, and the bytes of a conversation that can be resumed.
 
-Each model is a list of groups, as numbers: 16-bit KV unless it says otherwise, blocks as vLLM chooses them. Where a
-number of layers, heads or dimensions stands in a call, it is the one in the `config.json` of the published checkpoint.
+Each model is a list of groups: 16-bit KV unless stated otherwise, with blocks as vLLM chooses them. The numbers of
+layers, heads and dimensions are those in the `config.json` of the published checkpoint.
 
     python benchmarks/hybrid_models.py             # every model group by group, and the two tables of docs/hybrid.md
 """
@@ -14,7 +14,7 @@ from cpu_prefix_cache.model.report import conversation_bytes, describe, everythi
 
 KIB, MIB = 2**10, 2**20
 
-# The conversation of the second table: in each turn a prompt adds 3,584 tokens and the answer 512.
+# The conversation of the second table: each turn adds 3,584 tokens of a prompt and 512 of an answer.
 TURNS = 8
 PROMPT = 3_584
 ANSWER = 512
@@ -57,7 +57,7 @@ def state(page_bytes: int, tokens: int) -> Group:
 
 def delta_net(layers: int, state_bytes: int) -> int:
     """A page of gated delta net with 16 key and 32 value heads of 128, and a convolution over 4 tokens."""
-    convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # what q, k and v of the last 3 tokens were; 16 bits
+    convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # q, k and v of the last 3 tokens; 16 bits
     recurrent = 32 * 128 * 128 * state_bytes
     return layers * (convolution + recurrent)
 
@@ -85,7 +85,7 @@ GPT_OSS_TP2 = [full(attention(12, 4, 64, 16)), window(attention(12, 4, 64, 16), 
 GEMMA_4B = [full(attention(5, 4, 256, 16)), window(attention(29, 4, 256, 16), sees=1_024)]
 GEMMA_27B = [full(attention(10, 16, 128, 16)), window(attention(52, 16, 128, 16), sees=1_024)]
 
-# The same as vLLM has it: a block table for every five layers at most (its groups have a block of one size).
+# The same in vLLM's groups, which have equal block sizes: a block table for at most five layers.
 GEMMA_4B_SPLIT = [full(attention(5, 4, 256, 16))] + [
     window(attention(layers, 4, 256, 16), sees=1_024, name=f"window {at}")
     for at, layers in enumerate([5, 5, 5, 5, 5, 4])
@@ -158,7 +158,7 @@ MODELS = [
 
 
 def waste_table() -> str:
-    """What every group keeps and how much of its host memory is empty."""
+    """What each group keeps, and how much of its host memory is unused."""
     lines = [
         "| model | grid | group | kind | piece, KiB | host blocks | kept | waste |",
         "|---|--:|---|---|--:|--:|--:|--:|",
@@ -178,7 +178,7 @@ def waste_table() -> str:
 
 
 def conversation_table() -> str:
-    """Host memory on all ranks for the conversation, resumable at its end, or wherever a turn began or ended."""
+    """Host memory on all ranks for the conversation, resumable at its end, or at the beginning and end of each turn."""
     lines = [
         "| model | prefix KV, KiB a token | checkpoint, MiB | 1 checkpoint, MiB | 16 checkpoints, MiB "
         "| everything, MiB | everything / 16 |",
@@ -198,18 +198,18 @@ def conversation_table() -> str:
 
 
 def conversation_depths(planner: HybridChunkPlanner) -> list[int]:
-    """After how many chunks the checkpoints of the conversation are: the end of each prompt, and of each answer."""
+    """The depths, in chunks, of the conversation's checkpoints: at the end of each prompt and of each answer."""
     starts = range(0, TURNS * (PROMPT + ANSWER), PROMPT + ANSWER)
     return [planner.hittable_chunks(start + tokens) for start in starts for tokens in (PROMPT, PROMPT + ANSWER)]
 
 
 def token_bytes(planner: HybridChunkPlanner) -> float:
-    """The prefix groups' KV of one token, over all ranks."""
+    """Bytes of the prefix groups' KV of one token, over all ranks."""
     return sum(distinct_bytes(planner, piece) for piece in planner.pieces if piece.in_chunk) / planner.grid_tokens
 
 
 def checkpoint_bytes(planner: HybridChunkPlanner, depth: int) -> int:
-    """What a checkpoint after `depth` chunks weighs, over all ranks."""
+    """Bytes of a checkpoint after `depth` chunks, over all ranks."""
     return sum(distinct_bytes(planner, planner.pieces[at.group]) for at in planner.checkpoint(depth))
 
 

@@ -1,14 +1,13 @@
-"""How fast the pool replays a trace under each policy, beside vLLM's own BlockPool doing the same in the same process.
+"""How fast the pool replays a trace under each policy, compared with vLLM's BlockPool in the same process.
 
     python benchmarks/policies.py TRACE [--capacity 10000] [--runs 7] [--limit N]
 
-Both serve one prompt after another: look how much of it is there, hold that, take blocks for the rest and give them
-keys, and let go of all of it, the deepest first. A prompt is cut to what fits. Printed are trace blocks a second, the
-median over runs that take turns, and the hit ratios, which must be close for the comparison to mean anything. Seconds
-are those that the one thread computed: what else the machine does in the meantime does not count.
+Both serve one prompt after another: find its prefix and pin it, allocate and commit blocks for the rest, and release
+all, the deepest first. A prompt is cut to what fits. Printed are trace blocks a second, the median of alternating runs,
+and hit ratios, which must be close for a fair comparison. Seconds are CPU time of the one thread.
 
-vLLM's half is its BlockPool alone, called as its KVCacheManager calls it for full attention, without the scheduler's
-own cost. It takes part where `vllm` can be imported: `make test-vllm` installs it in an environment of its own.
+Of vLLM only the BlockPool is measured, called as its KVCacheManager calls it for full attention, without the scheduler.
+It is skipped if `vllm` cannot be imported; `make test-vllm` installs it in an environment of its own.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def main() -> None:
     contestants = {name: ours(name) for name in POLICIES}
     vllm = vllms()
     if vllm is None:
-        print("vllm cannot be imported here: ours alone")
+        print("vllm cannot be imported: only this library is measured")
     else:
         contestants["vllm"] = vllm
     results = take_turns(contestants, prompts, options.capacity, options.runs)
@@ -65,12 +64,12 @@ Contestant = Callable[[Sequence[TraceRequest], int], Result]
 def take_turns(
     contestants: dict[str, Contestant], prompts: Sequence[TraceRequest], capacity: int, runs: int
 ) -> dict[str, list[Result]]:
-    """Run everybody once, then everybody again: what slows the machine down for a while slows all of them."""
+    """Run each contestant once, then each again, so that a slow phase of the machine affects all of them."""
     results: dict[str, list[Result]] = {name: [] for name in contestants}
     for _ in range(runs):
         for name, run in contestants.items():
             gc.collect()
-            gc.freeze()  # the trace, and all that was imported: as engines do before they serve
+            gc.freeze()  # the trace and all modules, as engines do before they serve
             results[name].append(run(prompts, capacity))
             gc.unfreeze()
     return results
@@ -100,7 +99,7 @@ def ours(policy: str) -> Contestant:
 
 
 def vllms() -> Contestant | None:
-    """vLLM's BlockPool, or None where there is no vLLM. Block 0 is its null block and holds nothing."""
+    """vLLM's BlockPool, or None without vLLM. It needs one block more, since its block 0 is the null block."""
     try:
         from vllm.v1.core.block_pool import BlockPool as TheirPool
     except ImportError:
@@ -117,7 +116,7 @@ def vllms() -> Contestant | None:
 
 
 def serve_vllm(pool: Any, request: Any) -> int:
-    """The same prompt in vLLM's: lookup, touch, allocate, cache, free."""
+    """Serve a prompt from vLLM's pool: lookup, touch, allocate, cache, free. Returns the hit in blocks."""
     keys = request.block_hashes
     groups = [0]
     blocks = []

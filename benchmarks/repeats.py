@@ -1,11 +1,11 @@
-"""Hit ratios of a generated load in which every prompt comes again exactly as it was, some much more often than others.
+"""Hit ratios of a generated load of exact repeats: every prompt is asked repeatedly, some much more often than others.
 
     python benchmarks/repeats.py [--prompts 2000] [--requests 20000] [--exponent 1.0] [--a-second 1.0] [--seed 1]
     python benchmarks/repeats.py --write trace.jsonl     and then: cpu-prefix-cache replay trace.jsonl
 
-Prompts of 1 to 40 blocks that share nothing are drawn by Zipf's law: the n-th of them as often as 1 / n^exponent says.
+Prompts of 1 to 40 blocks without common prefixes are drawn by Zipf's law: the n-th with a weight of 1 / n^exponent.
 Requests come at random times. Printed are the hit ratios of each policy, and of `adaptive` without its kinds for
-repeated prompts (REPEATED_OF in eviction/kinds.py), with the distance to the better of LRU and ARC in points.
+repeated prompts (REPEATED_OF in eviction/kinds.py), with the difference to the better of LRU and ARC in points.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from cpu_prefix_cache.replay.outcome import Tally
 from cpu_prefix_cache.replay.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 LONGEST = 40  # blocks
-PARTS = (32, 16, 8, 4, 2)  # capacities: these parts of all different blocks
+PARTS = (32, 16, 8, 4, 2)  # capacities: the number of different blocks, divided by each of these
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""What a copy thread waits for Python beside a thread that computes, and what other switch intervals change.
+"""How long a copy thread waits for the GIL beside a thread that computes, for several switch intervals.
 
     python benchmarks/switch_interval.py
 
-No GPU: the link is a clock. 140 slices are 0.57 ms each on it, two at a time are on their way, and each takes 0.05 ms
-of Python. The other thread counts in a loop; what it does alone in the same time is 1.
+Needs no GPU: the link is simulated by a clock. Each of 140 slices takes 0.57 ms on it and 0.05 ms of Python, and two
+are in flight at a time. The other thread counts in a loop; its speed is given as a share of its speed alone.
 """
 
 import sys
@@ -16,7 +16,7 @@ SLICES, ON_LINK, IN_PYTHON, NAP = 140, 570e-6, 50e-6, 80e-6
 
 
 def copy() -> float:
-    """Seconds until the last slice has crossed."""
+    """Seconds until the last slice has crossed the link."""
     began = time.perf_counter()
     ends: list[float] = [began, began]
     for _ in range(SLICES):

@@ -1,13 +1,13 @@
-"""One vLLM engine in a process of its own, that does what it is told line by line. `vllm_reload.py` starts several.
+"""A vLLM engine in a process of its own, which reads a command from each line. `vllm_reload.py` starts several.
 
     {"ask": [[[seed, length], ...], ...], "max_tokens": 1, "together": false, "params": {}}
 
-asks prompts that are pieces of so many tokens of so many seeds, one after the other or all at once, with these
-kv_transfer_params, and answers
+asks prompts, each a list of random pieces of `length` tokens, one after the other or all at once, with these
+kv_transfer_params. The reply is
 
     {"seconds": [...], "cached": [...]}
 
-and {"metrics": NAME} answers with the labels and the value of each metric of that name.
+The reply to {"metrics": NAME} has the labels and the value of each metric of that name.
 """
 
 import json
@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 VOCABULARY = 128_000
-MARK = "ANSWER "  # vLLM writes to the same pipe
+MARK = "ANSWER "  # begins each reply, because vLLM writes to the same pipe
 
 
 @cache
@@ -28,22 +28,22 @@ def piece(seed: int, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
 
-def answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0,
-        max_tokens=told["max_tokens"],
+        max_tokens=command["max_tokens"],
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": told["params"]} if told["params"] else None,
+        extra_args={"kv_transfer_params": command["params"]} if command["params"] else None,
     )
     prompts = [
         {"prompt_token_ids": [token for seed, length in prompt for token in piece(seed, length)]}
-        for prompt in told["ask"]
+        for prompt in command["ask"]
     ]
     seconds, outputs = [], []
-    for batch in [prompts] if told["together"] else [[prompt] for prompt in prompts]:
+    for batch in [prompts] if command["together"] else [[prompt] for prompt in prompts]:
         start = time.perf_counter()
         outputs += llm.generate(batch, sampling, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
@@ -63,9 +63,9 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print(MARK + json.dumps({"start": time.perf_counter() - started}), flush=True)
     for line in sys.stdin:
-        told = json.loads(line)
-        said = answer(llm, told) if "ask" in told else {"metrics": metrics(llm, told["metrics"])}
-        print(MARK + json.dumps(said), flush=True)
+        command = json.loads(line)
+        reply = answer(llm, command) if "ask" in command else {"metrics": metrics(llm, command["metrics"])}
+        print(MARK + json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

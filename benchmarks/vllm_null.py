@@ -1,4 +1,4 @@
-"""The floor: a connector that offers the hits ours would, and copies nothing. Its answers are wrong, at once."""
+"""A connector that offers the same hits and copies nothing: a lower bound of times. The engine's answers are wrong."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from cpu_prefix_cache import RankReport
 
 
 class NullCopies:
-    """A worker half whose copies have all ended when they begin."""
+    """A worker half that reports every copy as done at once."""
 
     def __init__(self, rank: int, host_blocks: int) -> None:
         self._rank, self._host_blocks = rank, host_blocks

@@ -1,25 +1,25 @@
-"""What the host cache gives a vLLM server on one GPU, beside vLLM's own offload connectors, in one sitting.
+"""Times of a vLLM server on one GPU with the host cache, compared with vLLM's own offload connectors in one run.
 
     python benchmarks/vllm_reload.py [--parts ttft,rounds] [--shape llama] [--waves ...] [--json FILE]
     python benchmarks/vllm_reload.py --parts idle,stores,full --waves "none;ours-eager;none;ours-lazy;none;offloading"
 
-Engines are processes that live side by side and are measured in turn; `--waves` says which do, as host memory allows. A
-GPU that has the contexts of several processes runs each step of any of them 3 % sooner, or not, by what else it was
-given (docs/design.md): where so little counts, have each engine alone.
-Weights are random: this is about time; that the bytes are right is for tests_vllm and tests_gpu/vllm_equality.py.
+Engines are processes that run side by side and are measured in turn. `--waves` says which run together, as host memory
+allows. On a GPU with the contexts of several processes, steps may take 3 % less time (docs/design.md): to measure small
+differences, run each engine alone. Weights are random, and only times are measured; tests_vllm and
+tests_gpu/vllm_equality.py test that bytes are right.
 
-    none                      vLLM without a connector: what has left the device is computed again
-    null                      our hits, and no copies: the floor
+    none                      vLLM without a connector: what the device has evicted is computed again
+    null                      the same hits as ours, without copies: a lower bound
     ours-lazy, ours-eager     CPUPrefixCacheConnector
     simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
 
-    idle       prompts nobody had before, a device that is never full: what does it cost to be there?
-    stores     the same in one engine, with and without stores: what do they cost?
-    ttft       a prompt of 8,192 or 32,768 tokens and 32 new ones, when the device was swept: on the host, or nowhere
-    together   eight such prompts with one beginning of 32,768 tokens at once, how much we loaded for them, and how long
-               they take when the device still has it
-    rounds     32 prompts of 8,192 tokens at once, 128 tokens each, three times
-    full       prompts nobody had before, a device that is full: stores run all the time
+    idle       new prompts on a device that is never full: the cost of a connector without hits
+    stores     the same in one engine, with and without stores: the cost of stores
+    ttft       a known prompt of 8,192 or 32,768 tokens and 32 new ones, after the device has evicted it
+    together   eight prompts with a common beginning of 32,768 tokens at once: how much was loaded for them, and how
+               long they take when the device still has the beginning
+    rounds     32 prompts of 8,192 tokens at once, with 128 tokens of output each, three times
+    full       new prompts on a device that is full: stores run all the time
 """
 
 import argparse
@@ -58,7 +58,7 @@ LLAMA = {  # Llama 3.1 8B
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-GEMMA = {  # Gemma 3 12B, as far as its cache goes: five windows of 1,024 tokens to each layer of full attention
+GEMMA = {  # Gemma 3 12B, with the same KV: five windows of 1,024 tokens for each layer of full attention
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "hidden_size": 3840,
@@ -81,11 +81,11 @@ GEMMA = {  # Gemma 3 12B, as far as its cache goes: five windows of 1,024 tokens
     "eos_token_id": 1,
 }
 SHAPES = {"llama": LLAMA, "gemma3": GEMMA}
-DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000}  # two prompts of 32,768 tokens; one, as it takes them in six groups
+DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000}  # two prompts of 32,768 tokens; one, with blocks in six groups
 GIB = 1 << 30
-PIN_SECONDS_PER_GIB = 0.25  # with others that pin at the same time
-PAUSE_SECONDS = 0.2  # more than any engine needs to store what one prompt has pushed out
-SWEEP = 32_768  # tokens of a prompt that pushes others out
+PIN_SECONDS_PER_GIB = 0.25  # when several engines pin at the same time
+PAUSE_SECONDS = 0.2  # longer than any engine needs to store what one prompt has evicted
+SWEEP = 32_768  # tokens of a prompt that is used to evict others
 TAIL = 32
 FEW = 4  # prompts at a time, in `idle` and `stores`
 LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
@@ -106,7 +106,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
 
 
 class Engine:
-    """A child process, and the seeds of prompts nobody had before."""
+    """A child process, and seeds for new prompts."""
 
     def __init__(self, name: str, model: Path, args: argparse.Namespace) -> None:
         options: dict[str, Any] = dict(
@@ -118,7 +118,7 @@ class Engine:
             enable_prefix_caching=True,
             num_gpu_blocks_override=args.device_blocks,
             gpu_memory_utilization=0.1,
-            kv_cache_memory_bytes=GIB,  # the blocks count, not this: so nothing is measured, which others would disturb
+            kv_cache_memory_bytes=GIB,  # so that vLLM does not profile memory, beside other engines
             max_num_batched_tokens=8192,
             disable_log_stats=not args.log_stats,
         )
@@ -134,7 +134,7 @@ class Engine:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
         )
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         for line in self._process.stdout or ():
             if MARK in line:
                 return dict(json.loads(line.partition(MARK)[2]))
@@ -143,29 +143,29 @@ class Engine:
     def ask(
         self, prompts: Sequence[Any], max_tokens: int = 1, together: bool = False, **params: bool
     ) -> dict[str, Any]:
-        told = {"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params}
-        print(json.dumps(told), file=self._process.stdin, flush=True)
-        return self.hear()
+        command = {"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params}
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+        return self.receive()
 
     def loaded_bytes(self) -> float:
-        """What our connector has loaded so far; with `--log-stats`. A step says what the one before has brought.
+        """What our connector has loaded so far. Needs `--log-stats`. A step reports the loads of the one before.
 
-        The LLM of 0.26 drops what a step reports that has no tokens for anybody: some loads are never counted.
+        The `LLM` class of vLLM 0.26 drops reports of steps without output tokens, so some loads are not counted.
         """
         self.ask([self.new(64) for _ in range(3)])
         print(json.dumps({"metrics": LOADED}), file=self._process.stdin, flush=True)
-        return sum(value for labels, value in self.hear()["metrics"] if labels.get("direction") == "load")
+        return sum(value for labels, value in self.receive()["metrics"] if labels.get("direction") == "load")
 
     def new(self, length: int) -> list[tuple[int, int]]:
         return [(next(self._new), length)]
 
     def sweep(self, tokens: int) -> None:
-        """Other prompts, as many tokens as the device holds."""
+        """Ask other prompts with as many tokens as the device holds, so that it evicts all earlier ones."""
         self.ask([self.new(SWEEP) for _ in range(tokens // SWEEP + 1)])
         time.sleep(1)
 
     def close(self) -> None:
-        """With the processes that vLLM has started, or they go on for a while."""
+        """Kill the process group, because processes that vLLM has started would run on for a while."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -179,9 +179,9 @@ def engines(names: Sequence[str], model: Path, args: argparse.Namespace) -> Iter
             started.append(Engine(name, model, args))
             stack.callback(started[-1].close)
             if len(started) == 1:
-                started[0].hear()  # it compiles for all
+                started[0].receive()  # its compiled kernels are cached for the others
         for engine in started[1:]:
-            engine.hear()
+            engine.receive()
         for engine in started:
             engine.ask([engine.new(4096)])
         say(f"{', '.join(names)}: started in {time.perf_counter() - begin:.0f} s")
@@ -202,7 +202,7 @@ def ms(seconds: Sequence[float]) -> float:
 
 
 def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The engines take turns, prompt by prompt, with a pause for what they still copy."""
+    """The engines take turns, prompt by prompt, with a pause for copies that are still in flight."""
     for length in (8_192, 32_768):
         prompts = {engine.name: [engine.new(length) for _ in range(args.prompts)] for engine in running}
         cold, on_device = {}, {}
@@ -268,7 +268,7 @@ def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
 
 
 def cold(engine: Engine, num_prompts: int, **params: bool) -> dict[str, list[float]]:
-    """One prompt nobody had before, then several: the seconds of each."""
+    """Ask one new prompt, then several at once. Returns the seconds of both."""
     one = engine.ask([engine.new(4_096)], **params)
     many = engine.ask([engine.new(1_024) for _ in range(num_prompts)], max_tokens=64, together=True, **params)
     return {"ttft": one["seconds"], "run": many["seconds"]}
@@ -286,12 +286,12 @@ def alternating(running: Sequence[Engine], args: argparse.Namespace, num_prompts
 
 
 def idle(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """FEW prompts of 1,024 tokens at a time. The device fills up all the same, so this comes first."""
+    """FEW prompts of 1,024 tokens at a time. They fill the device after a while, so this part comes first."""
     yield from alternating(running, args, FEW)
 
 
 def stores(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """`idle` in one engine: prompts that ask not to be stored, and prompts that are. Lazy stores neither."""
+    """`idle` in one engine, with prompts that opt out of stores and prompts that do not. Lazy would store neither."""
     for engine in [engine for engine in running if engine.name == "ours-eager"]:
         taken: dict[bool, list[dict[str, list[float]]]] = {False: [], True: []}
         for stored in [False, True] * args.repeats:

@@ -1,11 +1,11 @@
-"""What connectors cost vLLM's scheduler per step: ours beside SimpleCPUOffload, in one process. No GPU needed.
+"""The time that connectors take in vLLM's scheduler per step: this one and SimpleCPUOffload. Needs no GPU.
 
     python benchmarks/vllm_scheduler.py TRACE... [--requests 300] [--runs 3]
 
-vLLM's real Scheduler serves the prompts of traces (replay's formats) in turn, so many of each, 64 tokens of output
-each, blocks of 16 tokens, a device of 5,000 blocks and a host of 20,000. Nobody computes: a step takes no time, and
-copies end with the next one. What is summed up are the calls into the connector, in processor time of this thread, step
-by step; then the same for a pure decode of 256 requests. The engines take turns, and the best run counts.
+vLLM's real Scheduler serves prompts of the traces (in the formats of `replay`) alternately, with 64 tokens of output,
+blocks of 16 tokens, a device of 5,000 blocks and a host of 20,000. Nothing is computed: a step takes no time, and its
+copies end with the next step. Measured is the CPU time of calls into the connector in each step, and again while 256
+requests decode. The connectors take turns, and the best run counts.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CALLS = (
 
 
 class Engine:
-    """A scheduler with one connector, and nobody behind it. `steps` has the seconds the connector took in each."""
+    """A scheduler with a connector, without a worker. `steps` has the seconds that the connector took in each step."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         connector, extra = KINDS[kind]
@@ -90,7 +90,7 @@ class Engine:
         self._names = iter(range(10**9))
         self._landed: KVConnectorOutput | None = None
         self._done: set[int] = set()
-        self._said: RankReport | None = None
+        self._reported: RankReport | None = None
         for name in CALLS:
             self._time(name)
 
@@ -127,14 +127,14 @@ class Engine:
         return request.num_computed_tokens >= request.num_tokens
 
     def _copied(self, metadata: Any) -> KVConnectorOutput:
-        """What the worker would say of this step's plan, one step later."""
+        """What a worker would report of this step's plan, one step later."""
         if isinstance(metadata, StepMetadata):
             plan = metadata.plan
             self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.resolved)
             self._done |= {transfer.id for transfer in plan.transfers}
             report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
-            is_news = bool(self._done) or report != self._said or metadata.timed is not None
-            self._said = report
+            is_news = bool(self._done) or report != self._reported or metadata.timed is not None
+            self._reported = report
             received = set(metadata.requests.values())
             self.found += (
                 sum(len(copy.device_blocks) for each in plan.transfers for copy in each.copies) if received else 0
@@ -152,7 +152,7 @@ class Engine:
 
 
 def prompts(trace: Path, count: int) -> list[list[int]]:
-    """Tokens that share what the trace's blocks share."""
+    """Prompts as tokens, with the same common prefixes as the trace's prompts."""
     read = read_traces([trace])
     made = []
     for request in read.requests[:count]:
@@ -170,7 +170,7 @@ def serve(engine: Engine, requests: Sequence[Sequence[int]], at_once: int = 24) 
 
 
 def decode(engine: Engine) -> None:
-    """256 requests that only decode, 100 steps of it."""
+    """100 steps in which 256 requests decode."""
     for number in range(256):
         engine.submit([number % 250] * 20, max_tokens=200)
     for _ in range(40):

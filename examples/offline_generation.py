@@ -1,11 +1,11 @@
-"""Offline generation whose shared prefixes come back from host memory.
+"""Offline generation that loads shared prefixes from host memory.
 
-Asks questions about documents, round after round, with a device pool too small for all of them: what the device
-evicted in one round comes back from the host in the next. Every answer is compared with the same engine without a
-cache. Run it as it is, or see --help.
+Asks questions about documents in several rounds, with a device pool too small for all documents: what the device
+evicted in one round is loaded from the host in the next. Every answer is compared with that of the same engine without
+a cache. Run it without options, or see --help.
 
-Exit status: 0 all answers agree (half precision may differ, and says so); 1 they do not; 2 the request cannot be
-carried out; 3 a control found nothing to corrupt, or nobody noticed.
+Exit status: 0 all answers agree (in half precision differences are allowed, and printed); 1 they do not; 2 invalid
+options; 3 with --corrupt, if there was nothing to corrupt or the damage was not detected.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
-# Two correct float32 runs with the same prefill cuts differ by 1e-6 of the logits' deviation; one zeroed block of 16
-# tokens among 3,500 by 1e-2 and more.
+# In standard deviations of the logits. Two correct float32 runs with the same prefill cuts differ by 1e-6; with one
+# zeroed block of 16 tokens among 3,500 they differ by 1e-2 and more.
 TOLERANCE = 1e-4
 DOCUMENT_TOKENS = (1_500, 3_600)
 QUESTIONS = [
@@ -60,7 +60,7 @@ PIECES = {  # --corrupt -> the kinds of group that have such a piece
 
 
 class CorruptingCopier(Copier):
-    """Copies like `copier`, then zeroes one device block of a group: the first that the first load of it has filled."""
+    """Copies like `copier`, then zeroes one device block of a group: the first one that a load fills."""
 
     def __init__(self, copier: Copier, tensors: Sequence[Sequence[torch.Tensor]], group: int) -> None:
         self._copier, self._group = copier, group
@@ -83,12 +83,12 @@ class CorruptingCopier(Copier):
 
 
 class UserError(Exception):
-    """What was asked for cannot be done. The message is one sentence for the user."""
+    """The options cannot be carried out. The message is one sentence for the user."""
 
 
 @dataclass
 class Check:
-    """One answer beside the same engine without a cache."""
+    """One answer, compared with the same engine without a cache."""
 
     answer: Generation
     chunked_ttft: float
@@ -96,7 +96,7 @@ class Check:
     logit_error: float  # in standard deviations of the reference logits
     tokens_match: bool
     near_tie: bool  # the two best reference logits are closer than four times the error
-    damaged: bool  # something the answer may rest on was corrupted on purpose
+    damaged: bool  # a block was corrupted before this answer
 
     @property
     def agrees(self) -> bool:
@@ -125,7 +125,7 @@ class Round:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    torch.set_num_threads(1)  # two OpenMP threads and one busy neighbour make a small model 50 times slower
+    torch.set_num_threads(1)  # with two OpenMP threads, another busy process makes a small model 50 times slower
     options = parse(argv)
     try:
         return run(options)
@@ -212,7 +212,7 @@ def check(
 def build_generators(
     options: argparse.Namespace, model: PreTrainedModel, tokenizer: Any
 ) -> tuple[PrefixCachedGenerator, PrefixCachedGenerator, list[CorruptingCopier]]:
-    """The engine under test, the same engine without a cache, and what damages the first one on purpose, if asked."""
+    """The engine under test, the same engine without a cache, and the corrupting copiers of the first, if any."""
     damage: list[CorruptingCopier] = []
     group = group_to_corrupt(options, model) if options.corrupt else 0
 
@@ -242,7 +242,7 @@ def group_to_corrupt(options: argparse.Namespace, model: PreTrainedModel) -> int
 
 
 def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
-    """The model, its tokenizer (None: bytes are tokens), and what to call it."""
+    """The model, its tokenizer (None: bytes are tokens), and its name."""
     if options.model is None:
         return build_model(options.arch), None, options.arch
     try:
@@ -259,7 +259,7 @@ def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
 
 
 def load_prompts(options: argparse.Namespace, tokenizer: Any, max_model_len: int) -> tuple[list[list[list[int]]], str]:
-    """Token ids of the prompts of every round, and where they are from."""
+    """Token ids of the prompts of each round, and their source."""
 
     def encode(text: str) -> list[int]:
         return (ByteTokenizer() if tokenizer is None else tokenizer).encode(text)
@@ -280,7 +280,7 @@ def load_prompts(options: argparse.Namespace, tokenizer: Any, max_model_len: int
 
 
 def load_documents(count: int, encode: Any, limit: int) -> tuple[list[list[int]], list[str]]:
-    """Real text that every Python installation carries, in documents of DOCUMENT_TOKENS tokens."""
+    """Documents of DOCUMENT_TOKENS tokens, from texts that are part of every Python installation."""
     least, most = DOCUMENT_TOKENS
     documents, names = [], []
     for name in sorted(topics):
@@ -314,7 +314,7 @@ def read_prompt(line: str, file: Path) -> str:
 
 
 def judge_control(checks: Sequence[Check]) -> str:
-    """Whether the damage was seen, and nothing else was: what came before it must agree."""
+    """Whether the damage was detected. Answers before the damage must agree."""
     if not all(each.agrees for each in checks if not each.damaged):
         return "differs without damage"
     damaged = [each for each in checks if each.damaged]

@@ -706,7 +706,7 @@ class Engine:
         assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
         assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
         assert not (self.half._admitted or self.half._on_device or self.half._loads or self.half._readmitted)
-        assert not (self.half._seen or self.half._has_failed)
+        assert not (self.half._remembered or self.half._load_failed)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         self.cache.check_valid()
 

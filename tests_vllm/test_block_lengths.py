@@ -234,7 +234,7 @@ def test_a_block_that_is_still_computed_hides_its_chunk(start, monkeypatch):  # 
     engine.step()
     hashes, (key, *_) = engine.hashes(list(range(32))), engine.keys(list(range(32)))
     assert engine.device.find(key) is not None
-    monkeypatch.setattr(engine.device, "_awaited", lambda: [hashes[0]])
+    monkeypatch.setattr(engine.device, "_unwritten", lambda: [hashes[0]])
     assert engine.device.find(key) is None
 
 

@@ -268,7 +268,7 @@ def test_whose_load_has_failed_is_forgotten_when_the_request_ends(start):
     flood(engine)
     engine.ranks[0].failure_rate = 1.0
     engine.run(PROMPT)
-    assert engine.half._has_failed == set()
+    assert engine.half._load_failed == set()
 
 
 def test_one_rank_that_fails_fails_the_load(start):

@@ -399,7 +399,7 @@ def test_a_device_without_room_for_more_is_remembered_in_proportion(start, model
         engine.drain()
     blocks = engine.pool.num_gpu_blocks
     assert len(engine.device._checkpoints) <= 2 * blocks
-    assert len(engine.device._seen) <= 64 * blocks
+    assert len(engine.device._recent) <= 64 * blocks
     assert engine.cache.statistics().remembered <= 64 * blocks
 
 
@@ -413,7 +413,7 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start,
     for _ in range(9):
         assert engine.device.find_checkpoint(checkpoint) is not None
         with monkeypatch.context() as context:
-            context.setattr(engine.device, "_awaited", lambda: [checkpoint.tail[-1]])
+            context.setattr(engine.device, "_unwritten", lambda: [checkpoint.tail[-1]])
             assert engine.device.find_checkpoint(checkpoint) is None
     assert len(engine.device._checkpoints._oldest) == 1
     engine.drain()

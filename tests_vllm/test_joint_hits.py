@@ -45,7 +45,7 @@ def test_without_the_joint_search_a_state_is_read_from_the_null_block(old_schedu
 
 
 def test_with_it_a_request_resumes_where_all_groups_can(old_scheduler, start):  # noqa: F811
-    versions.give_joint_hits()
+    versions.patch_joint_hits()
     engine = start([full(), state()])
     engine.run(PROMPT)
     engine.run(PARTED)

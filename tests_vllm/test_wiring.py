@@ -240,7 +240,7 @@ def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
 
 def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(caplog):
     def wants(said):
-        return scheduler_module._wants(SimpleNamespace(kv_transfer_params=said), scheduler_module.LOAD)
+        return scheduler_module._allows(SimpleNamespace(kv_transfer_params=said), scheduler_module.LOAD)
 
     assert wants(None) and wants({}) and wants({scheduler_module.LOAD: True})
     assert not wants({scheduler_module.LOAD: False})

@@ -1,4 +1,4 @@
-"""Everything that speaks to somebody else's software, one package each.
+"""Adapters to other software, one package each.
 
-`vllm` translates the calls of an engine and decides nothing. `transformers` is an engine: the smallest honest one.
+`vllm` translates vLLM's connector calls and decides nothing. `transformers` is a small engine for Hugging Face models.
 """

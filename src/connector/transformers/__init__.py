@@ -1,6 +1,6 @@
 """Prefix-cached offline generation for Hugging Face models.
 
-model, tokenizer = ...                               # any loaded causal model: full attention, windows, states
+model, tokenizer = ...                               # any causal model: full attention, windows, states
 generator = PrefixCachedGenerator(model, tokenizer, device_blocks=512, host_bytes=2 * 2**30)
 for generation in generator.generate(prompts):
     print(generation.text, generation.host_hit_tokens)

@@ -1,11 +1,11 @@
-"""The small built-in models that --arch names: random weights in which the past matters, and a fast prefill.
+"""The small built-in models of the option --arch: random weights whose output depends on the past, and a fast prefill.
 
     full      llama          attention over everything
     swa       gemma3         three layers with a sliding window of 128 tokens, then one of full attention
     hybrid    qwen3_5        three layers of linear attention, then one of full attention
     mla       deepseek_v3    latent attention: K and V of different widths, one head
 
-All are dense: on a CPU, experts make the prefill of a small model five times as slow.
+All are dense, because on a CPU experts make the prefill of a small model five times as slow.
 """
 
 from transformers import PreTrainedModel

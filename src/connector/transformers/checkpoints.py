@@ -1,10 +1,10 @@
-"""Checkpoints of the embedded engine: taken from a running request, and given back to another.
+"""Checkpoints in the engine's device pool: taken from a running request, restored into a later one.
 
     running request    a WorkingState, which changes with every token
     checkpoint         its windows and states at one boundary, as pieces in blocks of the device pool
 
-A window's blocks are pieces of their own, shared by the checkpoints that see them; all states together are one piece.
-A checkpoint is taken when a forward has ended at its boundary, because a state is never known later (rule 10).
+Each block of a window is a piece, shared by the checkpoints that need it; all states together are one piece.
+A checkpoint is taken when a forward pass has ended at its boundary: the state there is not known later (rule 10).
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ class Checkpoints:
         return boundary % self._planner.grid_tokens == 0 and depth > 0 and self._planner.needs_checkpoint(depth)
 
     def make_room(self, keys: Sequence[bytes], n0: int, boundary: int) -> int | None:
-        """A node for the checkpoint at `boundary`, to be loaded into; None where there is no room.
+        """Allocate a node for the checkpoint at `boundary`, the destination of a load; None if there is no room.
 
-        What lies before `n0` it shares with the checkpoint there. The rest it writes, also where another checkpoint
-        has the same: a load that fails must not have written into what others use.
+        Pieces before `n0` are shared with the checkpoint there. All others get blocks of their own, even if another
+        checkpoint has the same piece: a load that fails must not have written into blocks that are in use.
         """
         start, depth = n0 // self._planner.grid_tokens, boundary // self._planner.grid_tokens
         shared = self._pieces(keys, start) if self.are_needed(n0) else {}
@@ -60,9 +60,9 @@ class Checkpoints:
         return self._allocate(wanted)
 
     def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
-        """Write the checkpoint at `boundary`, where a forward has just ended. Its node, to be given to `commit`.
+        """Write the checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
 
-        None when it is there already, or the pool has no room for it beside what is in use.
+        Returns None if the checkpoint is cached already, or the pool has no room for it.
         """
         depth = boundary // self._planner.grid_tokens
         if self._pool.find(checkpoint_key(keys[depth - 1])) is not None:
@@ -72,13 +72,13 @@ class Checkpoints:
             return None
         try:
             self._write(state, depth, node)
-        except BaseException:  # an interrupt leaves no room that nobody will ever fill
+        except BaseException:  # also after an interrupt no block may stay allocated
             self._pool.abort([node])
             raise
         return node
 
     def commit(self, node: int, key: bytes, chunk: int, touch: Any) -> bool:
-        """Let others find a checkpoint below its chunk, which has this key. False: there was one, this is given up."""
+        """Cache a checkpoint below its chunk, which has this key. If there is one already, free this one: False."""
         if self._pool.find(checkpoint_key(key)) is None:
             self._pool.commit([node], [checkpoint_key(key)], chunk, touch)
             return True
@@ -86,13 +86,13 @@ class Checkpoints:
         return False
 
     def drop(self, key: bytes) -> None:
-        """Let nobody find the checkpoint of this chunk any more, if it is still there."""
+        """Withdraw the checkpoint of this chunk, if it is still cached."""
         node = self._pool.find(checkpoint_key(key))
         if node is not None:
             self._pool.withdraw(node)
 
     def restore(self, state: WorkingState, node: int, boundary: int) -> None:
-        """Let a fresh `state` go on at `boundary`, from the checkpoint there, or from its chunk if that will do."""
+        """Restore a fresh `state` at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
         pieces: dict[int, list[torch.Tensor]] = {}
         if self.are_needed(boundary):
             places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
@@ -101,7 +101,7 @@ class Checkpoints:
         self._restore(state, boundary, pieces)
 
     def _pieces(self, keys: Sequence[bytes], depth: int) -> dict[PieceAt, PieceNeed]:
-        """The pieces that the checkpoint after `depth` chunks has, and by what another can share them."""
+        """The pieces of the checkpoint after `depth` chunks, each with the need by which another can share it."""
         node = self._coordinator.resume_node(keys, depth)
         if node is None:
             raise InternalError(f"the device has no checkpoint after {depth} chunks, where a request is to resume")

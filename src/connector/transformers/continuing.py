@@ -1,9 +1,9 @@
-"""Whether a model goes on from its own past: asked of the model, through the layers its requests will use.
+"""Checks that a model can continue from a restored past, by running it with the layers its requests will use.
 
-Some do not. A mask may look ahead; rotary factors may change with the length of the whole prompt, which a key does not
-know; and some state layers (Mamba 1 in transformers) read their state only when one token follows, and start from
-nothing, without a word, when several do. A list of names would be out of date at the next release, so the model is
-asked when it is loaded: 24 tokens at once, against 16, a snapshot, a restore, and the other 8, at once and one by one.
+Some models cannot. A mask may look ahead; rotary factors may depend on the length of the whole prompt, which is not in
+a key; and some state layers (Mamba 1 in transformers) read their state only when one token follows, and ignore it when
+several do. No list of model names would stay up to date, so each model is tested when it is loaded: the logits of 24
+tokens at once, against those of 16, a snapshot, a restore, and the other 8, at once and one by one.
 """
 
 import enum
@@ -20,10 +20,10 @@ from cpu_prefix_cache import ConfigurationError
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8
-# The largest difference of a logit, in deviations, in float32 and in half precision. Models that continue measure 2e-6
-# to 6e-6 and, in bfloat16, up to 5e-2; one that drops its states 1e-4 and more, a mask that looks ahead about 1.
+# The largest difference of a logit, in standard deviations, in float32 and in half precision. Models that continue have
+# 2e-6 to 6e-6, in bfloat16 up to 5e-2; one that drops its states has 1e-4 and more, a mask that looks ahead about 1.
 TOLERANCE = {True: 2e-5, False: 2e-1}
-NAN = 0xFF  # in every byte: not a number, in any floating type
+NAN = 0xFF  # in every byte: NaN in any floating type
 
 
 class Continuation(enum.Enum):
@@ -35,9 +35,9 @@ class Continuation(enum.Enum):
 
 @torch.inference_mode()
 def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
-    """How `model` goes on from its own past, to the logits it has when it sees everything at once.
+    """How `model` can continue from a restored past, so that its logits are those of an uninterrupted forward pass.
 
-    Raises ConfigurationError for a model that does not.
+    Raises ConfigurationError for a model that cannot.
     """
     name = type(model).__name__
     rope = model.config.get_text_config().to_dict().get("rope_parameters") or {}
@@ -58,7 +58,7 @@ def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
 
 
 class _Probe:
-    """A model that has seen CUT tokens, and can go on from there again and again."""
+    """A model, and its past after CUT tokens, from which it can be continued repeatedly."""
 
     def __init__(self, model: PreTrainedModel, past: ModelPast) -> None:
         self._model = model
@@ -74,18 +74,19 @@ class _Probe:
         begun.snapshot_states(self._states)
 
     def error(self, steps: Sequence[int]) -> float:
-        """How far the logits of the last TAIL tokens are off, in deviations, with `steps` tokens in each forward."""
-        return float((self._go_on(steps, self._states) - self._whole).abs().max() / self._whole.std())
+        """The largest error of the logits of the last TAIL tokens, in standard deviations, with these `steps`."""
+        return float((self._continue(steps, self._states) - self._whole).abs().max() / self._whole.std())
 
     def reads_states(self, tokens: int) -> bool:
-        """Whether a forward of `tokens` tokens is spoilt by states of NaN, those of convolutions and the others each.
+        """Whether a forward pass of `tokens` tokens reads its states: NaN in them must appear in the logits.
 
-        This needs no tolerance: in half precision noise hides a state that is dropped.
+        Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
+        a state that is not read.
         """
-        return all(bool(self._go_on([tokens], page).isnan().any()) for page in self._spoilt())
+        return all(bool(self._continue([tokens], page).isnan().any()) for page in self._pages_of_nan())
 
-    def _go_on(self, steps: Sequence[int], states: torch.Tensor) -> torch.Tensor:
-        """The logits of the tokens after CUT, restored with these states, `steps` tokens in each forward."""
+    def _continue(self, steps: Sequence[int], states: torch.Tensor) -> torch.Tensor:
+        """The logits of the tokens after CUT, restored with these states, with `steps` tokens in each forward pass."""
         request, table = self._request(CUT)
         for group, snapshot in zip(self._past.locals, self._windows, strict=True):
             request.restore_window(group, CUT - len(snapshot), CUT, snapshot)
@@ -107,14 +108,15 @@ class _Probe:
         return WorkingState(self._past, self._kv, table), table
 
     def _snapshot(self, request: WorkingState, group: LocalGroup) -> torch.Tensor:
-        """What a token at CUT can see, a token to a block."""
+        """The tokens that a token at CUT can see, each as a block."""
         first = group.local.first(CUT)
         tokens = torch.empty(CUT - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
         for row, token in zip(tokens, range(first, CUT), strict=True):
             request.snapshot_window(group, token, token + 1, row)
         return tokens
 
-    def _spoilt(self) -> Iterator[torch.Tensor]:
+    def _pages_of_nan(self) -> Iterator[torch.Tensor]:
+        """The states with NaN in those of one name, for each name that there is."""
         for name in ("conv", "recurrent"):
             page = self._states.clone()
             for part, span in self._past.states.spans():
@@ -125,7 +127,7 @@ class _Probe:
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, begin: int, cache: Cache) -> torch.Tensor:
-    """[tokens, vocabulary]. Positions are given: some models count from 0 again without them."""
+    """The logits, [tokens, vocabulary]. Without `position_ids` some models would count from 0 again."""
     positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
     logits: torch.Tensor = model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
     return logits.float()

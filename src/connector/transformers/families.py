@@ -1,15 +1,13 @@
-"""Small models with random weights in which the past matters, one for each way of keeping it.
+"""Small models with random weights, one for each way of keeping the past. Their logits show a wrong past.
 
-The usual initialisation of a transformers class (standard deviation 0.02, tied embeddings, states that fade within a
-few tokens) hides a wrong past: the same tokens come out whatever the cache holds, and a recurrent state that is zeroed
-changes the logits by 1e-7. So here
+The usual initialisation of a transformers class (standard deviation 0.02, tied embeddings, states that decay within a
+few tokens) hides it: the same tokens are generated whatever the cache holds, and zeroing a recurrent state changes the
+logits by 1e-7. With these weights a damaged block, window or state is visible:
 
     embeddings            N(0, 1), not tied to the output
-    matrices              N(0, 1 / fan_in); what makes queries and keys half as much again, so that attention is sharp
+    matrices              N(0, 1 / fan_in); 1.5 times that for queries and keys, so that attention is sharp
     short convolutions    N(0, 1 / kernel)
-    states                fade by 2 % a token: A = 0.2, and a step of 0.1
-
-and a damaged block, window or state shows in the logits.
+    states                decay by 2 % a token: A = 0.2, and a step of 0.1
 """
 
 import math
@@ -47,13 +45,13 @@ from transformers import (
 
 from cpu_prefix_cache import ConfigurationError
 
-VOCABULARY = 320  # the 256 bytes, and room
+VOCABULARY = 320  # the 256 bytes, and some more
 MAX_MODEL_LEN = 8192
 HEADS = 4
 KV_HEADS = 2
 STATE_WIDTH = 16
 WINDOW = 32  # tokens that a tiny model's windows and attention chunks cover
-# The matrices whose outputs are compared with each other, in the words of every family.
+# The matrices that make queries and keys, by the names that the families give them.
 SHARP = ("q_proj", "k_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 DECAY = 0.2
 STEP = 0.1
@@ -67,7 +65,7 @@ def tiny(family: str, *, seed: int = 0) -> PreTrainedModel:
 def build_family(family: str, *, hidden: int, layers: int, window: int, seed: int = 0) -> PreTrainedModel:
     """A float32 model of one of FAMILIES, `hidden` a multiple of 32. Raises ConfigurationError for others.
 
-    `window` is the reach in tokens of windows and attention chunks, where the family has them.
+    `window` is the size in tokens of windows and attention chunks, in families that have them.
     """
     if family not in FAMILIES:
         raise ConfigurationError(f"there is no family {family!r}; there is {', '.join(FAMILIES)}")
@@ -79,7 +77,7 @@ def build_family(family: str, *, hidden: int, layers: int, window: int, seed: in
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel) -> None:
-    """Give `model` weights with which the past matters. Norms and biases stay as they are."""
+    """Give `model` weights that make its past visible in its logits. Norms and biases are not changed."""
     hidden = model.config.get_text_config().hidden_size
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
@@ -99,7 +97,7 @@ def initialise(model: PreTrainedModel) -> None:
 
 
 def _embedding_scale(model: PreTrainedModel) -> float:
-    """What the family multiplies its embeddings by: left alone, they would drown what attention adds to them."""
+    """The factor the family applies to its embeddings, to divide by. Attention would hardly change such large ones."""
     return float(model.config.hidden_size**0.5) if isinstance(model, Gemma3ForCausalLM) else 1.0
 
 
@@ -120,7 +118,7 @@ def _common(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def _pattern(layers: int, kinds: Sequence[str]) -> list[str]:
-    """`kinds` over and over, the last layer being of the last kind."""
+    """`kinds` repeated, aligned so that the last layer is of the last kind."""
     return [kinds[(layer - layers) % len(kinds)] for layer in range(layers)]
 
 
@@ -188,7 +186,7 @@ def _qwen3_5(hidden: int, layers: int, window: int) -> PreTrainedModel:
 
 def _mamba2(hidden: int, layers: int) -> dict[str, Any]:
     heads = dict(mamba_n_heads=8, mamba_d_head=hidden // 4, mamba_expand=2, mamba_n_groups=1)
-    # Without kernels a forward computes whole chunks, and of these models' 256 tokens most would be padding.
+    # Without CUDA kernels a forward pass computes whole chunks. Of the default of 256 tokens most would be padding.
     return dict(**_common(hidden, layers), **heads, mamba_d_state=STATE_WIDTH, mamba_chunk_size=32)
 
 
@@ -217,7 +215,9 @@ def _deepseek_v3_dense(hidden: int, layers: int, window: int) -> PreTrainedModel
 
 
 def _latent(hidden: int, layers: int, dense: int) -> DeepseekV3Config:
-    """Queries and keys of the width of values: others miss the fast attention of a CPU, at three times the time."""
+    """Queries and keys are as wide as values; otherwise a CPU cannot use its fast attention, and takes three times as
+    long.
+    """
     return DeepseekV3Config(
         **{**_common(hidden, layers), "num_key_value_heads": HEADS},
         q_lora_rank=hidden // 2,
@@ -247,7 +247,7 @@ def _llama4(hidden: int, layers: int, window: int) -> PreTrainedModel:
 
 
 def _jamba(hidden: int, layers: int, window: int) -> PreTrainedModel:
-    """Mamba 1 in transformers: its state is dropped when several tokens follow it."""
+    """Mamba 1. In transformers its state is ignored when several tokens follow."""
     config = JambaConfig(
         **_common(hidden, layers),
         attn_layer_period=2,

@@ -1,16 +1,16 @@
 """Generation with a prefix cache, for any causal Hugging Face model. One request at a time.
 
-It is an engine's KV cache manager in its smallest honest form. The life of a request:
+A small but complete KV cache manager of an engine. The life of a request:
 
     tokens -> keys              ChainHasher
-    how much is on the device?  KVCacheCoordinator over the device's BlockPool       n0
-    how much on the host?       HostTier.boundary                                    b >= n0
+    device hit                  KVCacheCoordinator over the device's BlockPool       n0
+    host hit                    HostTier.boundary                                    b >= n0
     load [n0, b)                into blocks of the device pool
     resume at b                 windows and states are copied out of the checkpoint at b
     prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
-                                the cache wants a checkpoint, a chunk ends and one is taken
-    decode                      the same, a token at a time; of the checkpoints the last one is kept
-    finish                      what the cache wants is stored; the blocks stay until the pool evicts them
+                                the cache wants a checkpoint, a prefill chunk ends and the checkpoint is taken
+    decode                      the same, a token at a time; only the latest checkpoint is kept
+    finish                      the cache plans its last stores; the blocks stay until the pool evicts them
 """
 
 import time
@@ -45,11 +45,11 @@ from cpu_prefix_cache.pool.coordinator import new_pool
 
 
 class PromptRefused(PrefixCacheError):
-    """A prompt is empty, not of the model's tokens, or too long for the model or the device pool. The user acts."""
+    """A prompt is empty, not of the model's tokens, or too long for the model or the device pool. The user's error."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The methods used of a transformers tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Bytes are tokens: for models that come without a tokenizer."""
+    """Each byte is a token. For models without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -70,8 +70,8 @@ class ByteTokenizer:
 class Generation:
     """The answer to one prompt. `device_hit_tokens + host_hit_tokens + computed_tokens == prompt_tokens`.
 
-    `first_logits` are those of the first generated token, float32 [vocabulary]; `cuts` the token positions at which
-    a prefill chunk ended, the last one being `prompt_tokens`.
+    `first_logits` are those of the first generated token, float32 [vocabulary]. `cuts` are the token positions at
+    which prefill chunks ended; the last one is `prompt_tokens`. `ttft_seconds` is the time to the first token.
     """
 
     tokens: tuple[int, ...]
@@ -87,10 +87,10 @@ class Generation:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request while it runs: its tokens, its device blocks, and the pin on the deepest cached one of them.
+    """A running request: its tokens, its device blocks, and the pin on the deepest cached one of them.
 
-    `kept` are the boundaries of its prompt at which checkpoints are taken; `latest` is the key of the
-    chunk with the one of its answer.
+    `kept` are the boundaries of its prompt at which checkpoints are taken. `latest` is the key of the chunk after which
+    the latest checkpoint of its answer was taken.
     """
 
     request: Request
@@ -102,7 +102,7 @@ class _Sequence:
     parent: int
     pin: Pin | None
     touch: Any
-    owned: list[int] = field(default_factory=list)  # blocks it writes and nobody else can find
+    owned: list[int] = field(default_factory=list)  # chunks it writes, not committed yet
     committed: int = 0  # chunks
     kept: frozenset[int] = frozenset()
     latest: bytes | None = None
@@ -111,14 +111,17 @@ class _Sequence:
 class PrefixCachedGenerator:
     """Greedy generation whose shared prefixes are computed once.
 
-    `device_blocks` blocks of `block_tokens` tokens each are the device pool; `host_bytes` bytes of host memory are
-    the cache behind it (`offload`: lazy, eager or off; `policy`: see cpu_prefix_cache.POLICIES), where a chunk is
-    stored once `store_after` prompts of at least `min_store_tokens` tokens had it. Prefill runs in chunks that end on
-    multiples of `prefill_tokens`. `prefix_caching=False` computes every prompt from its first token: the same engine,
-    for comparison. Without a tokenizer bytes are tokens. Checkpoints of windows and states take device blocks too;
-    beside those the cache keeps by itself there is one every `checkpoint_interval` tokens, if given.
+    tokenizer             None: each byte is a token
+    device_blocks         size of the device pool, in blocks of `block_tokens` tokens. Checkpoints take blocks too
+    host_bytes            host memory of the cache behind it
+    offload, policy       lazy, eager or off; one of cpu_prefix_cache.POLICIES
+    store_after           a chunk is stored once so many prompts of at least `min_store_tokens` tokens had it
+    prefill_tokens        prefill runs in chunks that end on multiples of this
+    checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
+    prefix_caching        False: every prompt is computed from its first token, for comparison
+    wrap_copier           for tests: see HostTier
 
-    Raises ConfigurationError, in a sentence that says what would work.
+    Raises ConfigurationError with a message that says what would work.
     """
 
     def __init__(
@@ -179,10 +182,7 @@ class PrefixCachedGenerator:
         self._served = 0
 
     def generate(self, prompts: Iterable[str | Sequence[int]], max_new_tokens: int = 16) -> Iterator[Generation]:
-        """Answer prompts, texts or token ids, one after the other.
-
-        Raises PromptRefused for a prompt that, with its answer, does not fit the model or the device pool.
-        """
+        """Answer prompts (texts or token ids) one after the other. Raises PromptRefused as `answer` does."""
         for prompt in prompts:
             yield self.answer(prompt, max_new_tokens)
 
@@ -190,10 +190,10 @@ class PrefixCachedGenerator:
     def answer(
         self, prompt: str | Sequence[int], max_new_tokens: int = 16, cuts: Sequence[int] | None = None
     ) -> Generation:
-        """Answer one prompt. `cuts` are the positions at which prefill chunks end, in place of the usual ones.
+        """Answer one prompt, a text or token ids. `cuts` replace the usual positions at which prefill chunks end.
 
-        Raises PromptRefused for a prompt that is empty, too long, or not of the model's tokens, and for cuts that do
-        not ascend to its end.
+        Raises PromptRefused for a prompt that is empty, not of the model's tokens, or with its answer too long for the
+        model or the device pool, and for cuts that do not ascend to the prompt's end.
         """
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(tokens)
@@ -227,13 +227,13 @@ class PrefixCachedGenerator:
         )
 
     def cuts_without_cache(self, generation: Generation) -> list[int]:
-        """Where prefill chunks end when an engine without a cache computes the same: for `answer`, to compare with."""
+        """The cuts for `answer` in an engine without a cache, so that it computes the same prefill chunks."""
         hit = generation.prompt_tokens - generation.computed_tokens
         before = [end for end in self._usual_cuts(0, hit, frozenset([hit])) if end] if hit else []
         return [*before, *generation.cuts]
 
     def statistics(self) -> CacheStatistics | None:
-        """What the host cache holds and has done; None without one."""
+        """Statistics of the host cache; None without one."""
         return None if self._host is None else self._host.cache.statistics()
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
@@ -256,16 +256,16 @@ class PrefixCachedGenerator:
             raise PromptRefused(f"{asked} take {needed} device blocks, but the pool has {self.pool.capacity}")
 
     def _usual_cuts(self, begin: int, end: int, kept: frozenset[int]) -> list[int]:
-        """Where the chunks of a prefill of [begin, end) end; a checkpoint may be taken at the boundaries `kept`."""
+        """Where the chunks of a prefill of [begin, end) end. `kept` are the boundaries that get checkpoints."""
         if self.continuation is Continuation.TOKENS:
-            # several tokens can only follow nothing: up to the last checkpoint at once, then one by one
+            # several tokens at once are possible only from position 0: up to the last checkpoint, then one by one
             once = max(kept, default=end) if begin == 0 else begin
             return [*([once] if begin == 0 else []), *range(once + 1, end + 1)]
         first = begin - begin % self.prefill_tokens + self.prefill_tokens
         return sorted({*range(first, end, self.prefill_tokens), end, *kept})
 
     def _admit(self, tokens: list[int]) -> tuple[_Sequence, int]:
-        """Begin a request, on top of what the device still has of it. The request, and how many tokens that is."""
+        """Begin a request on its cached device blocks. Returns it, and the length of the device hit in tokens."""
         keys = self._hasher.keys(tokens) if self._prefix_caching else []
         self._served += 1
         request = Request(f"request-{self._served}", keys, len(tokens))
@@ -291,12 +291,12 @@ class PrefixCachedGenerator:
         return sequence, n0
 
     def _path(self, keys: Sequence[bytes], chunks: int) -> list[int]:
-        """The chunks of this prefix, which the device has."""
+        """The device's nodes of the first `chunks` chunks."""
         deepest = self.pool.find(keys[chunks - 1]) if chunks else None
         return [] if deepest is None else self.pool.path(deepest, chunks)
 
     def _load(self, sequence: _Sequence, n0: int) -> int:
-        """Bring what the host has beyond n0 to the device, and resume there. How many tokens came."""
+        """Load what the host has beyond n0, and resume after it. Returns the number of loaded tokens."""
         request, cache = sequence.request, None if self._host is None else self._host.cache
         if self._host is not None and cache is not None:
             boundary = self._host.boundary(request, n0)
@@ -309,11 +309,11 @@ class PrefixCachedGenerator:
         return sequence.table.length - n0
 
     def _load_between(self, host: HostTier, sequence: _Sequence, n0: int, boundary: int) -> None:
-        """Load [n0, boundary). Where that fails, what was to be loaded is computed, into the same blocks."""
+        """Load [n0, boundary). If that fails, these tokens are computed later, into the same blocks."""
         start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
         try:
             self._grow(sequence, boundary)
-        except PoolExhausted:  # the checkpoint at n0 is held until it has been copied out, and there is no room beside
+        except PoolExhausted:  # the checkpoint at n0 stays pinned until it is restored, and takes too much of the pool
             return
         node = None
         if self._checkpoints.are_needed(boundary):
@@ -324,7 +324,7 @@ class PrefixCachedGenerator:
         loaded = False
         try:
             loaded = host.load(sequence.request, boundary, destinations)
-        finally:  # an interrupt leaves no room that nobody will ever fill
+        finally:  # also after an interrupt no block may stay allocated
             if node is not None and not loaded:
                 self.pool.abort([node])
         if not loaded:
@@ -335,7 +335,7 @@ class PrefixCachedGenerator:
             self._checkpoints.commit(node, sequence.keys[stop - 1], sequence.parent, sequence.touch)
 
     def _resume(self, sequence: _Sequence) -> None:
-        """Let the request go on from what it found."""
+        """Restore windows and states of the request at the end of its hit."""
         length = sequence.table.length
         if not length:
             return
@@ -343,10 +343,10 @@ class PrefixCachedGenerator:
         if node is None:
             raise InternalError("a request is to resume where the device has nothing to resume from")
         self._checkpoints.restore(sequence.state, node, length)
-        self._pin(sequence, sequence.parent)  # windows and states have been copied: the checkpoint may go
+        self._pin(sequence, sequence.parent)  # the checkpoint is copied and may be evicted
 
     def _wanted(self, sequence: _Sequence) -> frozenset[int]:
-        """After how many chunks of the prompt a checkpoint is taken for the device's own sake."""
+        """The depths in chunks at which the device pool itself wants a checkpoint of the prompt."""
         if not self.planner.has_checkpoints:
             return frozenset()
         request = sequence.request
@@ -357,14 +357,14 @@ class PrefixCachedGenerator:
         )
 
     def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
-        """Compute the tokens up to `end`. The logits of the last one."""
+        """Compute the tokens up to `end`. Returns the logits of the last one."""
         table = sequence.table
         self._grow(sequence, end)
         table.begin_forward(end - table.length, self.model.device)
         positions = torch.arange(table.length, end, device=self.model.device)[None]
         output = self.model(
             torch.tensor([sequence.tokens[table.length : end]], device=self.model.device),
-            position_ids=positions,  # some models count from 0 again without them
+            position_ids=positions,  # without them some models count from 0 again
             past_key_values=sequence.state.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -378,7 +378,7 @@ class PrefixCachedGenerator:
         return logits
 
     def _decode(self, sequence: _Sequence, token: int, max_new_tokens: int) -> list[int]:
-        """The tokens after the first one."""
+        """Generate the tokens after the first one."""
         generated: list[int] = []
         stops = _stop_tokens(self.model)
         while len(generated) < max_new_tokens - 1 and token not in stops:
@@ -388,7 +388,7 @@ class PrefixCachedGenerator:
         return generated
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> None:
-        """Give the request the blocks for its first `num_tokens` tokens."""
+        """Allocate the missing blocks for the first `num_tokens` tokens of the request."""
         missing = -(-num_tokens // self.planner.grid_tokens) - len(sequence.chunks)
         if missing > 0:
             chunks = self.pool.allocate(missing)
@@ -397,10 +397,10 @@ class PrefixCachedGenerator:
             sequence.table.blocks += self.pool.blocks_of(chunks)
 
     def _commit(self, sequence: _Sequence) -> None:
-        """Let others find the chunks that are full now.
+        """Commit the chunks that are full now under their keys.
 
-        A chunk that is cached already (the last one of a prompt that ends on a boundary is always computed again)
-        stays where it is: the request goes on with that one and gives up its own.
+        If a chunk is cached already, the request uses the cached one and frees its own. (The last chunk of a prompt
+        that ends on a boundary is always computed again.)
         """
         if not self._prefix_caching:
             return
@@ -427,7 +427,7 @@ class PrefixCachedGenerator:
             self.pool.unpin(before)
 
     def _take_checkpoint(self, sequence: _Sequence) -> None:
-        """Keep what the request needed to resume here, if it is worth it: of its answer the last boundary so far is."""
+        """Take a checkpoint here, if one is wanted. In the answer, each new checkpoint replaces the one before."""
         length = sequence.table.length
         answers = length >= sequence.request.num_tokens
         if not self._prefix_caching or not self._checkpoints.are_needed(length):

@@ -1,4 +1,4 @@
-"""Both halves of the host cache in one process: what is decided in a step is copied at once and reported at once."""
+"""Both halves of the host cache in one process. Each step's plan is copied and reported before the step returns."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ CopierWrapper = Callable[[Copier, Sequence[Sequence[torch.Tensor]]], Copier]
 class HostTier:
     """A CPUPrefixCache with its arena and its copier, for an engine that runs one request at a time.
 
-    `tensors[group]` are the device tensors of a group; `wrap_copier` puts something around the copier, for tests.
+    `tensors[group]` are the device tensors of a group. `wrap_copier` may wrap the copier, for tests.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HostTier:
                 f'bytes, got {host_bytes}; without host memory say offload="off"'
             )
         device_of_tensors = tensors[0][0].device
-        # first: it refuses what the machine does not have
+        # first, because it raises ConfigurationError if the machine has too little memory
         arena = HostArena(
             num_blocks,
             planner.host_block_bytes,
@@ -71,15 +71,17 @@ class HostTier:
         )
         copier = choose_copier(planner, tensors, arena.blocks, pinned=arena).copier
         self._worker = CopyWorker(0, copier if wrap_copier is None else wrap_copier(copier, tensors), arena)
-        arena.wait_until_ready()  # an offline run has no graphs to capture, and no launches to delay yet
+        arena.wait_until_ready()  # pinning delays kernel launches, and none are running yet
 
     def boundary(self, request: Request, n0: int) -> int:
-        """How far the device and the host together reach; n0 when the host adds nothing."""
+        """The boundary that device and host together reach; n0 if the host has nothing beyond it."""
         answer = self.cache.lookup(request, n0, time.monotonic())
         return answer.boundary if isinstance(answer, Hit) else n0
 
     def load(self, request: Request, boundary: int, destinations: Sequence[Sequence[int]]) -> bool:
-        """Fill device blocks, given group by group, so that `request` resumes at `boundary`. Whether it can now."""
+        """Load into device blocks, given group by group, for `request` to resume at `boundary`. Returns whether it
+        succeeded.
+        """
         transfer = self.cache.load(request.id, boundary, destinations, time.monotonic())
         return transfer in self.step()
 
@@ -92,14 +94,14 @@ class HostTier:
         self.step()
 
     def step(self) -> set[int]:
-        """One engine step of the cache, and one more for stores that a load had put off. The loads that ended well."""
+        """One step of the cache, and another for stores that a load delayed. Returns the loads that succeeded."""
         loaded = self._copy()
         return loaded | self._copy() if self.cache.has_transfers else loaded
 
     def _copy(self) -> set[int]:
         try:
             self._worker.run(self.cache.step())
-        finally:  # what an interrupt cut short is resolved, too, when it has ended
+        finally:  # also after an interrupt, wait for the transfers and resolve them
             self._worker.drain()
             resolved = self.cache.report(self._worker.report())
         return {each.id for each in resolved if each.ok and each.direction is Direction.LOAD}

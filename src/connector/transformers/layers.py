@@ -1,15 +1,13 @@
-"""What each layer of a model keeps of the past.
-
-A model says it in transformers' own cache layers. Here it is one of
+"""What each layer of a model keeps of the past, derived from transformers' own cache layers:
 
     full        the keys and values of every token      full attention, MLA (its latent)
     local       those of the recent tokens only         sliding windows, chunked attention
     state       values that every token updates         Mamba, linear attention, short convolutions
     full and state, in one layer                        Falcon-H1
-    nothing                                             a feed-forward layer that counts as one
+    nothing                                             feed-forward layers that are counted as layers
 
-Every other kind (static, quantized, compressed, indexed, ...) is refused by name: taken for one of these it would be
-wrong without a word.
+Any other kind (static, quantized, compressed, indexed, ...) raises ConfigurationError with its name, because treating
+it as one of these would silently give wrong results.
 """
 
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from cpu_prefix_cache import ConfigurationError, GroupKind, MisuseError
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Attention that reaches back a limited way: `tokens` is a window's size w, or a chunk's size A."""
+    """Attention to a limited number of past tokens: `tokens` is the size of the window, or of the attention chunk."""
 
     kind: GroupKind
     tokens: int
@@ -44,7 +42,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class LayerPast:
-    """What one layer keeps. `states` is the number of its (convolution, recurrent) pairs."""
+    """What one layer keeps. `states` is its number of (convolution, recurrent) pairs of states."""
 
     full: bool = False
     local: Local | None = None
@@ -70,7 +68,7 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
 def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
     if type(layer) is DynamicLayer:
         return LayerPast(full=True)
-    if type(layer) is DynamicSlidingWindowLayer:  # transformers keeps the past of both in the same way
+    if type(layer) is DynamicSlidingWindowLayer:  # transformers' class for both
         chunked = kind == "chunked_attention"
         return LayerPast(local=Local(GroupKind.CHUNK_LOCAL if chunked else GroupKind.WINDOW, layer.sliding_window))
     if type(layer) is LinearAttentionLayer:
@@ -84,11 +82,11 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
 
 
 class LocalLayer(CacheLayerMixin):
-    """One layer of local attention, for one request: keys and values `[1, heads, tokens, width]` of recent tokens.
+    """One layer of local attention of one request: keys and values `[1, heads, tokens, width]` of recent tokens.
 
-    It holds what transformers' own layer would, and what makes that whole blocks: after a forward everything from
-    the first block that a token at `length` can see, and whatever that forward computed. So the blocks of a
-    checkpoint can be taken at any boundary, long chunks or not, and a block has the same bytes whenever it is taken.
+    Unlike transformers' layer it keeps whole blocks: after a forward pass, all tokens from the first block that a token
+    at `length` can see, and all that the pass computed. So the blocks of a checkpoint can be taken at any boundary,
+    after prefill chunks of any length, and a block has the same bytes whenever it is taken.
     """
 
     is_sliding = True
@@ -131,16 +129,16 @@ class LocalLayer(CacheLayerMixin):
         return -1
 
     def held(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens [first, end), each [tokens, heads, width]: views. MisuseError if they are not here."""
+        """Views of K and V of the tokens [first, end), each [tokens, heads, width]. Raises MisuseError if not held."""
         if not self.start <= first < end <= self.length:
             raise MisuseError(f"asked for the tokens [{first}, {end}), but [{self.start}, {self.length}) are held")
         part = slice(first - self.start, end - self.start)
         return self._keys[0, :, part].transpose(0, 1), self._values[0, :, part].transpose(0, 1)
 
     def restore(self, first: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold the tokens [first, length), given as [tokens, heads, width], as if all before had been computed here.
+        """Continue at position `length` with the tokens [first, length), given as [tokens, heads, width].
 
-        Raises MisuseError if the layer is not fresh, or a token at `length` can see more than that.
+        Raises MisuseError if the layer is not fresh, or a token at `length` can see tokens before `first`.
         """
         if self.length or first > self._local.first(length):
             raise MisuseError(
@@ -153,7 +151,7 @@ class LocalLayer(CacheLayerMixin):
 
 
 class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
-    """A layer with both: transformers keeps its states, and `full` its keys and values."""
+    """A layer with full attention and states: transformers' class keeps the states, `full` the keys and values."""
 
     def __init__(self, full: CacheLayerMixin, states: int) -> None:
         super().__init__(number_of_states=states)

@@ -1,12 +1,12 @@
-"""The device pool of the embedded engine, and the cache layers that let a transformers model read and write it.
+"""The device pool of the engine, and the cache layers through which a transformers model reads and writes it.
 
-    region     uint8 [blocks, block bytes], allocated once: device memory is one pool of equal blocks, as on the host
+    region            uint8 [blocks, block bytes], allocated once: one pool of equal blocks, as on the host
     full attention    block b of every layer's K and V is a view of row b: [blocks, block_tokens, heads, width]
     windows, states   a piece takes as many rows as it needs, as plain bytes
-    request    a BlockTable: which blocks, in order, and how many tokens in them hold KV
+    request           a BlockTable: its blocks in order, and how many tokens in them hold KV
 
-A layer's `update` scatters new keys and values into the request's blocks and hands back all of them, gathered. Nothing
-of a request's full attention lives anywhere else.
+A layer's `update` scatters new keys and values into the request's blocks, and returns the keys and values of all its
+tokens, gathered. The full attention of a request is stored nowhere else.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from connector.transformers.past import ModelPast, Part
 from cpu_prefix_cache import Group, GroupKind
 from cpu_prefix_cache.memory.limits import check_fits
 
-ALIGNMENT = 16  # bytes: any type may be viewed in a row, and a copy may take wide words
+ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide words
 
 
 class BlockTable:
-    """The blocks of one request. `length` tokens are computed; a forward adds `pending` more."""
+    """The blocks of one request, in which `length` tokens are computed."""
 
     def __init__(self, block_tokens: int) -> None:
         self.blocks: list[int] = []
@@ -32,7 +32,7 @@ class BlockTable:
         self._ids = self._written = self._offsets = torch.empty(0, dtype=torch.long)
 
     def begin_forward(self, num_tokens: int, device: torch.device) -> None:
-        """Prepare to write `num_tokens` tokens behind those that are computed. Their blocks are there already."""
+        """Prepare to write `num_tokens` tokens after the computed ones. Their blocks must be in `blocks`."""
         self._pending = num_tokens
         if not self.blocks:
             return  # no layer of full attention
@@ -46,13 +46,13 @@ class BlockTable:
         self._pending = 0
 
     def exchange(self, pool: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Write `states` [1, heads, pending, width] into `pool`; the request's whole [1, heads, tokens, width]."""
+        """Write `states`, [1, heads, new tokens, width], into `pool`. Returns all, [1, heads, tokens, width]."""
         pool[self._written, self._offsets] = states[0].transpose(0, 1)
         return pool[self._ids].flatten(0, 1)[: self.length + self._pending].transpose(0, 1)[None]
 
 
 class PagedLayer(CacheLayerMixin):
-    """One full-attention layer over the pool, for the request whose table it was given."""
+    """One full-attention layer over the pool, for the request with this table."""
 
     is_sliding = False
 
@@ -63,7 +63,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The pool was allocated with the engine."""
+        """Nothing to do: the pool is allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -82,7 +82,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedKV:
-    """`num_blocks` device blocks that hold a model's past, and the groups it falls into.
+    """`num_blocks` device blocks for a model's past, and the groups of that past.
 
     A block holds `block_tokens` tokens of full attention; in a model without any, the largest other piece.
     """
@@ -99,7 +99,7 @@ class PagedKV:
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
-        """The parts of every group: layer by layer, K before V, of full attention; whole blocks of the others."""
+        """The tensors of every group: of full attention K and V, layer by layer; of the others the whole region."""
         full = [part for layer in self._layers.values() for part in layer]
         return [full if group.kind is GroupKind.PREFIX else [self.region] for group in self.groups]
 
@@ -109,18 +109,18 @@ class PagedKV:
         return PagedLayer(keys, values, table)
 
     def write(self, blocks: Sequence[int], piece: torch.Tensor) -> None:
-        """Put the bytes of a piece, uint8 [bytes], into blocks that hold nothing else."""
+        """Write a piece, uint8 [bytes], to its blocks. The rest of the last block is zeroed."""
         rows = piece.new_zeros(len(blocks), self.block_bytes)
         rows.view(-1)[: len(piece)] = piece
         self.region[torch.tensor(blocks, device=self.region.device)] = rows
 
     def read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
-        """The bytes of a piece, uint8 [num_bytes]: a copy."""
+        """A copy of the bytes of a piece, uint8 [num_bytes]."""
         return self.region[torch.tensor(blocks, device=self.region.device)].view(-1)[:num_bytes]
 
 
 def _view(rows: torch.Tensor, part: Part, block_tokens: int) -> torch.Tensor:
-    """Bytes of every block as [blocks, block_tokens, heads, width]: the same memory."""
+    """A view of the bytes of every block as [blocks, block_tokens, heads, width]."""
     return rows.view(part.dtype).unflatten(1, (block_tokens, *part.shape))
 
 
@@ -131,7 +131,7 @@ def _block_bytes(past: ModelPast, block_tokens: int) -> int:
 
 
 def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
-    """Full attention first, then windows and attention chunks by their reach, then all states together."""
+    """Full attention first, then one group for each size of window or attention chunk, then all states together."""
     block_bytes = _block_bytes(past, block_tokens)
 
     def in_blocks(name: str, kind: GroupKind, num_bytes: int, window_tokens: int = 0) -> Group:

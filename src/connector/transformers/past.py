@@ -1,8 +1,8 @@
-"""What a model keeps of the past, and what it weighs.
+"""The shapes and bytes of what a model keeps of the past.
 
-Everything is probed with one short forward, so shapes are right whatever a configuration calls them: latent attention
-keeps one head of two widths, a state may be float32 in a half-precision model. Wherever bytes are in a row, they are so
-layer by layer; within a layer K before V, then its states, convolution before recurrent.
+They are probed with a short forward pass, since configurations do not name them uniformly: latent attention keeps one
+head of two widths, and a state may be float32 in a half-precision model. Bytes are ordered by layer; within a layer K,
+then V, then its states, convolution before recurrent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +17,12 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from connector.transformers.layers import LayerPast, Local, classify
 from cpu_prefix_cache import ConfigurationError
 
-PROBE_TOKENS = 2  # a decode step may keep other types than a prefill does
+PROBE_TOKENS = 2  # more than one, because a decode step may keep other dtypes than a prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor: K or V of one token, [heads, width]; or a state as it is, its batch of 1 included.
+    """One tensor: K or V of one token, [heads, width]; or a whole state, with its batch dimension of 1.
 
     `name` is keys, values, conv or recurrent; `index` counts the states of one layer.
     """
@@ -39,7 +39,7 @@ class Part:
 
 
 class Parts:
-    """Parts in a row."""
+    """Parts that are stored one after the other."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = tuple(parts)
@@ -52,7 +52,7 @@ class Parts:
         return len(self._parts)
 
     def spans(self, times: int = 1) -> Iterator[tuple[Part, slice]]:
-        """Each part and the bytes it takes, when every part is there `times` times (tokens) before the next begins."""
+        """Each part and its span of bytes, if each part is stored for `times` tokens before the next part."""
         ends = accumulate((times * part.num_bytes for part in self._parts), initial=0)
         for part, (begin, end) in zip(self._parts, pairwise(ends), strict=True):
             yield part, slice(begin, end)
@@ -60,7 +60,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalGroup:
-    """All layers whose attention is local in the same way; `parts` are K and V of one token."""
+    """All layers with the same kind and size of local attention; `parts` are K and V of one token."""
 
     local: Local
     parts: Parts
@@ -73,8 +73,8 @@ class LocalGroup:
 class ModelPast:
     """What a model keeps of the past.
 
-    `layers` says what each layer keeps; `full` are K and V of one token in the layers of full attention; `locals` is a
-    group for each way of being local (windows of two sizes are two groups); `states` are all states together.
+    `layers` says what each layer keeps. `full` are K and V of one token in all layers of full attention, `locals` are
+    groups of local attention (windows of two sizes are two groups), `states` are all states together.
 
     Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
     """
@@ -92,14 +92,14 @@ class ModelPast:
         self.states = Parts(part for part in parts if part.name in ("conv", "recurrent"))
 
     def num_layers(self) -> list[int]:
-        """How many layers keep something in full, in each local group, and in states, where there are any."""
+        """The number of layers with full attention, in each local group, and with states, without zeros."""
         groups = [self.full, *(local.parts for local in self.locals), self.states]
         return [len({part.layer for part in parts}) for parts in groups if parts.num_bytes]
 
 
 @torch.inference_mode()
 def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
-    """Every tensor that a forward leaves behind, in order."""
+    """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
     positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
@@ -117,7 +117,7 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The states a layer keeps: their names, which of its pairs they belong to, and they themselves."""
+    """The states of a layer, each as its name, the index of its pair, and the tensor."""
     for index in range(layer.number_of_states):
         for name, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
             state = states[index]

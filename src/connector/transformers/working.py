@@ -1,12 +1,11 @@
-"""The past of one running request, over every layer of its model: computed, snapshotted, restored.
+"""The past of one running request, in all layers of its model, with snapshots and restores.
 
-    full attention    in pages of the device pool, found by the request's block table
-    local attention   the recent tokens, in a LocalLayer; snapshotted in blocks of consecutive tokens
-    states            in transformers' own layers; snapshotted together, as one page for one position
+    full attention    in blocks of the device pool, found by the request's block table
+    local attention   the recent tokens, in a LocalLayer; snapshots are blocks of consecutive tokens
+    states            in transformers' own layers; a snapshot is one page of all states at one position
 
-A snapshot is plain bytes in the order of past.py. Of a block of local attention every part has the shape
-[tokens, heads, width], as in a block of the pool. Bytes are copied both ways: a request never changes the snapshot it
-was restored from.
+A snapshot is plain bytes in the order of past.py. In a block of local attention every part has the shape
+[tokens, heads, width]. Snapshots and restores copy: a request never changes the snapshot it was restored from.
 """
 
 import torch
@@ -21,10 +20,10 @@ AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
 
 class WorkingState:
-    """The past of one request. `cache` is what its forwards take as `past_key_values`.
+    """The past of one request. `cache` is passed to forward passes as `past_key_values`.
 
-    A fresh one is at position 0. To go on from a boundary b, restore every group of `past.locals` and the states at b
-    before the first forward; the pages of full attention are in `table` already.
+    A fresh one is at position 0. To continue from a boundary b, restore every group of `past.locals` and the states at
+    b before the first forward pass. The blocks of full attention must be in `table`.
     """
 
     def __init__(self, past: ModelPast, kv: PagedKV, table: BlockTable) -> None:
@@ -35,8 +34,8 @@ class WorkingState:
     def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor) -> None:
         """Write the tokens [first, end) of a local group into `out`, uint8 [(end - first) * group.token_bytes].
 
-        There is what a later token can see, rounded down to a whole block, and all that the last forward computed.
-        Raises MisuseError for other tokens.
+        Available are the tokens that a later token can see, from the beginning of a block on, and all that the last
+        forward pass computed. Raises MisuseError for other tokens.
         """
         tokens = end - first
         _check_bytes(out, tokens * group.token_bytes)
@@ -45,10 +44,10 @@ class WorkingState:
             out[span] = _bytes(keys if part.name == "keys" else values)
 
     def restore_window(self, group: LocalGroup, first: int, length: int, blocks: torch.Tensor) -> None:
-        """Hold the tokens [first, length) of a local group, from snapshots of equally many tokens each, in order.
+        """Restore the tokens [first, length) of a local group from snapshots of equal size, in order.
 
-        `blocks` is uint8 [blocks, bytes of one]; none at all are needed where a chunk of attention begins, at `first`
-        equal to `length`. Raises MisuseError if what a token at `length` can see is not among them.
+        `blocks` is uint8 [blocks, bytes of one], empty where an attention chunk begins (`first` equals `length`).
+        Raises MisuseError if a token at `length` can see tokens before `first`.
         """
         tokens = (length - first) // max(len(blocks), 1)
         if blocks.dim() != 2 or tokens * len(blocks) != length - first:
@@ -65,9 +64,9 @@ class WorkingState:
                 self._local(part).restore(first, length, states[part.layer, "keys"], states[part.layer, "values"])
 
     def snapshot_states(self, out: torch.Tensor) -> None:
-        """Write all states, as they are now, into `out`, uint8 [past.states.num_bytes].
+        """Write the present states into `out`, uint8 [past.states.num_bytes].
 
-        Raises MisuseError before the first forward, and if a state has another shape or type than when it was probed.
+        Raises MisuseError before the first forward pass, and if a state has another shape or dtype than the probed one.
         """
         _check_bytes(out, self._past.states.num_bytes)
         for part, span in self._past.states.spans():
@@ -83,7 +82,7 @@ class WorkingState:
             out[span] = _bytes(state)
 
     def restore_states(self, page: torch.Tensor) -> None:
-        """Take all states from `page`, uint8 [past.states.num_bytes]: a snapshot at the position to go on from."""
+        """Restore all states from `page`, uint8 [past.states.num_bytes], a snapshot at the position to resume from."""
         _check_bytes(page, self._past.states.num_bytes)
         for part, span in self._past.states.spans():
             state = _tensor(page[span], part.dtype).view(part.shape)
@@ -123,5 +122,5 @@ def _bytes(state: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as values, in memory of their own: a part may begin anywhere in a page."""
+    """A copy of the bytes as values. It must be a copy, because a part in a page may not be aligned."""
     return row.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)

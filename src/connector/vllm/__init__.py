@@ -1,4 +1,4 @@
-"""vLLM's connector to a CPUPrefixCache. vLLM imports this module in every process, also where there is no GPU."""
+"""A vLLM KV connector backed by CPUPrefixCache. vLLM imports this module in every process, also without a GPU."""
 
 from connector.vllm.connector import CPUPrefixCacheConnector
 

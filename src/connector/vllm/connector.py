@@ -1,4 +1,4 @@
-"""The class vLLM constructs: once in the scheduler's process, once in each worker's.
+"""The connector class. vLLM constructs it once in the scheduler's process and once in each worker.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector",
     "kv_connector_module_path": "connector.vllm", "kv_role": "kv_both",
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands each call of vLLM's to the half it concerns. vLLM's docstrings of these methods say when they come.
+    """Passes each call to the scheduler half or the worker half. The base class documents when vLLM makes each call.
 
-    Without prefix caching there is nothing to be keyed by: it says so, and does nothing.
+    Without vLLM's prefix caching there are no block hashes: the connector logs a warning and does nothing.
     """
 
     _cache_hit_source = versions.host_hit_source()
@@ -52,19 +52,19 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             checked_options(vllm_config)
             logger.warning("prefix caching is off, and so is the host's prefix cache: start vLLM with it to use both")
             return
-        self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # refused here, in every process
+        self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # raises in every process
         if role is KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
             if versions.needs_joint_hits(kv_cache_config.has_mamba_layers):
-                versions.give_joint_hits()
+                versions.patch_joint_hits()
         else:
-            from connector.vllm.worker import WorkerHalf  # torch, and on a GPU Triton: not in the scheduler
+            from connector.vllm.worker import WorkerHalf  # imports torch and Triton, which the scheduler does not need
 
             self.worker = WorkerHalf(settings, vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a store that is lost is a miss, and nothing worse
+        return False  # a lost store is only a miss later
 
     # In the scheduler
 
@@ -96,7 +96,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is not None:
             self.scheduler.request_finished(request)
-        return False, None  # vLLM frees its blocks at once: what is being copied has a reference of ours
+        return False, None  # vLLM may free the blocks now: sources of stores have a reference of their own
 
     def reset_cache(self) -> bool:
         if self.scheduler is not None:
@@ -104,7 +104,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def has_pending_push_work(self) -> bool:
-        # or an idle engine would not step, and hear no reports
+        # an idle engine must go on stepping until all reports have arrived
         return self.scheduler is not None and self.scheduler.has_transfers()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -141,7 +141,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.close()
 
-    # In either, and in the frontend
+    # In both halves, and in the frontend
 
     def get_kv_connector_stats(self) -> CacheStats | None:
         half = self.worker if self.scheduler is None else self.scheduler
@@ -161,7 +161,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> CachePromMetrics:
         return CachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # Copies run beside the model, so nothing is done or waited for layer by layer
+    # Copies run beside the forward pass: there is nothing to do for single layers
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         pass
@@ -176,5 +176,5 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
 
-# Also where the entry point is not installed: a MultiConnector knows the class of a part's statistics by name alone.
+# Needed where the entry point is not installed: MultiConnector looks up the class of its parts' statistics by name.
 register()

@@ -1,32 +1,33 @@
 """vLLM's block pool as a `Device`.
 
-A block waits to be evicted in the pool's free queue, hashed or not, and is handed out from its front:
+A block that waits is in the pool's free queue, with or without a hash. Blocks are handed out from the front:
 
     front                                                                     back
     [ no hash ][ deepest of the oldest ] ... [ its first chunk ] ... [ freed last ]
                `-- soonest_evicted walks from here along the queue's own links
 
-A block in use has `ref_cnt > 0` and is out of the queue. A hold is one more reference, which is all that vLLM needs to
-leave a block and its hash alone.
+A block in use has `ref_cnt > 0` and is not in the queue. A hold adds one reference: vLLM then changes neither the
+block nor its hash.
 
-vLLM's key of a block is its hash and the number of its group, ours the hash alone, as it stands in
-`Request.block_hashes`. A chunk has blocks in each prefix group, one or, where they are shorter than it, several, and is
-on the device while all of them are. It is known by those it ends with, one in each group, whose hash is its key: vLLM
-frees a request group by group, from either end of the list, and each from its last block to its first. So of a chunk
-one of these is the first to leave. (Not always: of blocks within chunks that have one name vLLM gives a later prompt
-the first, which may be another chunk's. Its own then waits where it was, and may be gone when its chunk is looked at.)
+The *name* of a block is what vLLM finds it by (`BlockHashWithGroupId`): its hash and the id of its group. Our *key* is
+the hash alone, as in `Request.block_hashes`. A chunk has one block in each prefix group, or several where blocks are
+shorter than the chunk, and is on the device while all of them are. It is represented by its last block in each group,
+whose hash is the chunk's key: vLLM frees a request group by group, in either order of the groups, and each group from
+its last block to its first. So the first block of a chunk to be evicted is one of these. (There is an exception: inner
+blocks of several chunks may have the same name, and vLLM gives a later prompt the first of them, which may belong to
+another chunk. The chunk's own inner block then keeps its place, and may be evicted before the chunk is looked at.)
 
-    full attention of 32 tokens, full attention of 16, chunks a and b freed at once     (^ brings its chunk)
+    full attention of 32 tokens, full attention of 16, chunks a and b freed at once     (^ represents its chunk)
 
-    front  [ b ][ a ] [ b, second ][ b, first ][ a, second ][ a, first ]  back          or the groups the other way
+    front  [ b ][ a ] [ b, second ][ b, first ][ a, second ][ a, first ]  back          or the groups swapped
              ^    ^       ^                        ^
 
-A checkpoint has its blocks in other groups, and they do not wait together: what a window has passed is freed while the
-request goes on. So a checkpoint is known by each of its blocks, from the moment it was found whole: the first of them
-that is about to leave brings all of it to the host.
+A checkpoint has its blocks in the other groups, and they are not freed together: blocks that a window has passed are
+freed while the request runs. So each block of a checkpoint represents it, once the checkpoint was found complete: when
+the first of them is about to be evicted, the whole checkpoint is stored.
 
-In a model without prefix groups chunks have no blocks. Which of them there were, nobody can ask vLLM: the latest are
-remembered, a few times as many as there are blocks.
+In a model without prefix groups chunks have no blocks, and vLLM does not know which chunks were computed. The most
+recent ones are remembered here, RECENT_PER_BLOCK for each device block.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
@@ -50,26 +51,28 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.places import FRONT, Places
 
 GROUP_ID_BYTES = len(make_block_hash_with_group_id(BlockHash(b""), 0))
-SEEN_PER_BLOCK = 64  # one state hangs below the chunks of a whole prompt; 32 MB for 5,000 blocks
+RECENT_PER_BLOCK = 64  # one state block stands for the chunks of a whole prompt; 32 MB for 5,000 blocks
 
 
 class Place(NamedTuple):
-    """Where a block waits: a block that waits later under another hash is elsewhere."""
+    """Where a block waits. The hash tells it from a later wait of the same block with other contents."""
 
     block: int
     hash: bytes | None
 
 
 class Run(NamedTuple):
-    """Blocks that stood one behind the other, front to back, and the place of the last of them."""
+    """Blocks that were neighbours in the free queue, front to back, and the place of the last of them."""
 
     place: Place
     blocks: Sequence[KVCacheBlock]
 
 
 class Hold(NamedTuple):
-    """Blocks with a reference of ours: those that were in use, the deepest first, and those that waited, by runs; and
-    the chunk that the first of them hangs below."""
+    """Blocks with one added reference: those that were in use, the deepest first, and runs of those that waited.
+
+    `parent` are the blocks of the chunk that the first held chunk hangs below.
+    """
 
     in_use: list[KVCacheBlock]
     runs: list[Run]
@@ -81,11 +84,11 @@ def _place(block: KVCacheBlock) -> Place:
 
 
 class VllmDevice:
-    """The blocks of all groups; `group_ids[i]` is vLLM's number of the planner's group i, `hashes_per_chunk` how many
-    block hashes of a request make a chunk.
+    """The blocks of all groups. `group_ids[i]` is vLLM's id of the planner's group i, `hashes_per_chunk` the number of
+    block hashes of a request that make a chunk.
 
-    vLLM hashes a block when it allocates it, before the step that computes it. While such a step is decided, `awaited`
-    tells the hashes whose bytes are still to come: blocks in use are not found under them.
+    vLLM gives a block its hash when it allocates it, before the step that computes it. `unwritten` returns the hashes
+    of blocks that the step being scheduled will compute: a block in use is not found by such a hash.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class VllmDevice:
         pool: BlockPool,
         planner: HybridChunkPlanner,
         group_ids: Sequence[int],
-        awaited: Callable[[], Container[bytes]] = tuple,
+        unwritten: Callable[[], Container[bytes]] = tuple,
         hashes_per_chunk: int = 1,
     ) -> None:
         self._pool = pool
@@ -106,8 +109,8 @@ class VllmDevice:
         self._prefix_suffixes = tuple(self._suffixes[at] for at in in_chunk)
         ends = block_ends(planner, hashes_per_chunk)
         self._picked = sorted({*ends.values(), hashes_per_chunk - 1})
-        self._at = {block: self._picked.index(end) for block, end in ends.items()}  # among the picked hashes
-        # Of each prefix group: what its names end with, and the hashes of its blocks of a chunk. The last comes first.
+        self._at = {block: self._picked.index(end) for block, end in ends.items()}  # index into the picked hashes
+        # For each prefix group: the end of its names, and this index for each of its blocks of a chunk, the last first.
         self._chunk_groups = [
             (self._suffixes[at], [-1, *[self._at[block] for block in reversed(ends) if block[0] == at][1:]])
             for at in in_chunk
@@ -115,53 +118,53 @@ class VllmDevice:
         self._has_inner = any(len(blocks) > 1 for _, blocks in self._chunk_groups)
         self._hashes: HashesOnDevice | None = None
         if in_chunk and len(self._picked) > 1:
-            self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_an_end)
-        self._awaited = awaited
-        self._given: Container[int] = ()
+            self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_last_block)
+        self._unwritten = unwritten
+        self._hidden: Container[int] = ()
         self._checkpoints = _Checkpoints()
-        self._seen: dict[bytes, Sequence[bytes]] = {}  # without prefix groups: the latest, the last seen last
+        self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._places = Places(self._is_at)
 
     @property
     def num_waiting(self) -> int:
         return int(self._pool.get_num_free_blocks())
 
-    def saw(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
+    def remember(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
         """The device has chunks [start, stop) of a request with these block hashes."""
         if self._hashes is not None:
             self._hashes.add(hashes, start, stop)
         elif not self._prefix_suffixes:
-            self._see(hashes, start, stop)
+            self._remember_recent(hashes, start, stop)
 
-    def _see(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
+    def _remember_recent(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
         for first in range(start * self._hashes_per_chunk, stop * self._hashes_per_chunk, self._hashes_per_chunk):
             key = hashes[first + self._picked[-1]]
-            self._seen.pop(key, None)
-            self._seen[key] = tuple(hashes[first + at] for at in self._picked) if len(self._picked) > 1 else ()
-        for key in list(islice(self._seen, max(0, len(self._seen) - SEEN_PER_BLOCK * self.num_blocks))):
-            del self._seen[key]
+            self._recent.pop(key, None)
+            self._recent[key] = tuple(hashes[first + at] for at in self._picked) if len(self._picked) > 1 else ()
+        for key in list(islice(self._recent, max(0, len(self._recent) - RECENT_PER_BLOCK * self.num_blocks))):
+            del self._recent[key]
 
     def find(self, key: bytes) -> Sequence[int] | None:
         return self.find_all((key,))[0]
 
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
         if not self._prefix_suffixes:
-            return [() if key in self._seen else None for key in keys]
+            return [() if key in self._recent else None for key in keys]
         if self._has_inner or len(self._chunk_groups) > 1:
             return [self._chunk(key) for key in keys]
         (suffix,) = self._prefix_suffixes
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
         found = map(get_one_block, [key + suffix for key in keys])
-        awaited, given = self._awaited(), self._given
+        unwritten, hidden = self._unwritten(), self._hidden
         return [
             None
-            if block is None or (block.ref_cnt and (key in awaited or block.block_id in given))
+            if block is None or (block.ref_cnt and (key in unwritten or block.block_id in hidden))
             else (block.block_id,)
             for key, block in zip(keys, found, strict=True)
         ]
 
     def _chunk(self, key: bytes) -> Sequence[int] | None:
-        """The blocks of a chunk of several: group by group, in token order."""
+        """The blocks of a chunk that has several: group by group, in token order."""
         hashes = self._picked_hashes(key) if self._has_inner else (key,)
         if hashes is None:
             return None
@@ -170,18 +173,18 @@ class VllmDevice:
             found: list[int] = []
             behind = None
             for at in ends:
-                behind = self._copy(hashes[at] + suffix, behind)
+                behind = self._find_after(hashes[at] + suffix, behind)
                 if behind is None or self._is_hidden(behind, hashes[at]):
                     return None
                 found.append(behind.block_id)
             blocks += reversed(found)
         return blocks
 
-    def _copy(self, name: bytes, behind: KVCacheBlock | None) -> KVCacheBlock | None:
-        """A block with this name: of several the one that waits right behind that block, if it does.
+    def _find_after(self, name: bytes, behind: KVCacheBlock | None) -> KVCacheBlock | None:
+        """A block with this name. If several have it, the one that follows `behind` in the free queue, if it does.
 
-        Chunks that part within have the blocks before in common, by name, and each has copies of its own. To store one
-        chunk, and put its blocks back in front, must not take the others' along.
+        Two chunks that differ only after their first blocks have inner blocks of the same name, each a copy of its own.
+        A store of one chunk must hold that chunk's copies, since `release` puts what was held back in the queue.
         """
         if behind is not None:
             near: KVCacheBlock | None = behind.next_free_block
@@ -191,24 +194,24 @@ class VllmDevice:
         return found
 
     def _picked_hashes(self, key: bytes) -> Sequence[bytes] | None:
-        """Those that blocks of the chunk with this key end with; None if they are not known."""
+        """The hashes of all blocks of the chunk with this key; None if they are not known."""
         if len(self._picked) == 1:
             return (key,)
-        return (self._seen if self._hashes is None else self._hashes.by_key).get(key)
+        return (self._recent if self._hashes is None else self._hashes.by_key).get(key)
 
-    def _has_an_end(self, key: bytes) -> bool:
-        """Whether some group has a block that ends with this chunk. Blocks within may be other chunks'."""
+    def _has_last_block(self, key: bytes) -> bool:
+        """Whether some group has the last block of this chunk. Inner blocks may belong to other chunks."""
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
         return any(get_one_block(key + suffix) for suffix in self._suffixes)
 
     @contextmanager
-    def given(self, blocks: Container[int]) -> Iterator[None]:
-        """In this context, blocks that a request has just been given are not taken for somebody else's."""
-        self._given = blocks
+    def hiding(self, blocks: Container[int]) -> Iterator[None]:
+        """In this context `blocks` are not found: a request was just given them, and they hold no KV yet."""
+        self._hidden = blocks
         try:
             yield
         finally:
-            self._given = ()
+            self._hidden = ()
 
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         pieces = self._pieces(checkpoint)
@@ -216,7 +219,7 @@ class VllmDevice:
             self._checkpoints.forget(checkpoint)
             return None
         names = [name for name, _ in pieces]
-        # Its chunk may leave first, and it could not be stored without.
+        # The blocks of its chunk represent it too: without the chunk the checkpoint cannot be stored.
         names += [BlockHashWithGroupId(checkpoint.tail[-1] + suffix) for suffix in self._prefix_suffixes]
         if self._checkpoints.remember(checkpoint, names):
             self._checkpoints.sweep(lambda oldest: self._pieces(oldest) is not None)
@@ -226,9 +229,9 @@ class VllmDevice:
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
         suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
-        # Where blocks of prefix groups are within chunks: those that are not. None: all of them end one.
+        # The keys of chunks, if prefix groups have inner blocks. None: every block is the last one of a chunk.
         chunks = self._hashes.by_key if self._hashes is not None and self._has_inner else None
-        for block in self._pool.free_block_queue.iter_blocks_after(None):  # many of them: no call more than needed
+        for block in self._pool.free_block_queue.iter_blocks_after(None):  # called for thousands of blocks
             name = block.block_hash
             if name is None:
                 yield block.block_id, None
@@ -254,9 +257,9 @@ class VllmDevice:
         return Hold(in_use, self._take_runs(waiting), [_place(everywhere[block]) for block in parent])
 
     def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
-        """Blocks out of the queue, by runs of those that stand one behind the other: of a prompt, one for each group.
+        """Take blocks out of the queue, in runs of neighbours: of a prompt, about one run for each group.
 
-        They come chunk by chunk and stand group by group, so runs are found by the queue's links.
+        `waiting` is ordered by chunk and the queue by group, so runs are found by the queue's links.
         """
         runs: list[Run] = []
         left = {block.block_id for block in waiting}
@@ -277,11 +280,13 @@ class VllmDevice:
         return runs
 
     def _ends_run(self, block: KVCacheBlock) -> bool:
-        """Whether something is held that stood right behind it, and comes back to this very place."""
+        """Whether held blocks will return to the place right behind this block."""
         return len(self._places) > 0 and self._places.is_before(_place(block))
 
     def release(self, hold: Hold) -> None:
-        """What was in use goes to the end deepest first, as vLLM frees a request: no chunk must outlive its parent."""
+        """Blocks that were in use go to the end, the deepest first, as vLLM frees a request: a chunk must be evicted
+        before its parent.
+        """
         last = list(hold.in_use)
         for run in hold.runs:
             back = [block for block in run.blocks if block.ref_cnt == 1 and block.block_hash is not None]
@@ -290,7 +295,7 @@ class VllmDevice:
             if not back:
                 self._places.forget(run.place)
                 continue
-            before = self._waiting_behind(self._places.back(run.place))
+            before = self._predecessor(self._places.back(run.place))
             for block in back:
                 self._link_in(block, before)
                 before = block
@@ -304,8 +309,8 @@ class VllmDevice:
             else:
                 block.ref_cnt -= 1
 
-    def _waiting_behind(self, place: Hashable) -> KVCacheBlock:
-        """The block of a place; at the front, the last of those without a hash, which stay first."""
+    def _predecessor(self, place: Hashable) -> KVCacheBlock:
+        """The block to link a run behind. At the front it is the last block without a hash, as those stay first."""
         if isinstance(place, Place):
             block: KVCacheBlock = self._pool.blocks[place.block]
             return block
@@ -316,9 +321,7 @@ class VllmDevice:
         return before
 
     def _link_in(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
-        """The last reference ends, and the block waits behind that one: by hand, as the queue has no verb for its
-        middle.
-        """
+        """End the last reference, and insert the block behind `before`. vLLM's queue has no method for that."""
         block.ref_cnt -= 1
         block.prev_free_block, block.next_free_block = before, before.next_free_block
         before.next_free_block.prev_free_block = block
@@ -326,14 +329,14 @@ class VllmDevice:
         self._pool.free_block_queue.num_free_blocks += 1
 
     def _is_at(self, place: Hashable) -> bool:
-        """Whether the block of a place still waits, under the same hash."""
+        """Whether the block of a place still waits, with the same hash."""
         if not isinstance(place, Place):
             return False
         block = self._pool.blocks[place.block]
         return not block.ref_cnt and block.block_hash == place.hash
 
     def _pieces(self, checkpoint: CheckpointAt) -> list[tuple[BlockHashWithGroupId, KVCacheBlock]] | None:
-        """The blocks of a checkpoint, each with vLLM's key of it; None unless all of them are there."""
+        """The blocks of a checkpoint with their names; None unless all of them are on the device."""
         first = checkpoint.depth - len(checkpoint.tail)
         pieces = []
         for at in self._planner.checkpoint(checkpoint.depth):
@@ -348,12 +351,12 @@ class VllmDevice:
         return pieces
 
     def _is_hidden(self, block: KVCacheBlock, hash: bytes) -> bool:
-        if block.block_id in self._given:
+        if block.block_id in self._hidden:
             return True
-        return block.ref_cnt > 0 and hash in self._awaited()
+        return block.ref_cnt > 0 and hash in self._unwritten()
 
     def _keys(self, block: KVCacheBlock) -> Sequence[bytes]:
-        """Our keys of a block: that of its chunk, or those of the checkpoints that need it."""
+        """The keys that a block represents: of its chunk, and of the checkpoints that need it."""
         name = block.block_hash
         if name is None:
             return ()
@@ -365,13 +368,16 @@ class VllmDevice:
 
 
 class _Checkpoints:
-    """Which checkpoints need a block, by vLLM's key of it. What has left the device is forgotten in time: with each new
-    checkpoint two of the oldest are asked for."""
+    """Which checkpoints need a block, by its name.
+
+    With each new checkpoint the two that were checked longest ago are checked again, and forgotten if they have left
+    the device.
+    """
 
     def __init__(self) -> None:
         self.needed_by: dict[BlockHashWithGroupId, list[bytes]] = {}
         self._names: dict[bytes, Sequence[BlockHashWithGroupId]] = {}
-        self._oldest: dict[bytes, CheckpointAt] = {}  # by when they were asked for last
+        self._oldest: dict[bytes, CheckpointAt] = {}  # by the time of their last check
 
     def __len__(self) -> int:
         return len(self._names)
@@ -380,7 +386,7 @@ class _Checkpoints:
         return self.needed_by.get(name, ())
 
     def remember(self, checkpoint: CheckpointAt, names: Sequence[BlockHashWithGroupId]) -> bool:
-        """Whether it is new."""
+        """Returns whether the checkpoint is new."""
         key = checkpoint_key(checkpoint.tail[-1])
         if key in self._names:
             return False

@@ -1,15 +1,14 @@
-"""What can be hit on the host, as vLLM's KV events, for routers that send a prompt to where its prefix is.
+"""Boundaries that can be hit on the host, as vLLM's KV events. Routers use them to send a prompt to its prefix.
 
-    the library's log                      on the wire, medium "CPU"
+    the library's log                      event, medium "CPU"
     stored b, c below a                    BlockStored [b, c], parent a
     removed b                              BlockRemoved [b]
-    reset: removed, all there was          BlockRemoved [all there was]
+    reset                                  BlockRemoved [all that were stored]
 
-A boundary is told only if a request could resume there from the host alone, by the hash of the block that ends there,
-in the form in which vLLM tells its own. vLLM's AllBlocksCleared names no medium in any release so far: who hears it
-forgets the device too, so a reset is told block by block.
-
-Tokens are not told, as nobody has them any more when a store has ended.
+A boundary is published only if a request could resume there from the host alone. Its hash is that of the block that
+ends there, in the form of vLLM's own events. A reset is published block by block, because vLLM's AllBlocksCleared
+names no medium: a router would forget the device's blocks too. `token_ids` is empty, since the tokens are not known
+any more when a store has ended.
 """
 
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ LOCALITY = "LOCAL"  # on the engine's own host
 
 
 def block_events(events: Iterable[BoundaryEvent], block_size: int) -> list[KVCacheEvent]:
-    """`block_size`: the tokens of a chunk."""
+    """The library's events as vLLM's. `block_size` is the number of tokens of a chunk."""
     return [
         _stored(event, block_size)
         if isinstance(event, BoundariesStored)

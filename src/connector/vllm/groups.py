@@ -1,15 +1,15 @@
-"""vLLM's KV cache groups as ours: which kind each one is, and what one block of it weighs.
+"""Translates vLLM's KV cache groups into the planner's: the kind of each group, and the bytes of one block.
 
-A layer's kind is known by the exact type of its spec: a subclass may keep its blocks by another rule, and what is not
-known here is refused by name (DESIGN 4.1). The bytes are those without padding, as `tensors.py` finds them.
+The kind follows from the exact type of a layer's spec. A subclass may keep its blocks differently, so an unknown type
+raises ConfigurationError with its name. Bytes are counted without padding, as `tensors.py` finds them.
 
-vLLM's scheduler knows less of the layers than the ranks do, and both must come to the same host blocks:
+Scheduler and ranks must compute the same host blocks, but the scheduler knows less about the layers:
 
-    a group whose layers differ in size       the scheduler has the spec of its first layer alone
-    a group none of whose layers are here     another stage of the pipeline has them
+    a group whose layers differ in size        the scheduler has the spec of its first layer only
+    a group with no layers on this rank        another pipeline stage has them
 
-So each rank, too, plans with what the scheduler is given (`generate_scheduler_kv_cache_config`), and knows apart what
-its own layers weigh.
+So ranks plan with the scheduler's view too (`generate_scheduler_kv_cache_config`); `own_block_bytes` is what the
+layers of this rank take.
 """
 
 import math
@@ -27,9 +27,9 @@ Fields = dict[str, Any]
 
 
 def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HybridChunkPlanner:
-    """The arithmetic of this model's cache, as the scheduler knows one rank's.
+    """The planner of this model, for one rank as the scheduler sees it.
 
-    Raises ConfigurationError for a kind of KV state that is not known, and for one that cannot be kept as configured.
+    Raises ConfigurationError for an unknown kind of KV state, and for one that cannot be kept as configured.
     """
     kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
     grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -44,11 +44,11 @@ def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Hybr
 
 
 def _check_lengths(groups: Sequence[Group], grid: int) -> None:
-    """Blocks of different lengths are refused where vLLM itself cannot keep them.
+    """Raises ConfigurationError for block lengths that vLLM itself does not handle.
 
-    It looks for chunked-local attention only where every block is as long as its own. And it ends steps where the
-    shortest blocks do (`Scheduler._mamba_block_aligned_split`), with the state of that token in a block that it then
-    hashes by the longer block's end.
+    vLLM finds chunked-local attention only if all groups have blocks of the same length. And it aligns steps to the
+    shortest blocks (`Scheduler._mamba_block_aligned_split`): a longer state block then gets the hash of its end, but
+    holds the state of an earlier token.
     """
     shortest = min(groups, key=lambda group: group.block_tokens)
     for group in groups:
@@ -67,7 +67,7 @@ def _check_lengths(groups: Sequence[Group], grid: int) -> None:
 
 
 def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
-    """vLLM's numbers of the planner's groups: those of which something is kept.
+    """vLLM's ids of the planner's groups: those that keep any state.
 
     Raises ConfigurationError for layers of different kinds in one group.
     """
@@ -76,30 +76,30 @@ def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
 
 
 def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
-    """What one block of each planned group weighs in the layers that this rank has of it."""
+    """The bytes of one block of each planned group, in the layers that this rank has."""
     groups = [kv_cache_config.kv_cache_groups[at] for at in planned_group_ids(kv_cache_config)]
     return [sum(_block_bytes(spec) for spec in _layers(group)) for group in groups]
 
 
 def is_replicated(planner: HybridChunkPlanner) -> bool:
-    """Whether every rank of a tensor-parallel group has the same bytes, in all that is kept."""
+    """Whether all ranks of a tensor-parallel group hold the same bytes, in all groups."""
     return all(group.replicated for group in planner.groups)
 
 
 def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many of a request's block hashes make a chunk: the last of them is the chunk's key."""
+    """How many of a request's block hashes make a chunk. The last one is the chunk's key."""
     grid, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return grid // hashed
 
 
 def device_blocks_per_chunk(planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> int:
-    """How many blocks vLLM allocates at most for the tokens of a chunk. What is rebuilt takes one a request."""
+    """The most blocks that vLLM allocates for the tokens of a chunk. A group that keeps nothing counts as one block."""
     rebuilt = len(kv_cache_config.kv_cache_groups) - len(planner.groups)
     return rebuilt + sum(planner.grid_tokens // group.block_tokens for group in planner.groups)
 
 
 def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
-    """What vLLM drops from the end of a hit for drafts: with any connector, one block (config/vllm.py)."""
+    """The tokens that vLLM drops from the end of a hit for EAGLE drafts: with a connector, a block (config/vllm.py)."""
     speculative = vllm_config.speculative_config
     return grid if speculative is not None and speculative.use_eagle() else 0
 
@@ -119,7 +119,7 @@ def _group(at: int, group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead
 
 
 def _scheduled_bytes(group: KVCacheGroupSpec, pages: Mapping[str, int]) -> int:
-    """What the scheduler can know of the bytes of a group's block: where layers differ, by the room they are given."""
+    """The bytes of a group's block as the scheduler knows them: where layers differ in size, from their pages."""
     of_layers = [pages.get(name) for name in group.layer_names]
     if len(set(of_layers)) > 1:
         return sum(page or _block_bytes(group.kv_cache_spec) for page in of_layers)
@@ -127,7 +127,7 @@ def _scheduled_bytes(group: KVCacheGroupSpec, pages: Mapping[str, int]) -> int:
 
 
 def _layers(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
-    """The spec of every layer of a group that is here: its own, or the one they share."""
+    """The spec of each layer of the group that this rank has."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return [spec.kv_cache_specs[name] for name in group.layer_names]
@@ -135,7 +135,7 @@ def _layers(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
 
 
 def _one_kind(group: KVCacheGroupSpec) -> GroupKind:
-    """That of all its layers, here or on another stage."""
+    """The kind of all layers of a group, on this stage and others. Raises ConfigurationError if they differ."""
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     kind, *others = {_kind(each) for each in specs}
@@ -163,7 +163,7 @@ def _state(spec: Any) -> Fields:
 
 
 def _window(spec: Any) -> Fields:
-    if versions.is_computed_again(spec):
+    if versions.is_replayed(spec):
         raise ConfigurationError(
             "sliding windows that vLLM computes again after each hit (bounded_replay) are not built"
         )
@@ -185,7 +185,7 @@ _KNOWN: dict[str, Callable[[Any], Fields]] = {
 
 
 def _block_bytes(spec: Any) -> int:
-    """Without padding. Both names are vLLM's, for the two families of specs."""
+    """The bytes of one layer's block without padding: `real_page_size_bytes`, which MambaSpec lacks."""
     if type(spec).__name__ == "MambaSpec":
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return int(spec.real_page_size_bytes)

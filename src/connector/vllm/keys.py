@@ -1,15 +1,15 @@
-"""A request's block hashes as keys of chunks, and as what vLLM knows the blocks within chunks by.
+"""A request's block hashes: which of them are keys of chunks, and which name the blocks within a chunk.
 
-vLLM hashes blocks of the length that divides all of its groups', each hash chained to the one before; so the hash at
-the end of a chunk is the chunk's key, and vLLM itself knows every block by the hash at its end.
+vLLM computes chained hashes of blocks whose length divides the block length of every group. The hash at the end of a
+chunk is the chunk's key; vLLM finds a block of any group by the hash at the block's end.
 
     hashes          h0  h1  h2  h3  h4  h5  h6        of 16 tokens
     keys                h1      h3      h5            chunks of 32
     blocks of 32        h1      h3      h5
     blocks of 16    h0  h1  h2  h3  h4  h5  h6
 
-A key does not tell the hashes before it. So where a group has blocks shorter than a chunk, those hashes are remembered
-by the key, from when the chunk is computed for as long as the device has some of it.
+The earlier hashes of a chunk do not follow from its key. So where a group has blocks shorter than a chunk, those hashes
+are remembered by the key, from when the chunk is computed until the device has none of its last blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from cpu_prefix_cache.offload.forgetting import Forgetting
 
 
 class ChunkKeys(Sequence[bytes]):
-    """Every `each`-th of `hashes`, as they are at the moment: the list grows as the request goes on."""
+    """Every `each`-th of `hashes`: a view of a list that grows while the request runs."""
 
     def __init__(self, hashes: Sequence[bytes], each: int) -> None:
         self._hashes = hashes
@@ -29,7 +29,7 @@ class ChunkKeys(Sequence[bytes]):
 
     @classmethod
     def of(cls, hashes: Sequence[bytes], each: int) -> Sequence[bytes]:
-        """The list itself where a block is a chunk: it is read as it lies."""
+        """The keys of the chunks: `hashes` itself if each hash is a chunk's."""
         return hashes if each == 1 else cls(hashes, each)
 
     def __len__(self) -> int:
@@ -48,9 +48,9 @@ class ChunkKeys(Sequence[bytes]):
 
 
 def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple[int, int], int]:
-    """For block number b of group g within a chunk, as (g, b): which of the chunk's hashes, from 0, it ends with.
+    """For block b of group g within a chunk, as (g, b): the index of its hash among the chunk's hashes.
 
-    Those blocks only that are ever asked for: a short window takes no more than the last of a chunk.
+    Only for blocks that are used: a short window needs only the last blocks of a chunk.
     """
     far = {(at.group, at.block) for at in planner.checkpoint(FAR_CHUNKS)}
     ends = {}
@@ -63,10 +63,11 @@ def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple
 
 
 class HashesOnDevice:
-    """Hashes of chunks by their keys: `picked` are those of a chunk's `each` hashes that blocks end with, ascending.
+    """The hashes of a chunk's blocks, by the chunk's key. `picked` are their indices among the chunk's `each` hashes,
+    ascending.
 
-    `is_here` says of a key whether the device still has an end of the chunk. What has none is forgotten in time, a
-    portion in each call.
+    `is_here` tells whether the device still has a last block of the chunk with this key. Chunks without one are
+    forgotten, a few in each call of `add`.
     """
 
     def __init__(self, picked: Sequence[int], each: int, is_here: Callable[[bytes], bool]) -> None:

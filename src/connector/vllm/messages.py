@@ -1,4 +1,4 @@
-"""What travels between the two halves inside vLLM's own messages: out with each step, back with each step's output."""
+"""Messages between the two halves. vLLM sends one with each step, and returns the other with the step's output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,16 @@ from cpu_prefix_cache import RankReport, StepPlan
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's plan, and for each load in it the request vLLM wants to hear about when the load is over.
+    """The plan of one step. vLLM passes it from the scheduler to each worker.
 
-    `plan` is None where there is no cache, `computes` whether the step has anything to compute, `is_awaited` whether
-    requests wait for a copy to end, or for the blocks that it has. `timed` is the number of a step whose time tells how
-    fast prompts are computed, None for all others. `destinations` are the device blocks of loads, where
-    vLLM is told of those that failed by their blocks. A rank names that request once in `finished_recving`, however the
-    load ended, and in `failed_recving` too if it failed or was cancelled: vLLM keeps the blocks of an aborted request
-    until it has heard.
+    plan            None if there is no cache
+    requests        load id -> request id. When the load has ended, each rank names the request once in
+                    `finished_recving`, and also in `failed_recving` if the load failed or was cancelled. vLLM keeps the
+                    blocks of an aborted request until then.
+    computes        whether the step computes any tokens
+    destinations    load id -> its device blocks, for releases of vLLM that are told of failed loads by blocks
+    is_awaited      whether requests wait for a copy to end, or for the device blocks that it holds
+    timed           the number of this step, if its duration is measured (to learn how fast prompts are computed)
     """
 
     plan: StepPlan | None = None
@@ -30,10 +32,10 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """What ranks have copied. vLLM adds up those of one step, in any order, and tests them for truth: no `__len__`.
+    """What ranks have copied. vLLM aggregates those of one step, in any order.
 
-    `timed` is that of the step. Several steps may be under way, and vLLM keeps an output without anything in it to
-    itself: so the other half cannot tell by counting which step an output is of.
+    Without `__len__`, because vLLM tests it for truth. `timed` is that of the step's metadata: several steps may be in
+    flight, and vLLM drops empty outputs, so the scheduler half cannot count outputs to know the step.
     """
 
     reports: tuple[RankReport, ...]

@@ -1,11 +1,11 @@
-"""What the cache does, for who runs the engine: from both halves into vLLM's /metrics, and a line in its log.
+"""Statistics of the cache in vLLM's /metrics and in its log.
 
-    in the scheduler   CacheCounts       the cache's statistics: counts since the last report, levels as they are now
-    in each worker     TransferTimes     of each transfer that ended well on this rank, its seconds and its GB/s
-    between processes  CacheStats        either of them; vLLM adds up those of all ranks, of both halves, and of steps
+    in the scheduler   CacheCounts       the cache's statistics: counts since the last report, and present levels
+    in each worker     TransferTimes     the seconds and GB/s of each transfer that succeeded on this rank
+    between processes  CacheStats        a report of either; vLLM aggregates those of all ranks, both halves, and steps
     in the frontend    CachePromMetrics  the same numbers under the names in METRICS
 
-What travels is a flat dict: a key for each series, with a number, or with a list of observations.
+A report is a flat dict: for each series a number, or a list of observations.
 """
 
 import enum
@@ -44,14 +44,14 @@ GB_PER_SECOND = (
 
 
 class Kind(enum.Enum):
-    COUNT = "count"  # grows; reports have what came since the one before
-    LEVEL = "level"  # goes up and down; the scheduler's latest word counts
+    COUNT = "count"  # only grows; a report has the increase since the one before
+    LEVEL = "level"  # goes up and down; the scheduler's latest value counts
     TIMES = "times"  # observations, one for each transfer and rank
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One name in /metrics, without the prefix: one series, or one for each of the label's `values`."""
+    """One metric, its name without the prefix: one series, or one for each of the label's `values`."""
 
     name: str
     kind: Kind
@@ -61,7 +61,7 @@ class Metric:
     buckets: Sequence[float] = ()
 
     def series(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The key of each series, and the values of its own labels."""
+        """The key of each series in a report, and the values of its own labels."""
         if self.label is None:
             yield self.name, ()
         for value in self.values:
@@ -69,7 +69,7 @@ class Metric:
 
 
 METRICS = (
-    Metric("hit_tokens", Kind.COUNT, "Prompt tokens that requests were given by loads from the host."),
+    Metric("hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that loads from the host provide."),
     Metric(
         "transferred_bytes",
         Kind.COUNT,
@@ -80,27 +80,27 @@ METRICS = (
     Metric(
         "dropped_chunks",
         Kind.COUNT,
-        "Times a chunk was not stored: the host was full of what cannot leave, it was not worth the room, or its copy "
-        "failed or was overtaken by a reset.",
+        "Times a chunk was not stored: no host block could be evicted, the chunk was declined, or its copy failed or "
+        "was cancelled.",
         *("reason", ("pool_full", "declined", "failed")),
     ),
     Metric("failed_loads", Kind.COUNT, "Loads that failed or were cancelled; their tokens were computed again."),
-    Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before the host was offered them."),
+    Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before lazy tried to store them."),
     Metric(
         "union_misses",
         Kind.COUNT,
         "Prompts that device and host together could have resumed later than either of them alone.",
     ),
-    Metric("resident_blocks", Kind.LEVEL, "Host blocks that hold something that can be found."),
-    Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are held by loads, stores and reservations."),
+    Metric("resident_blocks", Kind.LEVEL, "Host blocks that are cached: found by key."),
+    Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are protected by loads, stores and leases."),
     Metric("ready_blocks", Kind.LEVEL, "Host blocks that every rank has prepared."),
-    Metric("capacity_blocks", Kind.LEVEL, "Host blocks there are."),
-    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or moving.", *("direction", DIRECTIONS)),
+    Metric("capacity_blocks", Kind.LEVEL, "All host blocks."),
+    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or in flight.", *("direction", DIRECTIONS)),
     Metric("off", Kind.LEVEL, "1 if the cache has turned itself off because copies kept failing, else 0."),
     Metric(
         "transfer_seconds",
         Kind.TIMES,
-        "Seconds of each transfer on each rank, from when its step began until a step saw it done.",
+        "Seconds of each transfer on each rank, from the start of its step until a step found it done.",
         *("direction", DIRECTIONS, SECONDS),
     ),
     Metric(
@@ -115,18 +115,18 @@ TROUBLES = ("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads",
 
 
 class CacheStats(KVConnectorStats):
-    """A report of either half, or the sum of several. vLLM tests it for truth: no `__len__`, no `__bool__`."""
+    """A report of either half, or several aggregated. vLLM tests it for truth: no `__len__`, no `__bool__`."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "CacheStats":
-        """A report that has arrived. The data are copied: others read them too."""
+        """A report from received data. The data are copied, since vLLM uses them elsewhere too."""
         return cls().aggregate(cls(dict(data)))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "CacheStats":
-        """Add a later report to this one, whose levels count. To the rest the order makes no difference."""
+        """Add another report to this one. Levels are taken from `other`; for the rest the order does not matter."""
         for key, value in other.data.items():
             if KINDS[key] is Kind.TIMES:
                 self.data.setdefault(key, []).extend(value)
@@ -140,17 +140,17 @@ class CacheStats(KVConnectorStats):
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log says of an interval. Troubles are named only if there are some."""
-        told: dict[str, int | float] = {"hit_tokens": self.data.get("hit_tokens", 0)}
+        """The values for vLLM's log line. TROUBLES are included only if they are not 0."""
+        summary: dict[str, int | float] = {"hit_tokens": self.data.get("hit_tokens", 0)}
         for direction, word in (("store", "stored"), ("load", "loaded")):
-            told[f"{word}_gb"] = round(self.data.get(f"transferred_bytes:{direction}", 0) / 1e9, 3)
-            told[f"{word}_gb_per_second"] = round(self._rate(direction), 1)
+            summary[f"{word}_gb"] = round(self.data.get(f"transferred_bytes:{direction}", 0) / 1e9, 3)
+            summary[f"{word}_gb_per_second"] = round(self._rate(direction), 1)
         if self.data.get("capacity_blocks"):
-            told["resident_share"] = round(self.data["resident_blocks"] / self.data["capacity_blocks"], 3)
-        return told | {key.replace(":", "_"): self.data[key] for key in TROUBLES if self.data.get(key)}
+            summary["resident_share"] = round(self.data["resident_blocks"] / self.data["capacity_blocks"], 3)
+        return summary | {key.replace(":", "_"): self.data[key] for key in TROUBLES if self.data.get(key)}
 
     def _rate(self, direction: str) -> float:
-        """GB/s of a rank while it copies this way: all bytes over all seconds."""
+        """GB/s of one rank while it copies in this direction: all bytes over all seconds."""
         seconds = self.data.get(f"transfer_seconds:{direction}", ())
         rates = self.data.get(f"transfer_gigabytes_per_second:{direction}", ())
         bytes_ = sum(rate * time for rate, time in zip(rates, seconds, strict=True))
@@ -158,7 +158,7 @@ class CacheStats(KVConnectorStats):
 
 
 class CacheCounts:
-    """The scheduler's half: what the cache has done since the last report, and what it holds now."""
+    """Reports of the scheduler half: what the cache has done since the last report, and what it holds now."""
 
     def __init__(self, cache: CPUPrefixCache) -> None:
         self._cache = cache
@@ -201,13 +201,13 @@ class CacheCounts:
 
 
 class TransferTimes:
-    """A worker's half. The `num_bytes` of a transfer are those that this rank carries."""
+    """Reports of a worker half. The `num_bytes` of a transfer are those that this rank copies."""
 
     def __init__(self) -> None:
         self._stats = CacheStats()
 
     def observe(self, transfer: TransferPlan, seconds: float) -> None:
-        """A transfer ended well. One that carried nothing, or took no time, says nothing about the link."""
+        """Record a transfer that succeeded. One without bytes, or that took no time, is not counted."""
         if seconds > 0 and transfer.num_bytes:
             direction = transfer.direction.value
             data = self._stats.data
@@ -223,7 +223,7 @@ class TransferTimes:
 
 
 class CachePromMetrics(KVConnectorPromMetrics):
-    """METRICS in vLLM's /metrics, or wherever its metric classes show them. Every series is there from the start."""
+    """METRICS in vLLM's metric classes, which show them in /metrics. All series exist from the start, at 0."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The entry point by which vLLM knows the connector by name alone, without `kv_connector_module_path`."""
+"""The entry point that registers the connector by name, so that `kv_connector_module_path` may be left out."""
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -6,6 +6,6 @@ NAME = "CPUPrefixCacheConnector"
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes, sometimes twice."""
+    """Called by vLLM in each of its processes, sometimes twice."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "connector.vllm.connector", NAME)

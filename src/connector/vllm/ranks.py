@@ -1,4 +1,4 @@
-"""What the ranks of an engine must come to together, or one waits for ever for another that has given up."""
+"""Collective decisions of an engine's ranks, so that no rank waits forever for one that has failed."""
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, in_the_same_node_as
@@ -7,28 +7,28 @@ from cpu_prefix_cache import ConfigurationError
 
 
 def agree(problem: Exception | None) -> None:
-    """All ranks go on, or none does. Each of them calls it.
+    """Continue on all ranks or on none. Each rank calls this with its own problem, or None.
 
-    Raises `problem`, and ConfigurationError where another rank has one.
+    Raises `problem` if given, else ConfigurationError if another rank has one.
     """
-    said = None if problem is None else str(problem)
-    for group in (get_tp_group(), get_pp_group()):  # what one stage has heard the others hear
+    message = None if problem is None else str(problem)
+    for group in (get_tp_group(), get_pp_group()):  # first within each stage, then between the stages
         if group.world_size > 1:
             of_all: list[str | None] = [None] * group.world_size
-            torch.distributed.all_gather_object(of_all, said, group=group.cpu_group)
-            said = next((each for each in of_all if each is not None), None)
+            torch.distributed.all_gather_object(of_all, message, group=group.cpu_group)
+            message = next((each for each in of_all if each is not None), None)
     if problem is not None:
         raise problem
-    if said is not None:
-        raise ConfigurationError(said)
+    if message is not None:
+        raise ConfigurationError(message)
 
 
 def as_on_the_first_stage(numbers: list[int]) -> list[int]:
-    """What the first stage of the pipeline has said. Each rank calls it."""
-    said: list[int] = get_pp_group().broadcast_object(numbers, src=0)
-    return said
+    """The `numbers` of the pipeline's first stage. Each rank calls this with its own."""
+    first: list[int] = get_pp_group().broadcast_object(numbers, src=0)
+    return first
 
 
 def share_memory() -> bool:
-    """Whether all ranks of this tensor-parallel group can map one file. Each of them calls it."""
+    """Whether all ranks of this tensor-parallel group can map one file. Each rank calls this."""
     return all(in_the_same_node_as(get_tp_group().cpu_group))

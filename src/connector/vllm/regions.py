@@ -1,9 +1,9 @@
-"""The host region of one rank: what its blocks hold, and that all ranks of an engine have theirs, or none has.
+"""The host region of one rank: the size of its blocks, and its allocation, on all ranks of an engine or on none.
 
-    shapes_of   host blocks are numbered by the scheduler, for every rank; how large they are here this rank knows
-    arena_of    first all say whether they could, then all take memory, then all say whether they have
+    shapes_of   host blocks have the same numbers on every rank, but their size in bytes depends on the rank's layers
+    arena_of    all ranks check, and agree; all ranks allocate, and agree again
 
-Without that, one that refuses leaves the others waiting, and what they share behind in /dev/shm.
+Otherwise a rank that raises would leave the others waiting, and their shared memory behind in /dev/shm.
 """
 
 from dataclasses import dataclass, replace
@@ -23,15 +23,18 @@ from cpu_prefix_cache.model.planner import ALIGNMENT, Piece
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a copier needs to know of a rank: pieces in as many host blocks as on every other, of this rank's size."""
+    """The pieces a copier copies on this rank: as many host blocks each as on every rank, but this rank's bytes."""
 
     pieces: tuple[Piece, ...]
     host_block_bytes: int
 
 
 def shapes_of(planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> Shapes:
-    """Pieces that take as many host blocks as the scheduler says, which goes by the first stage, and weigh what this
-    rank has of them; and host blocks that are as large as that takes."""
+    """The shapes of this rank.
+
+    The number of host blocks of a piece is the scheduler's, which sees the first pipeline stage; its bytes are those of
+    this rank's layers; and host blocks are as large as the pieces require.
+    """
     counts, planned = [piece.host_blocks for piece in planner.pieces], planner.host_block_bytes
     if parallel.pipeline_parallel_size > 1:
         counts, planned = ranks.as_on_the_first_stage(counts), 0
@@ -44,9 +47,9 @@ def shapes_of(planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_co
 
 
 def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device: torch.device) -> HostArena:
-    """This rank's region. Each rank calls it, and all of them raise ConfigurationError if one of them must."""
+    """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
-    _agree(parallel, _refusal(settings, parallel))
+    _agree(parallel, _problem(settings, parallel))
     try:
         arena = HostArena(
             settings.host_bytes // shapes.host_block_bytes,
@@ -66,8 +69,8 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device
     return arena
 
 
-def _refusal(settings: Settings, parallel: ParallelConfig) -> ConfigurationError | None:
-    """Why the regions of this engine cannot be on this machine."""
+def _problem(settings: Settings, parallel: ParallelConfig) -> ConfigurationError | None:
+    """Why this machine cannot hold the regions of this engine; None if it can."""
     if settings.is_shared and not ranks.share_memory():
         return ConfigurationError(
             "the KV of this model is the same on all ranks of a tensor-parallel group and is kept once, in memory they "

@@ -1,6 +1,6 @@
-"""Loads that must not fail: what one copier could not load is loaded again by another, the plain one.
+"""Retries failed loads with a plain copier, where vLLM cannot be told of a failed load.
 
-vLLM before 0.28 cannot be told that a load failed where a model has several KV cache groups.
+That is vLLM before 0.28, in models with several KV cache groups.
 """
 
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryingCopier(Copier):
-    """`copier`, and for loads that it refuses `plain`. The thread that submits loads is then that of `plain`, too."""
+    """Submits to `copier`; a load for which that raises is submitted to `plain`, in the same thread."""
 
     def __init__(self, copier: Copier, plain: Copier) -> None:
         self._copier = copier

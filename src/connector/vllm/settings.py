@@ -1,7 +1,7 @@
-"""What an operator may say in `kv_connector_extra_config`, checked when vLLM starts.
+"""The options in `kv_connector_extra_config`, checked when vLLM starts.
 
-Every option has one place here: its type, its least value, its unit. What is unknown, of another type or too small is
-refused in a sentence that says what would work; nothing is rounded or replaced.
+An option that is unknown, of another type or too small raises ConfigurationError with a message that says what would
+work. No value is rounded or replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,27 +34,29 @@ TEXTS = ("offload", "policy")
 OPTIONS = (*NUMBERS, *TEXTS)
 THRESHOLDS = ("store_after", "min_store_tokens")
 LOAD_DEADLINE_SECONDS = 30.0
-STUCK_SECONDS = 300.0  # where a load cannot be given up, the engine can only be stopped: not for a pause of the machine
+STUCK_SECONDS = 300.0  # where vLLM cannot be told of a failed load, the engine stops: not for a pause of the machine
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both halves are built from. There is a host region for each rank, or one that all ranks of a tensor-parallel
-    group share, where they keep the same bytes."""
+    """What both halves are built from.
+
+    Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes.
+    """
 
     planner: HybridChunkPlanner
-    group_ids: Sequence[int]  # vLLM's numbers of the planner's groups
+    group_ids: Sequence[int]  # vLLM's ids of the planner's groups
     host_bytes: int  # of one region
     ranks: int
     is_shared: bool
     hashes_per_chunk: int
     steps: EngineSteps
-    tells_events: bool  # whether vLLM publishes KV events
-    options: Mapping[str, Any]  # what was said, beside the memory
+    publishes_events: bool  # whether vLLM publishes KV events
+    options: Mapping[str, Any]  # the options given, without BYTES
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
-        """Raises ConfigurationError, in a sentence that says what would work."""
+        """Raises ConfigurationError with a message that says what would work."""
         options = checked_options(vllm_config)
         planner = planner_for(vllm_config, kv_cache_config)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
@@ -76,7 +78,7 @@ class Settings:
             is_shared=is_shared,
             hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
             steps=_steps(vllm_config, planner, kv_cache_config),
-            tells_events=_tells_events(vllm_config),
+            publishes_events=_publishes_events(vllm_config),
             options=options,
         )
 
@@ -91,7 +93,7 @@ class Settings:
             ranks=self.ranks,
             steps=self.steps,
             thresholds=Thresholds(**thresholds),
-            log_boundaries=self.tells_events,
+            log_boundaries=self.publishes_events,
             **{"min_load_tokens": None, **rest},
         )
 
@@ -101,9 +103,10 @@ def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config
     return EngineSteps(
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         decode_tokens=1 + (speculative.num_speculative_tokens if speculative else 0),
-        # Workers look at copies as soon as a step is launched, and are heard when it has ended. So a copy that took a
-        # part of its step is seen with the next. With asynchronous scheduling that one is launched when the step itself
-        # has just begun: the copy is seen one later, and by the time of that report another is decided.
+        # A worker checks its copies right after it launches a step, and its report arrives when the step has ended.
+        # So a copy that ends during its own step is found by the check of the next one. With asynchronous scheduling
+        # the next step is launched while this one begins: the copy is found one check later, and by the time that
+        # report arrives another step has been scheduled.
         report_steps=4 if vllm_config.scheduler_config.async_scheduling else 2,
         groups=len(kv_cache_config.kv_cache_groups),
         blocks_per_chunk=device_blocks_per_chunk(planner, kv_cache_config),
@@ -120,7 +123,7 @@ def _check_launcher(parallel: ParallelConfig) -> None:
 
 
 def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> None:
-    """vLLM keys blocks of windows and states only where it keeps them itself."""
+    """Checkpoints need blocks with hashes, and vLLM hashes those of windows and states only where it keeps them."""
     kept = versions.retention_interval(kv_cache_config)
     if interval is None or kept is None or not planner.has_checkpoints or (kept and interval % kept == 0):
         return
@@ -130,20 +133,20 @@ def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_
     )
 
 
-def _tells_events(vllm_config: VllmConfig) -> bool:
+def _publishes_events(vllm_config: VllmConfig) -> bool:
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
 
 
 def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """What was said, if all of it is known and possible. Raises ConfigurationError."""
-    said: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-    unknown = sorted(set(said) - set(OPTIONS))
+    """The options given. Raises ConfigurationError if one is missing, unknown or out of range."""
+    options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
-    if BYTES not in said:
+    if BYTES not in options:
         raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
-    for name, value in said.items():
+    for name, value in options.items():
         if name in TEXTS:
             if type(value) is not str:
                 raise ConfigurationError(f"{name} is a word, got {value!r}")
@@ -151,6 +154,6 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
         least, unit = NUMBERS[name]
         if type(value) is not int or value < least:
             raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
-    if said.get("offload", "lazy") not in OFFLOAD_MODES:
-        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {said['offload']!r}")
-    return dict(said)
+    if options.get("offload", "lazy") not in OFFLOAD_MODES:
+        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {options['offload']!r}")
+    return dict(options)

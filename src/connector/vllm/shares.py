@@ -1,10 +1,10 @@
-"""What one rank copies of a plan that is the same for all of them.
+"""The part of a step's plan that one rank copies. The plan itself is the same for all ranks.
 
-groups   A stage of a pipeline has some of the model's groups, and numbers them from 0. Copies of others are left out.
-pieces   Ranks that hold the same bytes have one host region: of a store each piece has one writer, by where it lies in
-         the region, so that all links carry an equal share. Loads are read whole by every rank.
+groups   A pipeline stage has some of the model's groups, and numbers them from 0. Copies of other groups are left out.
+pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one rank, chosen by
+         its position in the region, so that all links carry an equal share. Every rank reads all pieces of a load.
 
-A transfer of which nothing is left copies nothing on this rank, and its worker says at once that it is done.
+If nothing of a transfer is left, this rank copies nothing and reports it as done at once.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from cpu_prefix_cache.model.planner import Piece
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of rank number `rank` among `ranks` that share a region, 0 of 1 if none do. `pieces` are those of this rank's own
-    groups, and `groups` says for each which of the plan's groups it is; there are `num_groups` of those.
+    """The share of rank `rank` among the `ranks` that share its region (0 of 1 if it has its own).
+
+    `pieces` are those of this rank's groups, and `groups` their indices among the `num_groups` groups of the plan.
     """
 
     pieces: Sequence[Piece]
@@ -36,7 +37,7 @@ class Share:
         return replace(plan, transfers=tuple(map(self.of_transfer, plan.transfers)))
 
     def of_transfer(self, transfer: TransferPlan) -> TransferPlan:
-        """With this rank's numbers of groups, and the bytes that it carries."""
+        """The transfer with this rank's group numbers, copies and bytes."""
         mine = {group: at for at, group in enumerate(self.groups)}
         copies = [replace(copy, group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
         if transfer.direction is Direction.STORE and self.ranks > 1:
@@ -47,7 +48,7 @@ class Share:
 
 
 def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
-    """The pieces of `copy` that one of several ranks writes.
+    """The part of `copy` that this rank writes.
 
     >>> from cpu_prefix_cache.model.groups import Group, GroupKind
     >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)

@@ -1,14 +1,13 @@
-"""Where vLLM keeps the bytes of a block: tensors as they are registered, taken apart into rows.
+"""Where vLLM keeps the bytes of a block: splits registered KV tensors into rows of contiguous bytes.
 
-Per layer vLLM registers a view of its KV, or a list of them for a state. What differs is which dimension counts blocks,
-what lies outside of it (K and V, heads), whether a block is cut into smaller ones for the kernel, and how far apart
-blocks are:
+For each layer vLLM registers a view of its KV, or a list of views for a state. Views differ in which dimension counts
+blocks, in what lies outside of it (K and V, heads), in how many kernel blocks make a block, and in their strides:
 
     [2, blocks, tokens, heads, size]        K of all blocks, then V of all blocks        two rows a block
-    [blocks, heads, tokens, size]           in whatever order of memory                  one row, or one for each head
+    [blocks, heads, tokens, size]           in any memory order                          one row, or one for each head
     [slots, ...], [slots, ...]              convolution and recurrent state              a row each
 
-Only bytes that a view shows are copied. Padding, and pages that other groups have in the same memory, are not in it.
+Only bytes inside a view are copied, so neither padding nor pages of other groups in the same memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ Registered = torch.Tensor | Sequence[torch.Tensor]
 
 
 def group_rows(kv_caches: Mapping[str, Registered], layer_names: Iterable[str], num_blocks: int) -> list[torch.Tensor]:
-    """The rows of one group, uint8 [num_blocks, bytes] each: layer by layer, what several layers share once.
+    """The rows of one group, uint8 [num_blocks, bytes] each, layer by layer. Rows that layers share appear once.
 
-    Raises ConfigurationError for a layer that was not registered, and for a view that has other blocks.
+    Raises ConfigurationError for a layer that was not registered, and for a view with another number of blocks.
     """
     rows: list[torch.Tensor] = []
     for name in layer_names:
@@ -40,7 +39,7 @@ def group_rows(kv_caches: Mapping[str, Registered], layer_names: Iterable[str], 
 
 
 def view_rows(view: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
-    """The rows of one view: what of each block lies together, uint8 [num_blocks, bytes], in the order of memory."""
+    """The rows of one view, uint8 [num_blocks, bytes] each, in memory order. The bytes of a row are contiguous."""
     at = _block_dimension(view, num_blocks)
     kernel_blocks = view.shape[at] // num_blocks
     stride = view.stride(at) * kernel_blocks
@@ -56,7 +55,7 @@ def view_rows(view: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
 
 
 def _block_dimension(view: torch.Tensor, num_blocks: int) -> int:
-    """The dimension of the blocks: the first, or the second behind K and V, which lie further apart than blocks do."""
+    """The dimension that counts blocks: the first, or the second after K and V, if their stride is the larger one."""
     if view.ndim > 2 and view.shape[0] == 2 and view.stride(0) > view.stride(1) and view.shape[1] % num_blocks == 0:
         return 1
     if view.ndim < 2 or view.shape[0] % num_blocks:
@@ -68,7 +67,7 @@ def _block_dimension(view: torch.Tensor, num_blocks: int) -> int:
 
 
 def _together(dimensions: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """How many elements lie together, and the other dimensions, as (stride, size), the furthest apart first."""
+    """How many elements are contiguous, and the other dimensions as (stride, size), the largest stride first."""
     width = 1
     outer: list[tuple[int, int]] = []
     for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
@@ -80,5 +79,5 @@ def _together(dimensions: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[in
 
 
 def _as_bytes(view: torch.Tensor) -> torch.Tensor:
-    """All the memory that a view is a part of, as uint8 [bytes]."""
+    """The whole storage of a view, as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())

@@ -1,12 +1,12 @@
-"""What differs between the releases of vLLM this connector runs with, decided once, when it is imported.
+"""Differences between the supported releases of vLLM, detected by their features when this module is imported.
 
-Known by what vLLM has, not by its number: a release in between behaves as what it has. The numbers say only where the
-tests have been: 0.26.0 (on a GPU), 0.32.0 (its CPU build), and 0.33.0 (its base class alone).
+The release number is used for a warning only: tested are 0.26.0 (on a GPU), 0.32.0 (its CPU build), and 0.33.0 (its
+base class only).
 
-    before 0.28   a failed load is told by block ids, which vLLM refuses in models with several groups
-    later         by the names of requests
-    before 0.28   blocks of windows and states are kept everywhere, windows in no other way than this
-    before 0.28   a Mamba hybrid with any connector is given the longest hit of a group, not the joint one
+    before 0.28   failed loads are reported by block ids, which vLLM rejects in models with several groups
+    since 0.28    failed loads are reported by request ids
+    before 0.28   blocks of windows and states are kept at every boundary; no window keeps extra tokens or is replayed
+    before 0.28   with any connector, a Mamba hybrid gets the longest hit of one group instead of the joint hit
 """
 
 import logging
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 TESTED = ((0, 26), (0, 33))  # the first and the last
 
-# Whether vLLM takes the names of requests whose load has failed.
+# Whether failed loads are reported by request ids.
 TAKES_FAILED_REQUESTS = any(field.name == "failed_recving" for field in fields(KVConnectorOutput))
 
 
 def failed_requests(output: KVConnectorOutput) -> set[str]:
-    """Those of `finished_recving` whose load has failed; before 0.28, if any has, all of them may have."""
+    """The requests in `finished_recving` whose load failed. Before 0.28, all of them if any load failed."""
     if TAKES_FAILED_REQUESTS:
         return set(output.failed_recving or ())
     return set(output.finished_recving or ()) if output.invalid_block_ids else set()
 
 
 def warn_if_untested() -> None:
-    """Outside of the range everything may work, and nobody has looked."""
+    """Warn if this release of vLLM is outside the tested range."""
     numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     if release is None or not TESTED[0] <= release <= TESTED[1]:
@@ -47,7 +47,7 @@ def warn_if_untested() -> None:
 
 
 def layer_pages(kv_cache_config: Any) -> dict[str, int]:
-    """How many bytes of each block every layer is given, padding included."""
+    """The bytes of each layer's page in a block, padding included."""
     tensors = kv_cache_config.kv_cache_tensors
     if all("layers" in vars(tensor) for tensor in tensors):
         return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
@@ -61,30 +61,31 @@ def layer_pages(kv_cache_config: Any) -> dict[str, int]:
 
 
 def retention_interval(kv_cache_config: Any) -> int | None:
-    """Tokens between the boundaries at which vLLM keeps windows and states, 0 for the end of prompts alone; None:
-    everywhere, as before 0.28."""
+    """Tokens between the boundaries at which vLLM keeps windows and states. 0: only at the end of prompts. None: at
+    every boundary, as before 0.28.
+    """
     interval: int | None = vars(kv_cache_config).get("prefix_cache_retention_interval")
     return interval
 
 
 def extra_tokens(window: Any) -> int:
-    """What a window keeps beyond what is seen, by its specification. Before 0.28 nothing."""
+    """Tokens that a window's spec keeps beyond the window. Before 0.28 always 0."""
     extra: int = vars(window).get("extra_retained_tokens", 0)
     return extra
 
 
-def is_computed_again(window: Any) -> bool:
-    """Whether vLLM computes a window again after each hit, by its specification. Before 0.28 never."""
+def is_replayed(window: Any) -> bool:
+    """Whether vLLM computes a window again after each hit (`bounded_replay`). Before 0.28 never."""
     return bool(vars(window).get("bounded_replay", False))
 
 
 def transfer_results(received: set[str], failed: set[str]) -> Any:
-    """What `get_transfer_results` returns, where vLLM asks for it."""
+    """The return value of `get_transfer_results`, in releases that have it."""
     return base.KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
 
 def host_hit_source() -> Any:
-    """How vLLM's statistics name hits on the host; None where they do not tell sources apart."""
+    """vLLM's name for hits on the host in its statistics; None in releases that have no such names."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -93,16 +94,16 @@ def host_hit_source() -> Any:
 
 
 def needs_joint_hits(has_mamba: bool) -> bool:
-    """Whether vLLM would ask about a prefix of which it has the attention and not the state."""
+    """Whether vLLM may offer a device prefix that has its attention blocks but not its state."""
     return has_mamba and _per_group is not None and not _is_opt_in()
 
 
-def give_joint_hits() -> None:
-    """Let a hybrid with state groups resume only where all of its groups can.
+def patch_joint_hits() -> None:
+    """Patch vLLM so that a hybrid with state groups resumes only where all of its groups can.
 
-    Before 0.28 the scheduler asks every group by itself as soon as a connector is configured, and takes the longest
-    answer as computed: the state of a shorter one is then read from null block 0. Two connectors of one process share
-    the patch, which says what the joint search says.
+    Before 0.28, with any connector, the scheduler searches each group on its own and takes the longest hit as computed.
+    The state of a group with a shorter hit is then read from null block 0. The patch returns the joint hit; several
+    connectors in one process may apply it.
     """
     kv_cache_coordinator.HybridKVCacheCoordinator.find_longest_cache_hit_per_group = _joint_hit
 
@@ -113,7 +114,7 @@ def _joint_hit(self: Any, block_hashes: Any, max_cache_hit_length: int) -> tuple
 
 
 def _is_opt_in() -> bool:
-    """Whether a connector must ask for hits that differ between groups, which ours does not."""
+    """Whether vLLM returns hits that differ between groups only to connectors that ask for them. This one does not."""
     return "supports_divergent_local_hybrid_hits" in vars(base.KVConnectorBase_V1)
 
 

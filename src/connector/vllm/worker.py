@@ -1,13 +1,13 @@
-"""The copying half in one of vLLM's workers: vLLM's tensors, our host region, and what vLLM wants to hear.
+"""The worker half: copies between vLLM's tensors and the host region, and reports to vLLM.
 
-    in a worker                  becomes
-    register_kv_caches           the tensors are bound, the host region is mapped; nothing is pinned yet
-    bind_connector_metadata      the step's plan begins, behind what compute has been given so far
-    get_transfer_results         the requests whose loads are over on this rank, each once, however they ended
-    build_connector_worker_meta  what else this rank has to report
+    vLLM's call                  here
+    register_kv_caches           binds the tensors and maps the host region; pins nothing yet
+    bind_connector_metadata      starts the step's plan, after the GPU work that was launched before
+    get_transfer_results         the requests whose loads have ended on this rank, each once, however they ended
+    build_connector_worker_meta  what this rank has to report to the scheduler half
 
-A step's plan begins before its forward pass: what it stores was computed by the steps before, and what it loads nobody
-reads in this one. vLLM zeroes new blocks before it binds, except those that are loaded.
+A step's plan starts before its forward pass: its stores read what earlier steps computed, and nothing in this step
+reads what it loads. vLLM zeroes new blocks before this call, except destinations of loads.
 """
 
 import logging
@@ -40,20 +40,21 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 NULL_BLOCK = 0  # vLLM's, in every group
 
-# An engine that has nothing to compute steps as fast as it can, to hear of loads. The threads that copy would then get
-# their turn at Python every few milliseconds, and a slice of a copy takes half of one (measured: 1 to 12 GB/s, not 53).
+# While loads are in flight, an engine without tokens to compute steps as fast as it can and keeps the GIL. So a worker
+# sleeps up to this long in each such step. Otherwise copy threads would get the GIL only every few milliseconds, and a
+# slice of a copy takes half of one (measured: 1 to 12 GB/s in place of 53).
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
-# From when such an engine hears of a load until it computes: 6.5 ms for 8,192 tokens, 10 for 32,768 (vLLM 0.26, one
-# H200: two turns of its loop with a pause of 1 ms in each, and the block tables). So much sooner it is told.
-TURNS_SECONDS = 0.012
+# Such an engine is told of a load this long before the load ends. From the report to the forward pass it takes 6.5 ms
+# for 8,192 tokens, 10 for 32,768 (vLLM 0.26, one H200: two loops with a pause of 1 ms in each, and the block tables).
+RESUME_SECONDS = 0.012
 
 
 class WorkerHalf:
-    """One rank's share of the cache. `can_fail_loads`: whether vLLM can be told that the load of a request failed.
+    """One rank's share of the cache. `can_fail_loads` tells whether vLLM can be told of a failed load.
 
-    Raises ConfigurationError when the host region does not fit, or the tensors are not what the settings say.
+    Raises ConfigurationError when the host region does not fit, or the tensors do not match the settings.
     """
 
     def __init__(self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -61,18 +62,19 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank: int = vllm_config.parallel_config.rank
-        self._takes_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
-        self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._takes_blocks
+        self._fails_by_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
+        self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._fails_by_blocks
         self._worker: CopyWorker | None = None
         self._share: Share | None = None
-        self._waiting: dict[int, str] = {}  # load -> the request that vLLM wants to hear of
+        self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
-        # vLLM copies states, and blocks that were hit in part, before it says that a step begins.
+        # Loads can be announced early only if compute first reads their blocks after `begin`. That is not so where vLLM
+        # copies states, or blocks that were hit in part: it does that before `bind_connector_metadata`.
         self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
-        self._announced: set[int] = set()  # loads that vLLM takes to be over
+        self._announced: set[int] = set()  # loads reported to vLLM before their end
         self._computes = self._is_awaited = False
-        self._timed: int | None = None  # the number of the step under way, if its output is to be known by it
+        self._timed: int | None = None  # the number of the present step, if its duration is measured
         self._times = TransferTimes()
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
@@ -87,7 +89,7 @@ class WorkerHalf:
         ]
         parallel = self._vllm_config.parallel_config
         all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config)
-        here = [at for at, rows in enumerate(all_tensors) if rows]  # other stages of a pipeline have the other groups
+        here = [at for at, rows in enumerate(all_tensors) if rows]  # pipeline stages may lack groups
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
@@ -112,14 +114,14 @@ class WorkerHalf:
         )
 
     def begin(self, metadata: StepMetadata) -> None:
-        """Carry out this rank's share of a step's plan, behind what compute has been given."""
+        """Start this rank's share of a step's plan, after the GPU work that was launched before."""
         if self._worker is None or self._share is None or metadata.plan is None:
             return
         self._waiting |= metadata.requests
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
         plan = self._share.of_plan(metadata.plan)
-        if self._takes_blocks:
+        if self._fails_by_blocks:
             for transfer in plan.transfers:
                 if transfer.id in metadata.requests:
                     self._destinations[transfer.id] = metadata.destinations[transfer.id]
@@ -128,19 +130,20 @@ class WorkerHalf:
             self._announced.clear()
         elif self._announced:
             self._announced = self._worker.still_open(self._announced)
-        # Where a load cannot be failed it is finished, with bytes from before the reset: as old as what runs already.
+        # If vLLM cannot be told of a failed load, a cancelled one is finished all the same. Its bytes are from before
+        # the reset, like those of running requests.
         self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
 
     def results(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended here since this was asked last, and those of them that failed."""
+        """The requests whose loads have ended on this rank since the last call, and those of them that failed."""
         if self._worker is None:
             return set(), set()
         if not self._computes:
             self._nap(self._worker)
         self._report = report = self._worker.report()
-        soon = set() if self._computes else self._ending()
+        soon = set() if self._computes else self._ending_soon()
         self._announced |= soon
-        over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_given_up(id)]
+        over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_late(id)]
         over += [id for id in self._waiting if id in soon and id not in over]
         received: set[str] = set()
         failed: set[str] = set()
@@ -155,14 +158,12 @@ class WorkerHalf:
         return received, failed
 
     def take_bad_blocks(self) -> set[int]:
-        """Device blocks of failed loads, for a vLLM that wants to know those."""
+        """Device blocks of failed loads since the last call, for releases of vLLM that are told these."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def reports(self) -> WorkerReports | None:
-        """What this rank has finished; None when it was said already and has been heard, in a step that computes and is
-        not timed.
-        """
+        """What this rank has finished. None in a step that computes and is not timed, if nothing is new."""
         is_news = self._report != self._sent or self._report.done or self._report.failed or self._report.late
         if self._computes and self._timed is None and not is_news:
             return None
@@ -170,7 +171,7 @@ class WorkerHalf:
         return WorkerReports((self._report,), self._timed)
 
     def take_stats(self) -> CacheStats | None:
-        """How long what has ended here took, since this was asked last."""
+        """The durations of transfers that ended on this rank since the last call."""
         return self._times.take()
 
     def close(self) -> None:
@@ -179,24 +180,29 @@ class WorkerHalf:
             self._worker = None
 
     def _nap(self, worker: CopyWorker) -> None:
-        """In a step that computes nothing, leave Python to the copy threads for a while, or until a load is over. Not
-        for long if nobody waits for a copy: a request may come."""
+        """In a step that computes nothing, leave the GIL to the copy threads, until a load ends or for IDLE_SECONDS.
+
+        Only for NAP_SECONDS if no request waits for a copy, because a new one may arrive.
+        """
         end = time.monotonic() + (IDLE_SECONDS if self._waiting or self._is_awaited else NAP_SECONDS)
         while worker.is_busy and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
             report = worker.report()
-            if any(id in report.done or id in report.failed for id in self._waiting) or self._ending():
+            if any(id in report.done or id in report.failed for id in self._waiting) or self._ending_soon():
                 return
 
-    def _ending(self) -> set[int]:
-        """The loads that will have ended when vLLM, told now, computes; of those that it waits for."""
+    def _ending_soon(self) -> set[int]:
+        """The loads in flight that will have ended by the time vLLM computes, if it is told of them now."""
         if not self._announces or self._worker is None:
             return set()
-        return self._worker.ends_soon(TURNS_SECONDS) & self._waiting.keys()
+        return self._worker.ends_soon(RESUME_SECONDS) & self._waiting.keys()
 
-    def _is_given_up(self, id: int) -> bool:
-        """A late load, unless vLLM, told so, would use its blocks at once; we hold them until the copy has ended."""
-        return not self._takes_blocks and id in self._report.late
+    def _is_late(self, id: int) -> bool:
+        """Whether a load is past its deadline and may be reported as failed.
+
+        Not if vLLM is told of failed loads by blocks: it would use the blocks again while they are being written.
+        """
+        return not self._fails_by_blocks and id in self._report.late
 
     def _fail(self, id: int, request: str) -> None:
         if not self.can_fail_loads:
@@ -208,8 +214,11 @@ class WorkerHalf:
 
 
 def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:
-    """vLLM registers within the memory pool that its sleep mode empties, 0.26 for good. The pool is that of the calling
-    thread: what is taken in another lasts."""
+    """Run `work` in another thread, so that device memory it allocates survives vLLM's sleep mode.
+
+    vLLM registers KV caches within the memory pool that sleep mode frees (0.26 does not restore it). That pool applies
+    to the calling thread only.
+    """
     with ThreadPoolExecutor(1) as executor:
         if device.type == "cuda":
             executor.submit(torch.cuda.set_device, device).result()

@@ -1,7 +1,7 @@
-"""Measures the copies of this machine: which share of its link they reach.
+"""Measures copies on this machine, as a share of the rate of its link.
 
-measure        rates of the link, of staged and of direct copies, for some sizes
-rates          a rate, and many of them as a table and as a plot
+measure        rates of the link, and of staged and direct copies with fragments of several sizes
+rates          a rate, and tables and plots of rates
 
 bench_command  `cpu-prefix-cache bench`
 """

@@ -1,7 +1,7 @@
-"""`cpu-prefix-cache bench`: which share of this machine's link our copies reach.
+"""`cpu-prefix-cache bench`: which share of the rate of this machine's link our copies reach.
 
-Measures the CUDA device in some seconds and prints a table. A store is a copy from the device to host memory, a load
-one from there. GB are 1e9 bytes.
+Measures a CUDA device in some seconds and prints a table. A store copies from the device to host memory, a load from
+host memory to the device. GB are 1e9 bytes.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Measures a CUDA device in some seconds: the link with one large copy, and our copies of blocks of 2 MiB at random.
+"""Measures a CUDA device in some seconds: the link with a large copy, and our copies of random blocks of 2 MiB.
 
-A block consists of fragments of one size. `staged` brings them through the ring, `direct` across the link one by one.
+A block consists of fragments of one size. `staged` copies them through a ring buffer on the device, `direct` copies
+each of them across the link.
 """
 
 import random
@@ -30,12 +31,12 @@ FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB
 HOST_BYTES, TRANSFER_BYTES = 1024 * MIB, 256 * MIB
 MANY = 16  # transfers one after another: 80 ms
 REPEATS = 5
-NEVER = 1 << 62  # a block is never so large
+NEVER = 1 << 62  # bytes: no fragment is so large, so none is copied directly
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of a device, with the versions that its name goes with; `limits` are one large copy's, in GB/s by direction."""
+    """Results of a device; `device` is its name with versions, `limits` the GB/s of a large copy by direction."""
 
     device: str
     limits: dict[str, float]
@@ -43,7 +44,7 @@ class Measured:
 
 
 class OneGroup:
-    """As much of a planner as a copier needs: one group, whose pieces are a block here and a block there."""
+    """The parts of a planner that a copier needs, for one group with one host block for each device block."""
 
     def __init__(self, block_bytes: int) -> None:
         group = Group(name="measured", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
@@ -52,7 +53,7 @@ class OneGroup:
 
 
 def measure(device: torch.device) -> Measured:
-    """Takes 1 GiB of host memory, 1.3 GiB of the device's, and some seconds."""
+    """Measure `device`. Takes 1 GiB of host memory, 1.3 GiB of device memory, and some seconds."""
     arena = HostArena(HOST_BYTES // BLOCK_BYTES, BLOCK_BYTES, pinned_for=device)
     try:
         arena.wait_until_ready()
@@ -100,7 +101,7 @@ def _until_last_passed(events: list[Event]) -> None:
 
 
 def _seconds(submit: Callable[[], T], wait: Callable[[T], object]) -> float:
-    """From the submission to the end: a median."""
+    """The median time from the submission to the end."""
     times = []
     for repeat in range(REPEATS + 1):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Rates of copies, method by method and size by size: as a table of text and as a plot."""
+"""Rates of copies by method and fragment size, as a text table and as a plot."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ DIRECTIONS = ("store", "load")
 
 
 class Rate(NamedTuple):
-    """Of copies whose fragments are of `fragment_bytes`; GB/s are 1e9 bytes a second."""
+    """The rate of copies with fragments of `fragment_bytes`. GB/s are 1e9 bytes a second."""
 
     method: str
     fragment_bytes: int
@@ -35,7 +35,7 @@ def table(rates: Sequence[Rate], limits: dict[str, float]) -> str:
 
 
 def draw(path: str, title: str, rates: Sequence[Rate], limits: dict[str, float]) -> None:
-    """Write a plot to `path`, in the format that its suffix says: GB/s over the size of a fragment, and the limits.
+    """Write a plot of GB/s over fragment size, and the limits, to `path`, in the format of its suffix.
 
     Raises ConfigurationError without matplotlib, for a format it lacks, and for a path that cannot be written.
     """

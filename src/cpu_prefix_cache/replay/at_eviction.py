@@ -1,8 +1,9 @@
-"""A reference for two tiers: every block stored at the very moment it leaves the device, at no cost.
+"""A reference for two tiers: every block is stored when the device evicts it, at no cost.
 
-No engine can do that: by then the block belongs to another request. It is what lazy stores approach by looking ahead.
-The host here keeps single blocks, least recently used first out, and not prefixes: of a prompt whose beginning is on
-the device it may have nothing but the end. A block that leaves the device once more, or is loaded, counts as used.
+No engine can do that, because the block then belongs to another request. Lazy stores come close by looking ahead.
+This host keeps single blocks and evicts the least recently used one. They need not form prefixes: of a prompt whose
+beginning is on the device, the host may have only the end. A block counts as used when the device evicts it or it is
+loaded.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 
 def replay_at_eviction(trace: Trace, capacity: int, device_capacity: int) -> Tally:
-    """`capacity` blocks on the host behind `device_capacity` on the device."""
+    """Replay with `device_capacity` blocks on the device and `capacity` on the host."""
     gpu, host = BlockPool(trace.usable(device_capacity)), _Host(capacity)
     tally = Tally()
     for request in trace.requests:
@@ -24,7 +25,7 @@ def replay_at_eviction(trace: Trace, capacity: int, device_capacity: int) -> Tal
 
 
 class _Host:
-    """Single blocks, the least recently used first."""
+    """Single blocks in LRU order."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -34,7 +35,7 @@ class _Host:
         return key in self._order
 
     def use(self, key: bytes) -> None:
-        """Store a block, if it is not here, and make it the youngest."""
+        """Store the block if it is missing, and make it the most recently used."""
         self._order[key] = None
         self._order.move_to_end(key)
         if len(self._order) > self._capacity:
@@ -42,7 +43,7 @@ class _Host:
 
 
 def _serve(request: TraceRequest, gpu: BlockPool, host: _Host) -> int:
-    """How many blocks of a request were found, on the device and then on the host."""
+    """Serve one request. Returns how many blocks were found, on the device and then on the host."""
     keys = request.keys[: gpu.capacity]
     on_device = hit = gpu.resident_run(keys, 0, len(keys))
     while hit < len(keys) and keys[hit] in host:
@@ -62,7 +63,7 @@ def _serve(request: TraceRequest, gpu: BlockPool, host: _Host) -> int:
 
 
 def _store_what_leaves(gpu: BlockPool, wanted: int, host: _Host) -> None:
-    """Store the blocks that make room on the device for `wanted` new ones, in the order in which they leave."""
+    """Store the blocks that the device will evict for `wanted` new ones, in the order of eviction."""
     for block in islice(gpu.soonest_evicted(), max(0, wanted - gpu.statistics().free)):
         key = gpu.key(block)
         if key is not None:

@@ -1,22 +1,21 @@
-"""References that no cache can serve by: one without a limit, and one that knows the future.
+"""References that no real cache can reach: one without a limit, and one that knows the future.
 
-`replay_min` is Belady's MIN, block by block, with bypass: at any moment it keeps, of all blocks that are in the cache
-or were computed just now, those that are used again soonest. Hits are counted as everywhere here, contiguous from the
-beginning of a prompt.
+`replay_min` is Belady's MIN, block by block, with bypass: after each request it keeps, of all blocks that are cached or
+were just computed, those that are used again soonest. As in all replays, a hit is contiguous from the beginning of a
+prompt.
 
-It is a ceiling on hit blocks: no cache of so many blocks finds more of them. From one use of a block to the next is an
-interval between two requests, and a hit is an interval through which the block was kept; of the intervals at most
-`capacity` overlap. To take as many intervals as possible is scheduling on so many machines, which the greedy choice
-solves (Faigle and Nawijn, Discrete Applied Mathematics 58, 1995): when there are too many, give up the one that ends
-last. That holds for blocks that count wherever they are; and as of one prompt the deepest blocks are given up first,
-what is kept is found from the beginning of the prompt on, so that no prefix is lost by it. It is no ceiling on tokens
-or on time saved: a prompt's last block may be shorter than others, and to compute a deep one takes longer.
+It is a ceiling on hit blocks: no cache of this capacity finds more of them. The time from one use of a block to the
+next is an interval. A hit is an interval during which the block was kept, and at most `capacity` of these intervals
+overlap. To keep as many intervals as possible is interval scheduling on `capacity` machines, and a greedy choice is
+optimal (Faigle and Nawijn, Discrete Applied Mathematics 58, 1995): when there are too many intervals, drop the one that
+ends last. This counts kept blocks at any depth of a prompt. Since the deepest blocks of a prompt are dropped first, the
+kept ones form a prefix, so all of them are hits. It is no ceiling on hit tokens or on time saved: the last block of a
+prompt may be shorter, and a deeper block takes longer to compute.
 
-Blocks are kept in *buckets* by the request that uses them next, which is all that MIN looks at. Of a prompt, the later
-a block comes the longer ago it was used last, because whoever used it used all before it. So a bucket fills from its
-deepest block upwards, and where the deepest is the first to be given up, what is left of it is always the beginning of
-that prompt's blocks, or what will be filled up to it. A bucket is then no more than a count, and the count it has when
-its request comes is the hit.
+Blocks are kept in *buckets* by the request that uses them next, which is all that MIN needs to know. The deeper a block
+in a prompt, the longer ago it was used last, because each prompt that has a block has all blocks above it. So a bucket
+is filled from its deepest block upwards, and the deepest block is dropped first: when its request arrives, the bucket
+holds the first blocks of the prompt. A bucket is therefore just a count, and that count is the hit.
 """
 
 import heapq
@@ -40,7 +39,7 @@ class Reuse:
 
 
 class Future:
-    """Who uses each block next. Made once for a trace; serves replays of any capacity."""
+    """The next use of each block. Computed once for a trace, for replays of any capacity."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -53,7 +52,7 @@ class Future:
 
 
 def replay_ideal(trace: Trace) -> Tally:
-    """A cache without a limit: every block is computed once."""
+    """Replay with a cache without a limit: every block is computed once."""
     seen: set[bytes] = set()
     tally = Tally()
     for request in trace.requests:
@@ -69,7 +68,7 @@ def replay_ideal(trace: Trace) -> Tally:
 
 
 def replay_min(future: Future, capacity: int, meter: Meter) -> Tally:
-    """MIN with bypass in a cache of `capacity` blocks."""
+    """Replay MIN with bypass in a cache of `capacity` blocks."""
     tally = Tally()
     buckets = _Buckets(len(future.reuses), capacity)
     numbers = iter(range(len(future.reuses)))
@@ -82,16 +81,16 @@ def replay_min(future: Future, capacity: int, meter: Meter) -> Tally:
 
 
 class _Buckets:
-    """How many blocks are kept for each request to come: `held` together, at most `capacity` between two requests."""
+    """How many blocks are kept for each later request: `held` in all, at most `capacity` between two requests."""
 
     def __init__(self, requests: int, capacity: int) -> None:
         self.sizes = [0] * requests
         self.held = 0
         self._capacity = capacity
-        self._latest: list[int] = []  # a heap of negative numbers of requests with something in their bucket
+        self._latest: list[int] = []  # a heap of the negated numbers of requests with a nonempty bucket
 
     def take(self, request: int) -> int:
-        """What was kept for a request that comes now."""
+        """Empty the bucket of a request that arrives. Returns how many blocks were kept for it."""
         size, self.sizes[request] = self.sizes[request], 0
         self.held -= size
         return size
@@ -103,12 +102,12 @@ class _Buckets:
         self.held += count
 
     def trim(self) -> None:
-        """Give up what is used last until the rest fits. Buckets of requests that are over are empty."""
+        """Drop the blocks that are used last until the rest fits. Buckets of earlier requests are empty."""
         while self.held > self._capacity:
             latest = -self._latest[0]
-            given_up = min(self.sizes[latest], self.held - self._capacity)
-            self.sizes[latest] -= given_up
-            self.held -= given_up
+            dropped = min(self.sizes[latest], self.held - self._capacity)
+            self.sizes[latest] -= dropped
+            self.held -= dropped
             if not self.sizes[latest]:
                 heapq.heappop(self._latest)
 
@@ -126,7 +125,7 @@ def _serve(request: TraceRequest, number: int, future: Future, buckets: _Buckets
 
 
 def _grouped(next_uses: Sequence[int]) -> Iterator[Reuse]:
-    """Neighbours that are used next by the same request, without those that are never used again."""
+    """Runs of blocks with the same next use, without those that are never used again."""
     start = 0
     for at in range(1, len(next_uses) + 1):
         if at == len(next_uses) or next_uses[at] != next_uses[start]:

@@ -1,10 +1,10 @@
-"""How many layers of a model keep which kind of KV state, and how large a state is, as its configuration says.
+"""How many layers of a model keep which kind of KV state, according to its configuration.
 
-A configuration may name the kind of every layer, in `layer_types`. Older ones follow a rule that only their model_type
-tells: every sixth layer of Gemma 3 is full attention, every fourth of Qwen3-Next. LAYOUTS lists those rules.
+A configuration may name the kind of every layer, in `layer_types`. Older ones follow a rule given by their model_type:
+every sixth layer of Gemma 3 is full attention, every fourth of Qwen3-Next. LAYOUTS lists those rules.
 
-A model_type that is not listed is taken to be like Llama, a K and a V of each token in every layer, unless some name
-in its configuration hints at anything else. Then it is refused: a wrong size is worse than none.
+A model_type that is not listed is treated like Llama: a K and a V of each token in every layer. If a name in its
+configuration suggests otherwise, ConfigurationError is raised, because a wrong size is worse than none.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from cpu_prefix_cache.replay.model_config import ModelConfig
 Layers = Counter[GroupKind]
 PREFIX, WINDOW, LOCAL, STATE = GroupKind.PREFIX, GroupKind.WINDOW, GroupKind.CHUNK_LOCAL, GroupKind.STATE
 
-# What a layer that goes by this name keeps.
+# What a layer of this kind in `layer_types` keeps.
 NAMES: Mapping[str, tuple[GroupKind, ...]] = {
     "full_attention": (PREFIX,),
     "attention": (PREFIX,),
@@ -31,8 +31,8 @@ NAMES: Mapping[str, tuple[GroupKind, ...]] = {
     "mlp": (),
 }
 
-# Parts of names that stand for something other than a K and a V of each token in every layer. Names that say how a
-# model of a known type does it are read where that type is.
+# Parts of names that suggest something other than a K and a V of each token in every layer. For models of a known type
+# LAYOUTS reads such names.
 HINTS = (
     *(
         "sliding",
@@ -55,7 +55,7 @@ HARMLESS = {"chunk_size_feed_forward", "max_window_layers", "use_sliding_window"
 def layers_by_kind(config: ModelConfig) -> Layers:
     """How many layers keep KV state of each kind; a layer may keep two.
 
-    Raises ConfigurationError, by the model_type, if the configuration does not say so for certain.
+    Raises ConfigurationError, naming the model_type, if that does not follow from the configuration with certainty.
     """
     if config.has("is_encoder_decoder"):
         raise config.refused("it has an encoder and a decoder")
@@ -64,7 +64,7 @@ def layers_by_kind(config: ModelConfig) -> Layers:
     names = config.words("layer_types") or config.words("layers_block_type")
     layers = _named(config, names) if names else LAYOUTS.get(config.family, _plain)(config)
     if layers[WINDOW] and config.number("sliding_window") >= config.number("max_position_embeddings", default=2**62):
-        layers[PREFIX] += layers.pop(WINDOW)  # a window that never closes
+        layers[PREFIX] += layers.pop(WINDOW)  # a window longer than any prompt
     return +layers
 
 
@@ -88,7 +88,7 @@ def _named(config: ModelConfig, names: Iterable[str]) -> Layers:
     return layers
 
 
-# Layouts that the model_type alone tells
+# Layouts that follow from the model_type
 
 
 def _plain(config: ModelConfig) -> Layers:
@@ -106,7 +106,7 @@ def _all(*kinds: GroupKind) -> Callable[[ModelConfig], Layers]:
 
 
 def _full_every(default: int, other: GroupKind, *names: str) -> Callable[[ModelConfig], Layers]:
-    """One layer of so many is full attention, the last of them."""
+    """The last layer of every so many is full attention. `names` are configuration values for that number."""
 
     def layers(config: ModelConfig) -> Layers:
         count = config.number("num_hidden_layers")
@@ -117,7 +117,7 @@ def _full_every(default: int, other: GroupKind, *names: str) -> Callable[[ModelC
 
 
 def _full_at(name: str) -> Callable[[ModelConfig], Layers]:
-    """Full attention in the layers that are listed, and states in the others."""
+    """Full attention in the layers listed under `name`, and states in the others."""
 
     def layers(config: ModelConfig) -> Layers:
         if name not in config.values:
@@ -129,7 +129,7 @@ def _full_at(name: str) -> Callable[[ModelConfig], Layers]:
 
 
 def _llama4(config: ModelConfig) -> Layers:
-    """Layers without rotary embeddings, marked by a 0, see everything; the others a local chunk."""
+    """Layers without rotary embeddings, marked by a 0, have full attention; the others attend to a local chunk."""
     marks = config.values.get("no_rope_layers")
     if not marks:
         return _full_every(4, LOCAL, "no_rope_layer_interval")(config)

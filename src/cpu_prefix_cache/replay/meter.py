@@ -1,4 +1,4 @@
-"""A progress bar for a replay, and a clock that stands still while the bar moves."""
+"""A progress bar for a replay, and a clock that does not count the time to draw it."""
 
 import gc
 import sys
@@ -9,14 +9,13 @@ from tqdm import tqdm
 
 from cpu_prefix_cache.replay.traces import TraceRequest
 
-SLICES = 50  # of one replay: the bar moves so often
+SLICES = 50  # updates of the bar in one replay
 
 
 class Meter:
-    """Of one replay. `seconds` is the time its loop has taken so far, with the garbage collector at work.
+    """Measures one replay. `seconds` is the time of its loop so far, including garbage collections.
 
-    What is there before the loop begins, mostly the trace, is frozen out of the collector's sight: the README advises
-    engines to do the same.
+    Objects that exist before the loop, mostly the trace, are frozen (`gc.freeze`), as the README advises engines to do.
     """
 
     def __init__(self, label: str, blocks: int) -> None:
@@ -25,7 +24,7 @@ class Meter:
         self.seconds = 0.0
 
     def slices(self, requests: Sequence[TraceRequest]) -> Iterator[Sequence[TraceRequest]]:
-        """The requests in order, slice by slice. The clock runs while the caller has one."""
+        """The requests in order, in slices. The clock runs while the caller handles a slice."""
         size = max(1, -(-len(requests) // SLICES))
         gc.collect()
         gc.freeze()

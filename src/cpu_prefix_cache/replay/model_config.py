@@ -1,7 +1,6 @@
-"""A model's config.json, as Hugging Face writes it: looked up by name, and refused by name when something is missing.
+"""Reads a model's config.json, as Hugging Face writes it.
 
-Where the language model is one part of several, its values lie in a `text_config`, whose names win over those around
-it.
+If the language model is one part of several, its values are in a `text_config`, which override those around it.
 """
 
 import json
@@ -18,7 +17,7 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 NO_WINDOW = {"use_sliding_window": False}
 
-# What published configurations leave out, because it is the default of the class that reads them.
+# Values that published configurations leave out, because they are defaults of the class that reads them.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
@@ -38,17 +37,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class ModelConfig:
-    """One model's numbers. `family` is its model_type without the suffix that marks the language part of a model."""
+    """The values of one configuration. `family` is its model_type without the suffix of a model's language part."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         text = values.get("text_config")
         merged = {**values, **{name: value for name, value in text.items() if value is not None}} if text else values
         self.family = str(merged.get("model_type", "")).removesuffix("_text")
-        self.values: Mapping[str, Any] = {**DEFAULTS.get(self.family, {}), **_given(merged)}
+        self.values: Mapping[str, Any] = {**DEFAULTS.get(self.family, {}), **_without_nulls(merged)}
 
     @classmethod
     def read(cls, path: Path) -> "ModelConfig":
-        """From a config.json or a folder with one. Raises ConfigurationError when there is none, or it is no object."""
+        """Read a config.json, or the one in a folder. Raises ConfigurationError if it is missing or malformed."""
         file = path / "config.json" if path.is_dir() else path
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -67,7 +66,10 @@ class ModelConfig:
         return bool(self.values.get(name))
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these that is given: a whole number of at least 1. Raises ConfigurationError."""
+        """The value of the first name that is given, else `default`.
+
+        Raises ConfigurationError if it is no whole number of at least 1, or neither a value nor a default is given.
+        """
         for name in names:
             if name in self.values:
                 value = self.values[name]
@@ -79,23 +81,23 @@ class ModelConfig:
         return default
 
     def words(self, name: str) -> Sequence[str]:
-        """A list of words, one for each layer; empty if it is not given. Raises ConfigurationError."""
+        """A list with a word for each layer; empty if not given. Raises ConfigurationError for any other value."""
         value = self.values.get(name) or ()
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise self.refused(f"its {name} is not a list with a word for each layer")
         return [str(each) for each in value]
 
     def indices(self, name: str) -> frozenset[int]:
-        """A list of layers, counted from 0; empty if it is not given. Raises ConfigurationError."""
+        """A list of layers, counted from 0; empty if not given. Raises ConfigurationError for any other value."""
         value = self.values.get(name) or ()
         if not isinstance(value, Sequence) or not all(isinstance(each, int) for each in value):
             raise self.refused(f"its {name} is not a list of layers")
         return frozenset(value)
 
     def item_bytes(self, *names: str) -> int:
-        """What a number takes of the type that the first of `names` says, else of the model's own, else of bfloat16.
+        """Bytes of a number: of the dtype under the first of `names`, else of the model's dtype, else of bfloat16.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError for an unknown dtype.
         """
         for name in (*names, "dtype", "torch_dtype"):
             value = self.values.get(name)
@@ -104,7 +106,7 @@ class ModelConfig:
         return bytes_of("bfloat16")
 
     def refused(self, reason: str) -> ConfigurationError:
-        """What to raise: why this model's KV state is not known for certain, and what to do."""
+        """The error to raise if the model's KV state does not follow from its configuration with certainty."""
         return ConfigurationError(
             f"cannot tell from its configuration what a model of type {self.family!r} keeps: {reason}; "
             "give --bytes-per-token instead"
@@ -112,11 +114,11 @@ class ModelConfig:
 
 
 def bytes_of(dtype: str) -> int:
-    """What a number takes, by the name that configurations and engines give to its type. Raises ConfigurationError."""
+    """Bytes of a number of this dtype. Raises ConfigurationError for an unknown one."""
     if dtype not in ITEM_BYTES:
         raise ConfigurationError(f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
     return ITEM_BYTES[dtype]
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

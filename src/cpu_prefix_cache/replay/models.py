@@ -1,4 +1,4 @@
-"""From a model's config.json to the groups of KV state it keeps, and what a token and a checkpoint of it weigh.
+"""From a model's config.json to its groups of KV state, and to the bytes of a token and of a checkpoint.
 
 >>> import json, pathlib, tempfile
 >>> config = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -28,24 +28,24 @@ NAMES = {
     GroupKind.CHUNK_LOCAL: "local",
     GroupKind.STATE: "state",
 }
-# For a planner that is asked for bytes alone, no prompt is too long.
+# The `max_model_len` of a planner that is only used to compute bytes.
 ANY_LENGTH = 2**62
 
 
 def read_model(
     path: Path, tp: int = 1, *, block_tokens: int = BLOCK_TOKENS, kv_dtype: str | None = None
 ) -> list[Group]:
-    """The groups of the model whose Hugging Face config.json this is, or lies in this folder.
+    """The groups of a model. `path` is its Hugging Face config.json, or the folder with it.
 
-    Their bytes are those of all `tp` ranks together, which is what the host memory of a node holds: a planner for them
-    is one of a single rank. Ranks share the KV heads; where there are more ranks than heads, each keeps one, and the
-    total grows. A latent (MLA) is the same on every rank and kept once, so `tp` does not change it.
+    Bytes are those of all `tp` ranks together, as host memory keeps them, so a planner for these groups has one rank.
+    Ranks share the KV heads; with more ranks than heads each keeps one, and the total grows. A latent (MLA) is the same
+    on every rank and kept once, so `tp` does not change it.
 
-    A block of any group covers `block_tokens` tokens. KV is of the model's own type, or of `kv_dtype`; states have
-    their own. Draft layers (MTP, EAGLE) are not counted.
+    A block of each group covers `block_tokens` tokens. KV has the model's dtype, or `kv_dtype`; states have their own.
+    Draft layers (MTP, EAGLE) are not counted.
 
-    Raises ConfigurationError for a file that is none, and, by its model_type, for a model whose layout is not known
-    for certain or that cannot be split over so many ranks.
+    Raises ConfigurationError for a file that is no configuration, and, naming the model_type, for a model whose layout
+    does not follow from it with certainty or that cannot be split over so many ranks.
     """
     for name, value in (("tp", tp), ("block_tokens", block_tokens)):
         if value < 1:
@@ -70,25 +70,21 @@ def read_model(
 
 
 def prefix_bytes_per_token(groups: Sequence[Group]) -> int:
-    """What every token of a prefix costs for good: the KV of the prefix groups."""
+    """Bytes of each token of a prefix: the KV of the prefix groups."""
     prefix = [group for group in groups if group.kind is GroupKind.PREFIX]
     return sum(group.device_blocks * group.block_bytes // group.block_tokens for group in prefix)
 
 
 def checkpoint_bytes(groups: Sequence[Group]) -> int:
-    """What being able to resume at one boundary costs beside the prefix: full windows, a local chunk, the states.
-
-    A local chunk is taken to be nearly full: this is the most that a checkpoint weighs.
-    """
+    """The most bytes of a checkpoint: full windows, an attention chunk that is nearly full, and the states."""
     planner = HybridChunkPlanner(groups, max_model_len=ANY_LENGTH)
     return planner.checkpoint_bytes(FAR_CHUNKS)
 
 
 def in_large_blocks(groups: Sequence[Group], chunk_tokens: int) -> list[Group]:
-    """The same groups with blocks as large as they can be without weighing more at boundaries of `chunk_tokens`.
+    """The same groups with the largest blocks that leave the bytes of chunks and checkpoints unchanged.
 
-    A replay counts blocks, and with fewer of them is faster; bytes of chunks and checkpoints stay what they were.
-    Raises ConfigurationError if a chunk is no whole number of blocks.
+    A replay with fewer blocks is faster. Raises ConfigurationError if `chunk_tokens` is no whole number of blocks.
     """
     for group in groups:
         if chunk_tokens % group.block_tokens:
@@ -97,12 +93,12 @@ def in_large_blocks(groups: Sequence[Group], chunk_tokens: int) -> list[Group]:
 
 
 def _token_bytes(config: ModelConfig, tp: int, kv_dtype: str | None) -> int:
-    """K and V of one token in one layer, over all ranks."""
+    """Bytes of one token in one layer, over all ranks: K and V, or a latent."""
     item = _kv_item_bytes(config, kv_dtype)
     if config.has("kv_lora_rank"):
         latent = (config.number("kv_lora_rank") + config.number("qk_rope_head_dim")) * item
         index = config.number("index_head_dim") if config.has("index_head_dim") else 0
-        return latent + index + 4 * math.ceil(index / 128)  # an indexer's key in 8 bits, and a scale for each 128
+        return latent + index + 4 * math.ceil(index / 128)  # an indexer's key of 8-bit values, and a scale for each 128
     heads = config.number("num_key_value_heads", "num_attention_heads")
     if heads % tp and tp % heads:
         raise config.refused(f"{tp} ranks cannot share its {heads} KV heads")
@@ -116,7 +112,7 @@ def _head_dim(config: ModelConfig) -> int:
 
 
 def _kv_item_bytes(config: ModelConfig, kv_dtype: str | None) -> int:
-    """Of the type asked for, else of what the checkpoint was quantized for, else the model's."""
+    """Bytes of a KV value: of `kv_dtype` if given, else of the KV quantization, else of the model's dtype."""
     if kv_dtype is not None:
         return bytes_of(kv_dtype)
     quantization = config.values.get("quantization_config")
@@ -137,7 +133,7 @@ def _window(config: ModelConfig, kind: GroupKind) -> int:
 
 
 def _large_block(group: Group, chunk_tokens: int) -> int:
-    """How many tokens: all of a chunk, but for a window, which must not reach further back in larger blocks."""
+    """The tokens of the group's largest block: a chunk, or less if windows would then keep more tokens."""
     if group.kind is GroupKind.CHUNK_LOCAL:
         return (
             math.gcd(group.window_tokens, chunk_tokens)
@@ -153,6 +149,6 @@ def _large_block(group: Group, chunk_tokens: int) -> int:
 
 
 def _with_blocks(group: Group, block_tokens: int) -> Group:
-    """A page of a state stays what it is, however far the next one is."""
+    """The group with blocks of `block_tokens` tokens. The page of a state has the same bytes in any case."""
     times = 1 if group.kind is GroupKind.STATE else block_tokens // group.block_tokens
     return replace(group, block_tokens=block_tokens, block_bytes=group.block_bytes * times)

@@ -1,4 +1,4 @@
-"""Replays a trace through the host pool alone: what it hits is loaded, what it misses is stored."""
+"""Replays a trace through the host pool alone: hits are loaded, misses are stored."""
 
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
@@ -9,7 +9,7 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 
 def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
-    """One request after the other, each over before the next one comes.
+    """Replay the requests one after the other.
 
     Of a prompt longer than the pool, the beginning that fits is stored; the rest counts as missed.
     """
@@ -29,7 +29,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
 
 
 def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
-    """Find a prompt and store what is missing of it. How many of its blocks were found."""
+    """Serve one prompt and store its missing blocks. Returns how many blocks were found."""
     keys = request.keys
     hit = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[hit - 1]) if hit else None
@@ -44,7 +44,7 @@ def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
 
 
 def _store(pool: BlockPool, keys: list[bytes], parent: int, touch: object) -> int:
-    """Store the beginning of `keys` that the policy accepts. How many blocks that is."""
+    """Store the first blocks of `keys`, as many as the policy accepts. Returns their number."""
     accepted = pool.accepted(parent, keys)
     if accepted < len(keys):
         keys = keys[:accepted]

@@ -1,4 +1,4 @@
-"""The options that the subcommands share: which requests to read, and what the KV of a token weighs."""
+"""Options that the subcommands share: which requests to read, and the bytes of a token's KV."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ MOST_DIGITS = 15
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """For `trace_of`: TRACE, --block-tokens, --limit, --time-unit and --skip-bad-lines."""
+    """Add the options of `trace_of`: TRACE, --block-tokens, --limit, --time-unit and --skip-bad-lines."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -37,7 +37,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(args: argparse.Namespace) -> Trace:
-    """The requests that were asked for. Raises TraceError."""
+    """Read the requests. Raises TraceError."""
     return read_traces(
         args.traces,
         block_tokens=args.block_tokens,
@@ -48,7 +48,7 @@ def trace_of(args: argparse.Namespace) -> Trace:
 
 
 def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """For `groups_of`: --model with --tp and --kv-dtype, or --bytes-per-token."""
+    """Add the options of `groups_of`: --model with --tp and --kv-dtype, or --bytes-per-token."""
     weight = parser.add_mutually_exclusive_group(required=required)
     weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
     weight.add_argument(
@@ -59,9 +59,9 @@ def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:
-    """What the model keeps, in blocks that fit the trace's; nothing if neither option was given.
+    """The model's groups, in blocks that divide the trace's; empty if neither option was given.
 
-    Raises ConfigurationError for a model whose configuration does not tell, and for --tp and --kv-dtype without one.
+    Raises ConfigurationError as `read_model` does, and for --tp or --kv-dtype without --model.
     """
     block = math.gcd(BLOCK_TOKENS, trace_block)
     if args.model is not None:

@@ -1,4 +1,4 @@
-"""What came of replaying a trace: counts, and what is made of them."""
+"""Results of replaying a trace: counts, ratios and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 @dataclass(slots=True)
 class Tally:
-    """Counted while a trace is replayed. A hit is contiguous from the beginning of the prompt.
+    """Counts of one replay. A hit is contiguous from the beginning of the prompt.
 
     `hit_blocks` and `hit_tokens` are hits in any tier, `loaded_blocks` those that came from the host.
     """
@@ -22,14 +22,14 @@ class Tally:
     lost_before_store: int = 0
 
     def count(self, request: TraceRequest, hit: int, block_tokens: int) -> None:
-        """A request found its first `hit` blocks."""
+        """Add a request whose first `hit` blocks were found."""
         self.hit_blocks += hit
         self.hit_tokens += min(hit * block_tokens, request.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Of all blocks and of all tokens of a trace, how many were found."""
+    """The shares of all blocks and of all tokens of a trace that were found."""
 
     block_hit_ratio: float
     token_hit_ratio: float
@@ -41,9 +41,9 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One replay. Capacities are blocks; `device_capacity` and `offload` are None where there was no device tier.
+    """The result of one replay. `device_capacity` and `offload` are None without a device tier. Capacities are blocks.
 
-    `seconds` is the replay loop alone.
+    `seconds` is the time of the replay loop alone.
     """
 
     policy: str
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def as_json(trace: Trace, ideal: Ratios, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Everything that `--json` writes."""
+    """The contents of the file that `--json` writes."""
     return {
         "traces": trace.paths,
         "ideal": {"block_hit_ratio": ideal.block_hit_ratio, "token_hit_ratio": ideal.token_hit_ratio},

@@ -1,4 +1,4 @@
-"""A plot of hit ratios over capacities: a line for each policy; the infinite cache and MIN dashed."""
+"""A plot of hit ratios over capacities: a line for each policy, and dashed lines for the infinite cache and MIN."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from cpu_prefix_cache.replay.outcome import Outcome, Ratios
 
 
 def draw(path: str, title: str, ideal: Ratios, outcomes: Sequence[Outcome], clairvoyant: Sequence[Outcome]) -> None:
-    """Write a plot to `path`, in the format that its suffix says.
+    """Write a plot to `path`, in the format of its suffix.
 
     Raises ConfigurationError for a path that cannot be written.
     """

@@ -1,6 +1,6 @@
 """`cpu-prefix-cache replay`: hit ratios of recorded requests, by policy and capacity.
 
-options -> plan of what to replay -> outcomes, and what they are compared with -> table, JSON, plot
+options -> tiers and policies to replay -> outcomes and references -> table, JSON, plot
 """
 
 import argparse
@@ -37,7 +37,7 @@ from cpu_prefix_cache.replay.units import parse_capacity
 
 CLAIRVOYANT = "min"
 POLICY_NAMES = (*POLICIES, CLAIRVOYANT)
-# Without --capacity: these parts of the different blocks of the trace.
+# Without --capacity: the number of different blocks of the trace, divided by each of these.
 DEFAULT_PARTS = (32, 16, 8, 4, 2)
 
 
@@ -57,7 +57,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises PrefixCacheError for options and traces that will not do."""
+    """Run the command. Raises PrefixCacheError for invalid options and traces."""
     policies = _policies(args.policy)
     _check_results_can_be_written(args)
     trace = trace_of(args)
@@ -121,7 +121,7 @@ def _policies(names: str | None) -> list[str]:
 
 
 def _check_results_can_be_written(args: argparse.Namespace) -> None:
-    """Before a long replay, not after it."""
+    """Raises ConfigurationError before a long replay, not after it."""
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path is not None and Path(path).is_dir():
@@ -133,7 +133,7 @@ def _check_results_can_be_written(args: argparse.Namespace) -> None:
 
 
 def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:
-    """What a block weighs, if that was said."""
+    """Bytes of a block; None if no model and no bytes of a token were given."""
     groups = groups_of(args, trace.block_tokens)
     if not groups:
         return None
@@ -156,7 +156,7 @@ def _device_tier(args: argparse.Namespace, block_bytes: int | None) -> DeviceTie
 
 
 def _host_tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> list[HostTier]:
-    """One of each capacity, without a policy yet."""
+    """A host tier for each capacity; its policy is set later."""
     if args.capacity is None:
         capacities = {max(1, trace.different_blocks // part) for part in DEFAULT_PARTS}
     else:
@@ -195,7 +195,7 @@ def _replay(trace: Trace, host: HostTier, device: DeviceTier | None) -> Outcome:
 
 
 def _clairvoyant(future: Future, host: HostTier, device: DeviceTier | None) -> Outcome:
-    """In two tiers, of one cache as large as both."""
+    """The outcome of MIN. With a device tier, of one cache as large as both tiers."""
     meter = Meter(f"{CLAIRVOYANT}, {host.capacity:,} blocks", future.trace.blocks)
     tally = replay_min(future, host.capacity + (0 if device is None else device.capacity), meter)
     return _outcome(future.trace, replace(host, policy=CLAIRVOYANT), device, tally, meter)

@@ -1,7 +1,7 @@
-"""What a replay prints: the trace, one table, and what the references in it mean.
+"""What a replay prints: the trace, a table, and notes on the references in it.
 
-Rows come by capacity. Beside each policy's stand what no policy can be: no cache at all, a cache without a limit, MIN,
-and in two tiers what lazy stores would give if they came exactly at eviction.
+Rows are sorted by capacity. Beside the policies stand references: no cache, a cache without a limit, MIN, and with two
+tiers a host that stores exactly at eviction.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace
 from cpu_prefix_cache.replay.units import show_bytes, show_seconds
 
 MIN_NOTE = """\
-min: keeps what is used again soonest, which only who knows the future can, and never stores what is not worth it. It
-     is a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
+min: knows the future, keeps what is used again soonest, and never stores what is used again too late. It is
+     a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
 infinite: a cache without a limit."""
 TWO_TIERS_NOTE = """\
 In two tiers, min is one cache as large as device and host together.
-at eviction: least recently used blocks, each stored at the very moment it leaves the device. A reference, too.
+at eviction: a reference; LRU of single blocks, each stored when the device evicts it.
 lost before store: blocks that left the device before the host was offered them."""
 NONE = Ratios(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """What policies are compared with. `at_eviction` are (host capacity, ratios); empty without a device tier."""
+    """What policies are compared with. `at_eviction` has (host capacity, ratios); empty without a device tier."""
 
     ideal: Ratios
     clairvoyant: Sequence[Outcome]
@@ -54,7 +54,7 @@ def describe_trace(trace: Trace) -> str:
 
 
 def _describe_time(guessed: str, span: float) -> str:
-    """`span` is from the first to the last timestamp, in units that were guessed."""
+    """`span` is the time from the first to the last timestamp, in the guessed unit."""
     readings = {unit: show_seconds(span / a_second) for unit, a_second in UNITS_A_SECOND.items()}
     names = {"s": "seconds", "ms": "milliseconds"}
     [other] = names.keys() - {guessed}
@@ -79,7 +79,7 @@ def describe_device(device: DeviceTier) -> str:
 
 
 def table(outcomes: Sequence[Outcome], references: References, block_bytes: int | None) -> str:
-    """`block_bytes`, if known, is what a block weighs."""
+    """The table of results. `block_bytes` is the size of a block, if known."""
     columns = [column for column in _COLUMNS if column.is_shown(outcomes, block_bytes)]
     rows = [["policy", "capacity", "hit blocks", "hit tokens"] + [column.name for column in columns]]
     rows.append(_reference("no cache", None, NONE, len(columns)))
@@ -137,7 +137,7 @@ def _reference(name: str, capacity: int | None, ratios: Ratios, columns: int) ->
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Names to the left, numbers to the right."""
+    """The rows as lines, names aligned to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *cells in rows:

@@ -1,14 +1,15 @@
-"""Replaying prompts through a host pool that keeps what one model needs to resume: chunks, and checkpoints.
+"""Replays prompts through a host pool that keeps what one model needs to resume: chunks and checkpoints.
 
-For each prompt, in the words of the cache that serves:
+For each prompt, as CPUPrefixCache does:
 
-    look        the longest boundary at which all groups can resume: that is the hit
-    use         one touch, of what it resumes from
-    store       the chunks the pool lacks, with a checkpoint where one is wanted: at the end of the prompt, and where
-                it goes on differently from what is here (rule 9). What does not fit with its checkpoint is not stored
+    lookup      the hit is the longest boundary at which all groups can resume
+    touch       once, the node at that boundary
+    store       the missing chunks, with a checkpoint where one is wanted: at the end of the prompt, and where a second
+                continuation of a prefix appears (rule 9). Chunks that do not fit together with their checkpoint are not
+                stored
 
-A model without checkpoints is replayed by the same rules, which then are: all of the prompt, cut to what fits. Prompts
-come one at a time, and nothing of one is evicted while it runs.
+For a model without checkpoints this stores the prompt, cut to what fits. Prompts come one at a time, and nothing of a
+prompt is evicted while it is served.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,9 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
 
 class ResumableReplay:
-    """A host of `host_blocks` blocks of `planner.host_block_bytes`, and prompts served from it. A key is a chunk's.
+    """Serves prompts, given as keys of chunks, from a host of `host_blocks` blocks of `planner.host_block_bytes`.
 
-    `chunks` and `hit_chunks` count those of all prompts so far.
+    `chunks` and `hit_chunks` are totals of all prompts so far.
     """
 
     def __init__(self, planner: HybridChunkPlanner, host_blocks: int, policy: str = "lru") -> None:
@@ -34,11 +35,11 @@ class ResumableReplay:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of all chunks that need not be computed."""
+        """The share of all chunks so far that were hits."""
         return self.hit_chunks / self.chunks if self.chunks else 0.0
 
     def serve(self, keys: Sequence[bytes], now: float) -> int:
-        """One prompt, at `now` seconds: how many of its chunks were a hit. What it lacks is stored."""
+        """Serve a prompt at time `now`, in seconds, and store what is missing. Returns how many chunks were hits."""
         grid = self._planner.grid_tokens
         num_tokens = len(keys) * grid + 1  # so that a hit may cover all its chunks
         hit = self._coordinator.longest_boundary(keys, 0, num_tokens) // grid
@@ -55,7 +56,7 @@ class ResumableReplay:
         return hit
 
     def _store(self, keys: Sequence[bytes], depth: int, with_checkpoint: bool, touch: object) -> Iterable[Pin]:
-        """Bring the pool the first `depth` chunks, and the checkpoint after them. Pins on what it has of them now."""
+        """Store the first `depth` chunks, and the checkpoint after them. Returns pins on those that are stored now."""
         have = self.pool.resident_run(keys, 0, depth)
         parent = self.pool.find(keys[have - 1]) if have else None
         pins = [] if parent is None else [self.pool.pin(parent)]
@@ -89,7 +90,7 @@ class ResumableReplay:
 
 
 def blocks_of_everything(planner: HybridChunkPlanner, prompts: Sequence[Sequence[bytes]]) -> int:
-    """Host blocks that suffice for all that these prompts could ever store: nothing is evicted from a pool of so many.
+    """Host blocks that suffice to store these prompts without evictions.
 
     A prompt wants two checkpoints at most, at its end or before it.
     """
@@ -102,5 +103,5 @@ def blocks_of_everything(planner: HybridChunkPlanner, prompts: Sequence[Sequence
 
 
 def fewest_blocks(planner: HybridChunkPlanner) -> int:
-    """Host blocks of a single chunk and its checkpoint: a pool of fewer is of no use."""
+    """Host blocks of a single chunk and its checkpoint. A smaller pool could store nothing."""
     return planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)

@@ -1,11 +1,11 @@
 """`cpu-prefix-cache size TRACE --model CONFIG`: how much host memory this model needs for this load.
 
-The trace is replayed through the pool that serves, again and again, with more or less memory (sizing.py). Where the
-model needs checkpoints to resume (windows, states, local chunks), they are replayed too, as the cache keeps them: one
-at the end of each prompt, and one where a prompt goes on differently from what is here; they take their room and are
-evicted like everything else (resumable.py). The goal is then a share of what infinite memory gives this very model,
-which is printed beside the ideal of one that can resume anywhere. A trace does not have the tokens of the answers, so
-there are no checkpoints at their ends. A hit may cover all of a prompt.
+The trace is replayed through the pool of the cache repeatedly, with different amounts of memory (sizing.py). If the
+model needs checkpoints to resume (windows, states, local chunks), they are stored and evicted as in the cache: one at
+the end of each prompt, and one where a second continuation of a prefix appears (resumable.py). The goal is a share of
+the hit ratio of this model with infinite memory; the hit ratio of a model that could resume anywhere is printed beside
+it. A trace does not contain the tokens of answers, so there are no checkpoints at their ends. A hit may cover all of a
+prompt.
 """
 
 import argparse
@@ -36,12 +36,12 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     add_trace_options(parser)
     add_weight_options(parser, required=True)
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="who is evicted (default lru)")
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="what the host evicts (default lru)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it. Raises PrefixCacheError for options, traces and models that will not do."""
+    """Run the command. Raises PrefixCacheError for invalid options, traces and models."""
     check_target(args.target)
     trace = trace_of(args)
     groups = groups_of(args, trace.block_tokens)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hit_ratio(trace: Trace, planner: HybridChunkPlanner, policy: str) -> Callable[[int], float]:
-    """The share of the trace's blocks that are hits with so many host blocks."""
+    """A function from a number of host blocks to the share of the trace's blocks that are hits."""
 
     def hit_ratio(blocks: int) -> float:
         replay = ResumableReplay(planner, blocks, policy)

@@ -1,12 +1,12 @@
-"""The smallest capacity that reaches a hit ratio, found by asking for the hit ratio of one capacity after another.
+"""The smallest capacity that reaches a hit ratio, found by trying one capacity after another.
 
-From a capacity that holds everything, halve it until the goal is missed; then bisect between the last two:
+Start from a capacity that holds everything, halve it until the goal is missed, then bisect between the last two:
 
     1,600 hit .64    800 .62    400 .57 missed    600 .61    500 .60    450 .59 ...
 
-More capacity nearly always gives more hits, but not quite always: after an eviction other requests are cut short. So
-the answer is a capacity that was tried and reaches the goal, beside one a little smaller that does not, and not a proof
-that no smaller one does.
+More capacity nearly always gives more hits, but not quite always, because evictions shorten the hits of different
+requests. So the answer is a tried capacity that reaches the goal, next to a slightly smaller one that does not. A much
+smaller one might still reach it.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
-# Where the bisection ends: the answer is at most so much above a capacity that misses the goal.
+# The bisection ends when the answer is at most this share above a capacity that misses the goal.
 CLOSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one capacity gave."""
+    """The hit ratio of one capacity."""
 
     capacity: int
     hit_ratio: float
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`enough` is the smallest capacity tried that reaches `goal`; `points` are all that were tried, ascending."""
+    """`enough` is the smallest tried capacity that reaches `goal`; `points` are all tried ones, ascending."""
 
     goal: float
     enough: Point

@@ -1,19 +1,19 @@
-"""The bytes of one layer's recurrent state, over all ranks, as vLLM lays states out.
+"""The bytes of one layer's recurrent state, over all ranks, in vLLM's layout.
 
-A state is what a recurrent layer knows of everything before it, and the last tokens of the short convolution before
-that: one value fewer of each channel than the convolution is wide.
+A state consists of the recurrent values and of the last inputs of the layer's short convolution, for each channel one
+fewer than the convolution is wide.
 
     delta net     a matrix for each value head; a convolution over q, k and v      Qwen3-Next, Qwen3.5
     Mamba 2       a matrix for each head; a convolution over x, B and C            Bamba, Falcon-H1, Nemotron-H
     Mamba         a vector for each channel; a convolution over the channels       Jamba, Falcon Mamba
-    convolution   nothing but the convolution                                      LFM2
+    convolution   only the convolution                                             LFM2
 """
 
 from cpu_prefix_cache.replay.model_config import ModelConfig
 
 
 def state_bytes(config: ModelConfig, tp: int) -> int:
-    """One layer's state, on `tp` ranks together. Raises ConfigurationError if its kind or a number is not known."""
+    """Bytes of one layer's state on `tp` ranks together. Raises ConfigurationError if a value is missing."""
     channels, kernel, recurrent = _state(config, tp)
     dtype = config.item_bytes()
     recurrent_dtype = config.item_bytes("mamba_ssm_dtype", "mamba_ssm_cache_dtype")

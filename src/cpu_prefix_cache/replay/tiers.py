@@ -1,11 +1,11 @@
-"""What a trace is replayed on: a host, and perhaps a device before it. Capacities are blocks."""
+"""What a trace is replayed on: a host, or a device and a host behind it. Capacities are blocks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """`store_after` and `min_store_tokens` are admission options (admission.py), and off unless given."""
+    """A host pool. `store_after` and `min_store_tokens` are admission thresholds (admission.py), off by default."""
 
     capacity: int
     policy: str = "lru"
@@ -15,7 +15,7 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTier:
-    """Its least recently used goes first, as in engines. `horizon` is how far lazy stores are asked to look ahead."""
+    """A device pool with LRU, as in engines. `horizon` is how many blocks lazy stores are asked to look ahead."""
 
     capacity: int
     offload: str = "lazy"
@@ -23,5 +23,5 @@ class DeviceTier:
 
     @property
     def looks_ahead(self) -> int:
-        """How far they do: at most over a quarter of the device."""
+        """How many blocks lazy stores look ahead: the horizon, but at most a quarter of the device."""
         return max(1, min(self.horizon, self.capacity // 4))

@@ -1,18 +1,17 @@
-"""Traces: files of recorded requests, one JSON object a line, plain or `.gz`, as requests with keys.
+"""Reads traces, files of recorded requests (one JSON object a line, plain or `.gz`), as requests with keys.
 
-Two kinds of line are understood, and told apart by their fields:
+There are two kinds of lines, distinguished by their fields:
 
     Mooncake       timestamp, input_length, hash_ids       ids of blocks of 512 tokens, chained: equal id, equal prefix
     request log    timestamp, prompt_token_ids             or token_ids; hashed here, in blocks of 16 tokens
 
-Timestamps are milliseconds or seconds (`time_unit_of`), lengths are tokens; `output_length` may be there and decides
-nothing; fields with other names are not looked at, nor are token ids where there are hash_ids. What cannot be a request
-is malformed: also an id that follows another one than it did before, because then equal ids do not mean equal prefixes.
+Timestamps are milliseconds or seconds (`time_unit_of`), lengths are tokens. `output_length` is optional and not used.
+Other fields are ignored, and so are token ids beside hash_ids. A line that cannot be a request is malformed. So is one
+in which an id follows another id than before, because then equal ids would not mean equal prefixes.
 
-Several traces are one load on one cache: they are merged by timestamp, as given. Of equal timestamps the file named
-first comes first, and within a file the line. Ids of different files have nothing to do with each other: the key of an
-id is the digest of the file's number and the id. Token ids mean the same everywhere, so request logs share prefixes
-across files, as they would in a server.
+Several traces are one load: they are merged by timestamp, as given. Requests with equal timestamps are ordered by file,
+then by line. Ids of different files are unrelated: the key of an id is the digest of the file's number and the id.
+Token ids have the same meaning in all files, so request logs share prefixes across files, as in a server.
 """
 
 import gzip
@@ -33,18 +32,18 @@ from cpu_prefix_cache.model.hashing import ChainHasher
 
 MOONCAKE_BLOCK_TOKENS = 512
 LOG_BLOCK_TOKENS = 16
-NO_TIME = 2**63  # in any unit; nor is NaN or an infinity a time
+NO_TIME = 2**63  # timestamps must be less, in any unit
 UNITS_A_SECOND = {"s": 1, "ms": 1000}
-SHORTEST_MS = 600_000  # ten minutes; of seconds, a week
+SHORTEST_MS = 600_000  # a span is taken for milliseconds if that makes ten minutes; in seconds it would be a week
 TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 class TraceError(PrefixCacheError):
-    """A trace cannot be read. The operator mends the file, or skips its bad lines."""
+    """A trace cannot be read. The operator corrects the file, or skips its bad lines."""
 
 
 class TraceRequest(NamedTuple):
-    """`keys` of the blocks of a prompt of so many `tokens`, which arrived at `now`, in seconds."""
+    """A prompt of `tokens` tokens that arrived at `now`, in seconds, with the `keys` of its blocks."""
 
     now: float
     keys: list[bytes]
@@ -53,12 +52,14 @@ class TraceRequest(NamedTuple):
 
 @dataclass
 class Trace:
-    """Requests in the order in which they are replayed. `block_tokens` is what one block holds.
+    """Requests in the order in which they are replayed.
 
-    `bad_lines` says of each line that was skipped what is wrong with it. `odd_lengths` counts requests with more or
-    fewer blocks than their length takes: where it is not 0, `block_tokens` may be wrong. `out_of_order` counts
-    requests that came before the one above them in their file. `time_unit` is that of the timestamps in the files, "s"
-    or "ms", and `guessed_from` the span from the first to the last of them, in this unit, if it was not given.
+    block_tokens   tokens of a block
+    bad_lines      for each line that was skipped, what is wrong with it
+    odd_lengths    requests with more or fewer blocks than their length requires; if not 0, `block_tokens` may be wrong
+    out_of_order   requests with an earlier timestamp than the one above them in their file
+    time_unit      of the timestamps in the files, "s" or "ms"
+    guessed_from   if that was guessed, the time from the first to the last timestamp, in this unit
     """
 
     paths: list[str]
@@ -83,7 +84,7 @@ class Trace:
         return len(set(chain.from_iterable(request.keys for request in self.requests)))
 
     def usable(self, capacity: int) -> int:
-        """As many of `capacity` blocks as this trace could ever fill: what a pool has beyond them changes nothing."""
+        """As many of `capacity` blocks as this trace can fill. More blocks would not change the replay."""
         return min(capacity, max(1, self.different_blocks))
 
 
@@ -95,12 +96,12 @@ def read_traces(
     skip_bad_lines: bool = False,
     time_unit: str | None = None,
 ) -> Trace:
-    """Read and merge traces; of the requests in order of time, the first `limit`.
+    """Read and merge traces; keep the first `limit` requests in order of time.
 
-    `time_unit` is "s" or "ms"; without it that is guessed, once for all files (`time_unit_of`).
+    `time_unit` is "s" or "ms"; if not given, it is guessed once for all files (`time_unit_of`).
 
-    Raises TraceError for a file that cannot be read or has no requests, for files whose blocks differ in size while
-    `block_tokens` is not given, for requests of which none has a whole block, and for the first malformed line unless
+    Raises TraceError for a file that cannot be read or has no requests, for files with blocks of different sizes if
+    `block_tokens` is not given, if no request has a whole block, and for the first malformed line unless
     `skip_bad_lines`.
     """
     readers = [_FileReader(path, number, block_tokens, skip_bad_lines) for number, path in enumerate(paths)]
@@ -127,9 +128,9 @@ def read_traces(
 
 
 def time_unit_of(span: float) -> str:
-    """What timestamps are most likely counted in, if there is so much between the first and the last of them.
+    """Guess the unit of timestamps from the difference of the last and the first.
 
-    Milliseconds, as in Mooncake's traces, unless that makes less than ten minutes. Of all at one moment, too.
+    It is milliseconds, as in Mooncake's traces, unless that makes less than ten minutes; also for a difference of 0.
 
     >>> time_unit_of(3_600_000), time_unit_of(3_600), time_unit_of(0)  # an hour, an hour, nothing
     ('ms', 's', 'ms')
@@ -138,11 +139,11 @@ def time_unit_of(span: float) -> str:
 
 
 class _BadLine(Exception):
-    """What is wrong with a line, to be said after its file and number."""
+    """What is wrong with a line, without its file and number."""
 
 
 class _FileReader:
-    """One file, `now` of its requests in its own unit. `sizes` are the block sizes, in tokens, of what was found."""
+    """Reads one file; `now` of its requests is in the file's unit. `sizes` are the block sizes found, in tokens."""
 
     def __init__(self, path: str, number: int, block_tokens: int | None, skip_bad_lines: bool) -> None:
         self._path = path
@@ -173,7 +174,7 @@ class _FileReader:
         return requests
 
     def _lines(self) -> Iterator[bytes]:
-        """The lines of the file. Empty ones at its end are none."""
+        """The lines of the file, without empty ones at its end."""
         try:
             with _open(self._path) as file:
                 empty = 0
@@ -215,7 +216,7 @@ class _FileReader:
 
 
 class _IdKeys:
-    """The keys of one file's ids: for the same id the same object. Remembers what each id follows."""
+    """The keys of one file's ids; equal ids get the same object. Remembers which id each id follows."""
 
     def __init__(self, file_number: int) -> None:
         self._file_number = file_number
@@ -239,7 +240,7 @@ class _IdKeys:
 
 
 class _TokenKeys:
-    """The keys of token ids, hashed as an engine does. One object for the same key, which keeps long logs small."""
+    """The keys of token ids, hashed as an engine does. Equal keys are one object, which saves memory."""
 
     def __init__(self, block_tokens: int) -> None:
         self._hasher = ChainHasher(chunk_tokens=block_tokens)

@@ -1,16 +1,16 @@
-"""Replays a trace through a device pool with the host behind it: the very code that serves, and nobody copying bytes.
+"""Replays a trace through a device pool and a CPUPrefixCache behind it. Bytes are not copied.
 
-Requests come one after the other. Each goes through what an engine does for it:
+Requests come one after the other. The calls for each are those of an engine:
 
-    the device is searched, and what it has is pinned
-    lookup, admit                 what has the host beyond that?
-    load, step, report            it comes in one transfer
-    computed, step, report        the rest is computed, as many blocks at a time as a step can be covered for
+    search the device, and pin the hit
+    lookup, admit                 the hit on the host beyond that
+    load, step, report            in one transfer
+    computed, step, report        the rest of the prompt, in steps as large as lazy stores can cover
     finished, step, report
 
-Every copy is reported as done before anything else happens. A prompt longer than the device is cut, and the rest of it
-counts as missed. The device evicts its least recently used, as engines do; the policy is the host's. All of a prompt
-may be hit: the token after it, which is always computed, is taken to be there, and lengths are whole blocks.
+Every copy is reported as done before the next call. A prompt longer than the device is cut, and the rest of it counts
+as missed. The device evicts by LRU, as engines do; the policy applies to the host. A hit may cover all of a prompt,
+since prompts are given one more token, and lengths are whole blocks.
 """
 
 from cpu_prefix_cache.messages.plan import RankReport
@@ -31,7 +31,7 @@ RANK = 0
 
 
 def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Meter) -> Tally:
-    """One request after the other, each over before the next one comes."""
+    """Replay the requests one after the other."""
     engine = ReplayEngine(trace, host, device)
     tally = Tally()
     for requests in meter.slices(trace.requests):
@@ -47,16 +47,16 @@ def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Me
 
 
 class ReplayEngine:
-    """An engine that serves one request at a time, in no time."""
+    """An engine that serves one request at a time. Its steps take no time."""
 
     def __init__(self, trace: Trace, host: HostTier, device: DeviceTier) -> None:
         horizon = device.looks_ahead
         self.block_tokens = trace.block_tokens
-        self._step_blocks = max(1, horizon // 2)  # what a lazy store promises to have covered before each step
+        self._step_blocks = max(1, horizon // 2)  # blocks that lazy stores have covered before each step
         self._served = 0
         longest = max(len(request.keys) for request in trace.requests)
         block = Group(name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=1)
-        # where all of the trace fits, lazy stores must find only free blocks before them, as on a larger device
+        # if all of the trace fits, the blocks that lazy looks ahead at must be free, as on a larger device
         self.gpu = BlockPool(min(device.capacity, trace.usable(device.capacity) + horizon))
         self.cache = CPUPrefixCache(
             HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens),
@@ -65,14 +65,14 @@ class ReplayEngine:
             offload=device.offload,
             policy=host.policy,
             steps=EngineSteps(
-                max_tokens=self.gpu.capacity * trace.block_tokens,  # what may be in flight is no limit here
+                max_tokens=self.gpu.capacity * trace.block_tokens,  # so large that transfers in flight are not limited
                 ahead_blocks=horizon,
             ),
             thresholds=Thresholds(host.store_after, host.min_store_tokens),
         )
 
     def serve(self, request: TraceRequest) -> int:
-        """How many of its blocks were found, on the device and then on the host."""
+        """Serve one request. Returns how many blocks were found, on the device and then on the host."""
         self._served += 1
         keys = request.keys[: self.gpu.capacity]
         prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1)
@@ -90,7 +90,7 @@ class ReplayEngine:
         return hit
 
     def step(self) -> None:
-        """One engine step, all of whose copies are done at once, and those that were put off for the sake of a load."""
+        """One engine step whose copies are done at once, and further steps for stores that a load delayed."""
         transfers = self.cache.step().transfers
         while transfers:
             self.cache.report(RankReport(RANK, frozenset(transfer.id for transfer in transfers)))
@@ -98,7 +98,7 @@ class ReplayEngine:
 
 
 class _Running:
-    """One request on the device, where its first `blocks` are cached and pinned."""
+    """A running request, whose first `blocks` blocks are cached and pinned on the device."""
 
     def __init__(self, engine: ReplayEngine, prompt: Request, on_device: int, now: float) -> None:
         self.blocks = on_device
@@ -112,7 +112,7 @@ class _Running:
         self._touch = self._gpu.touch(deepest, prompt.keys, now)
 
     def load(self, boundary: int, now: float) -> None:
-        """Bring what the host has, up to token `boundary`."""
+        """Load from the host up to token `boundary`."""
         blocks = self._take(boundary // self._engine.block_tokens)
         self._cache.admit(self._prompt, self._tokens, boundary, now)
         self._cache.load(self._prompt.id, boundary, [blocks], now)
@@ -138,7 +138,7 @@ class _Running:
         return self._gpu.allocate(stop - self.blocks, self._prompt.keys[self.blocks : stop])
 
     def _fill(self, blocks: list[int]) -> None:
-        """These blocks hold what they were taken for."""
+        """Commit these blocks, which hold the KV of the next chunks now."""
         keys = self._prompt.keys[self.blocks : self.blocks + len(blocks)]
         self._gpu.commit(blocks, keys, self._deepest, self._touch)
         before, self._pin = self._pin, self._gpu.pin(blocks[-1])

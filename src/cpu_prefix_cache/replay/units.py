@@ -1,4 +1,4 @@
-"""Capacities as people write them, blocks or bytes, and numbers as people read them.
+"""Parses capacities in blocks or bytes, and formats bytes and seconds for people.
 
 >>> parse_capacity("3000", None), parse_capacity("10GiB", 2**20), parse_capacity("1.5GB", 10**6)
 (3000, 10240, 1500)
@@ -20,10 +20,9 @@ UNIT_BYTES = {
 
 
 def parse_capacity(text: str, block_bytes: int | None) -> int:
-    """Blocks: a number of them, or as many whole ones as fit into a number of bytes with a unit (10GiB, 10GB).
+    """A capacity in blocks, from a number of blocks or from bytes with a unit (10GiB, 10GB).
 
-    Raises ConfigurationError for what is neither, for bytes while `block_bytes` is not known, and for less than a
-    block.
+    Raises ConfigurationError for any other text, for bytes if `block_bytes` is not known, and for less than a block.
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None:
@@ -46,7 +45,7 @@ def parse_capacity(text: str, block_bytes: int | None) -> int:
 
 
 def show_bytes(count: float) -> str:
-    """In the largest binary unit of which there is at least one."""
+    """Bytes in the largest binary unit that makes at least 1."""
     power = 0
     while count >= 1024 and power < len(BINARY) - 1:
         count /= 1024
@@ -55,7 +54,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """In the largest of seconds, minutes, hours and days of which there are at least two."""
+    """Seconds in the largest of seconds, minutes, hours and days that makes at least 2."""
     for name, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {name}"
