@@ -53,7 +53,7 @@ class Ghosts:
         return next(at for at in range(start, end) if wanted[at] in tops)
 
     def row(self, wanted: Sequence[bytes], start: int, most: int) -> tuple[int, int]:
-        """Of the ghost `wanted[start]`, whose parent is none: its list, and how many of `wanted` its run has, to `most`."""
+        """The list of ghost `wanted[start]`, whose parent is none; how many of `wanted` its run has, up to `most`."""
         run = self._tops[wanted[start]]
         keys, most = run.keys, min(most, len(run.keys), len(wanted) - start)
         count = 1
