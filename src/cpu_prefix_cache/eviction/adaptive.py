@@ -82,10 +82,7 @@ class Adaptive(EvictionPolicy):
         self._buckets.a_request_came()
 
     def _tell_time(self, now: float) -> None:
-        """It is `now`. While a clock stands still there are no ages, so ours goes on, at the pace of the moment before.
-
-        What is ahead of the engine's clock waits for it.
-        """
+        """It is `now`. While the engine's clock stands still ours goes on, at the last pace, and waits for it later."""
         if not self._told <= now < inf:
             raise MisuseError(f"a request cannot be admitted at {now} s: it is {self._told} s already")
         if now > self._told:
@@ -120,7 +117,7 @@ class Adaptive(EvictionPolicy):
         return segment
 
     def _was_cut(self, upper: Segment, lower: Segment, displaced: Segment | None) -> None:
-        """A segment has become two: the upper part shares its past. A ghost may have lost its place to it."""
+        """A segment has become two, of one past. A ghost that was found by the same key may have been displaced."""
         self._buckets.stand_beside(upper, lower)
         self._place(lower)
         self._place(upper)
@@ -157,7 +154,7 @@ class Adaptive(EvictionPolicy):
         return count
 
     def _next_segment(self, blocks: Sequence[int], at: int, stop: int, parent: int, above: Segment | None) -> Segment:
-        """The segment of `blocks[at:stop]`, or of the first of them: below or within the one above."""
+        """The segment of the first of `blocks[at:stop]`: the one above, if they go on with it, or one below that."""
         if above is not None and above.deepest == parent and self._segments.find(self._keys[blocks[at]]) is None:
             if above.resident == above.length and not above.children:
                 above.extend(self._unknown_keys(blocks, at, stop))  # the answer of a request belongs to its prompt

@@ -48,7 +48,7 @@ class Ages:
         self._steps = list(zip(range(BINS), EDGES[1:], self._rings, self._rings[1:], strict=False))
 
     def begin(self, use: Use) -> None:
-        """It is the youngest of all."""
+        """Add a use that is the youngest of all."""
         insert_after(self._rings[0].older, use)
 
     def join(self, use: Use, each: int) -> None:
@@ -59,7 +59,7 @@ class Ages:
         self._survival.seconds[bucket] -= use.at + EDGES[use.bin]
 
     def part(self, use: Use, each: int, now: float) -> None:
-        """A segment of class `each` has it no more: it is used again, or forgotten."""
+        """A segment of class `each` has this use no more: it is used again, or forgotten."""
         bucket = each * BINS + use.bin
         self._survival.inside[bucket] -= 1
         self._survival.seconds[bucket] += now
@@ -70,7 +70,7 @@ class Ages:
                 unlink(use)
 
     def grow_old(self, now: float) -> list[Use]:
-        """Let uses into the next bin that are old enough. Those of them that have leaves."""
+        """Move uses that are old enough to the next bin. Returns those that have leaves."""
         moved: list[Use] = []
         inside, seconds, since = self._survival.inside, self._survival.seconds, self._survival.since
         moves = 0

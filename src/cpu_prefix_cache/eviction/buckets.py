@@ -48,9 +48,9 @@ class Buckets:
                 yield rank, segment.deepest
 
     def begin(self, now: float) -> Use:
-        """Something is used now. Everything else has grown older.
+        """The use of what is used now; older uses move to their next bins.
 
-        Requests that come within a second share a use: this is what bounds the work where there are many.
+        Requests within a second share a use, which bounds the work where there are many.
         """
         use = self._use
         if use.members and now - use.at < TOGETHER and use.shared_by < MOST_TOGETHER:
@@ -87,12 +87,12 @@ class Buckets:
         self._ages.part(segment.use, segment.kind, now)
 
     def enter(self, segment: Segment) -> None:
-        """It is a leaf."""
+        """A segment is a leaf from now on."""
         segment.use.leaves[segment] = None
         self._stand(segment, segment.use)
 
     def leave(self, segment: Segment) -> None:
-        """It is none any more."""
+        """A segment is no leaf any more."""
         leave(segment)
         del segment.use.leaves[segment]
 

@@ -36,11 +36,11 @@ class Touch(Linked):
         self.stamp = stamp
         self.ring = ring
         self.block = NONE
-        self.older = self.younger = ring  # where they hold nothing that has ended
+        self.older = self.younger = ring  # so that they keep no other touch alive
 
 
 class Ring(Touch):
-    """Touches by age, and the end of these, older than any of them.
+    """The end of a ring of touches, by age; its stamp is less than theirs.
 
     `coming` counts the chunks that are being written and will carry a touch of this ring, `size` those and all that do.
     While victims are taken, none can be had up to the touch `passed`.
@@ -55,14 +55,14 @@ class Ring(Touch):
         self.passed: Touch = self
 
     def expect(self, count: int) -> None:
-        """So many chunks more are on their way here, or fewer, if negative."""
+        """`count` more chunks are being written that will carry a touch of this ring; fewer, if negative."""
         self.coming += count
         self.size += count
 
     def enter_young(self, touch: Touch, block: int) -> None:
         """Put `touch`, which names `block` now, in its place, looking from the young end.
 
-        It is past the requests admitted since it was made, as a request that stores at its end comes late.
+        A request that stores at its end comes late: others were admitted since its touch was made.
         """
         place = self.older
         while place.stamp > touch.stamp:

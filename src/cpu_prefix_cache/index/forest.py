@@ -213,9 +213,9 @@ class Forest:
             self._pinned_before.remove(block)
 
     def num_protected(self, enough: int) -> int:
-        """How many chunks with a key pins protect, or some number between that and `enough`, if that is quicker.
+        """How many chunks with a key pins protect, or a larger number up to `enough` if that is quicker to know.
 
-        Where `enough` is small, it takes O(their number) if a pin has ended.
+        O(1) for a large `enough`, else as `protected_at_most`, and O(chunks protected) once a pin has ended.
         """
         if self._pinned_depth <= enough:
             return self._pinned_depth
@@ -226,7 +226,7 @@ class Forest:
         return self.protected_at_most()
 
     def protected_at_most(self) -> int:
-        """The same, but what pins protected that have ended may count. Amortised O(1) a node.
+        """The same, but chunks that an ended pin protected may still count. Amortised O(1) a node.
 
         A walk goes up from each new pin until it meets what others protect.
         """

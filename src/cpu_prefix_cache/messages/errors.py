@@ -22,7 +22,7 @@ class PoolExhausted(PrefixCacheError):
 
 
 class InternalError(PrefixCacheError):
-    """A rule of this library does not hold. Nobody outside can cause it: we mend the library."""
+    """A rule of this library does not hold: a defect in it, which no caller can cause."""
 
 
 class MisuseError(PrefixCacheError):

@@ -20,9 +20,9 @@ and moves between them only here:
 
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
-A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn here in one
-way; a checkpoint is committed below the chunk that ends at its boundary, and never has children. `checkpoints.py` has
-the blocks of checkpoints, which they share; `resume_points.py` has what a checkpoint is worth to the chunks above it.
+A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
+way; a checkpoint is committed below the chunk that ends at its boundary, and never has children. `checkpoints.py` knows
+the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a request can resume.
 
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
@@ -259,12 +259,12 @@ class BlockPool:
     def allocate(self, count: int, keys: Sequence[bytes] = (), needs: Sequence[PieceNeed] | None = None) -> list[int]:
         """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
 
-        With `needs`, also the checkpoint below the last of them, as the last node; all of them or none. It shares the
-        pieces that are there, and `checkpoints.to_write` has the others. A piece may still be written for another
-        checkpoint: whoever stores this one waits for that store, and cancels this one if that fails.
+        With `needs` also a checkpoint, as the last node; all nodes or none. It shares the pieces that exist, and writes
+        the others (`checkpoints.to_write`). Where another checkpoint still writes a shared piece, the store of this one
+        waits for the store of that one, and is cancelled with it.
 
-        `keys`: what they will be committed under, in this order, if that is known now. A policy that remembers what
-        it evicted learns from it.
+        `keys`: of these nodes, in this order, if they are known now. A policy that remembers what it evicted learns
+        from them.
 
         Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer (rule 4).
         """
@@ -283,7 +283,7 @@ class BlockPool:
             raise PoolExhausted(wanted, available)
         node = self._new_number()
         self._state[node] = WRITING
-        missing = self.checkpoints.add(node, needs)  # first, so that nothing it shares is evicted
+        missing = self.checkpoints.add(node, needs)  # before eviction, which spares what it shares
         chunks = self._allocate_chunks(count, keys[:count])  # before its pieces: a policy learns of a prefix in order
         self.checkpoints.fill(node, self._take(missing, keys[count:]))
         if keys:
@@ -383,7 +383,7 @@ class BlockPool:
         return blocks[:count]
 
     def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
-        """At least `short` blocks of nodes that are evicted for them, those of no use first."""
+        """Evict nodes until at least `short` blocks are freed, useless chunks first. Returns the blocks."""
         freed: list[int] = []
         while keys or len(freed) < short:
             while len(freed) < short and (chunk := self.resume_points.take_useless()) is not None:
@@ -402,7 +402,7 @@ class BlockPool:
     # Nodes, and their blocks
 
     def _new_number(self) -> int:
-        """For a node that is not named by a block of its own: a checkpoint, or a chunk that takes none."""
+        """A number for a node that has no block to be named by: a checkpoint, or a chunk that takes no blocks."""
         if self._numbers:
             return self._numbers.pop()
         self._state.append(FREE)
@@ -436,7 +436,7 @@ class BlockPool:
         self._prune(nodes)
 
     def _prune(self, nodes: Iterable[int]) -> None:
-        """Free those of `nodes`, and what waits above them, that are RETIRED and needed by nobody."""
+        """Free those of `nodes`, and of their ancestors, that are RETIRED and not needed."""
         gone = []
         for node in nodes:
             while node != self.root and self._state[node] == RETIRED and not self._is_needed(node):
@@ -451,14 +451,14 @@ class BlockPool:
         return bool(self._forest.pins[node] or self._forest.children[node] or node in self._unfinished)
 
     def _unlink(self, node: int) -> int:
-        """Take a node without a key out of the forest. What it hung below, or the root."""
+        """Take a node without a key out of the forest. Returns its parent, or the root."""
         parent = self._forest.prune(node)
         if parent != self.root and self._state[parent] == CACHED and not self._forest.children[parent]:
             self._policy.bared(parent)
         return parent
 
     def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:
-        """Nodes end here. The blocks that nobody has any more: they are to be taken or put back at once."""
+        """Nodes do not exist any more. Returns the blocks that nothing uses now, which the caller takes or frees."""
         if before == CACHED:
             self.resume_points.lost(nodes)
         if self.blocks_per_chunk == 1 and not self._has_checkpoints:

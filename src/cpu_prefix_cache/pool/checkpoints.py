@@ -7,11 +7,12 @@ Two checkpoints not far apart see some of the same window blocks, which are kept
     checkpoint at 96   a       b             uses a, b
     checkpoint at 112          b       c     uses b, c
 
-A piece stays as long as a checkpoint uses it or its bytes are pinned. A new checkpoint finds it by its key as long as
-it is or will be right: until the checkpoint that writes it is retired, or all that use it have been withdrawn.
+A piece exists as long as a checkpoint uses it or its bytes are pinned. A new checkpoint can share it as long as its
+bytes are right or will be: until the checkpoint that writes it is retired, or all that use it have been withdrawn.
 
-Where checkpoints in different states use one piece, its blocks count as what keeps them longest: WRITING, then RETIRED
-(so do pinned bytes), then PROTECTED, of a pinned checkpoint, then CACHED. So eviction can free those counted as CACHED.
+The blocks of a piece count in one state, the first of these that applies: WRITING, if a checkpoint that uses it is;
+RETIRED, if one is, or the bytes are pinned; PROTECTED, if one that is cached is pinned; CACHED. So eviction can free
+all blocks of pieces that count as CACHED.
 """
 
 from collections import Counter
@@ -23,14 +24,14 @@ from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITI
 
 
 class PieceNeed(NamedTuple):
-    """A piece a checkpoint is to have: what identifies it among all checkpoints, and how many blocks it takes."""
+    """A piece that a checkpoint has: its key, by which checkpoints share it, and how many blocks it takes."""
 
     key: Hashable
     num_blocks: int
 
 
 class _Piece:
-    """One piece: its blocks, the checkpoint that is to fill them, and how many checkpoints use it, by their state."""
+    """One piece: its blocks, the checkpoint that writes it, and how many checkpoints use it, by their state."""
 
     __slots__ = ("blocks", "byte_pins", "need", "pins", "users", "writer")
 
@@ -58,8 +59,8 @@ class Checkpoints:
 
     def __init__(self, count: list[int]) -> None:
         self._count = count
-        self._of: dict[int, tuple[_Piece, ...]] = {}  # by checkpoint, in the order they were asked for
-        self._by_key: dict[Hashable, _Piece] = {}  # those that a new checkpoint may use
+        self._of: dict[int, tuple[_Piece, ...]] = {}  # by checkpoint, in the order of its needs
+        self._by_key: dict[Hashable, _Piece] = {}  # those that a new checkpoint can share
         self._at: dict[int, _Piece] = {}  # by block
         self._widths = Counter[int]()  # of all checkpoints, in blocks
 
@@ -67,35 +68,35 @@ class Checkpoints:
         return node in self._of
 
     def pieces(self, checkpoint: int) -> list[tuple[int, ...]]:
-        """The blocks of each of its pieces, in the order they were asked for."""
+        """The blocks of each piece of a checkpoint, in the order of its needs."""
         return [piece.blocks for piece in self._of[checkpoint]]
 
     def to_write(self, checkpoint: int) -> list[tuple[int, ...] | None]:
-        """The same of one that is being written, with None for a piece that it shares with another."""
+        """The same for a checkpoint that is being written, with None for the pieces that another checkpoint writes."""
         return [piece.blocks if piece.writer == checkpoint else None for piece in self._of[checkpoint]]
 
     def needs(self, checkpoint: int) -> list[PieceNeed]:
-        """What another checkpoint asks for to share the pieces of this one."""
+        """The needs of a checkpoint: with some of them another checkpoint shares its pieces."""
         return [piece.need for piece in self._of[checkpoint]]
 
     def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
-        """Those of `needs` that no checkpoint has, and a new one would write."""
+        """Those of `needs` for which there is no piece: a new checkpoint would write it."""
         return [need for need in needs if need.key not in self._by_key]
 
     def cost(self, needs: Sequence[PieceNeed]) -> int:
-        """How many blocks, of those that are free or can be evicted, a checkpoint with these needs takes or keeps."""
+        """How many blocks that are free or can be evicted a checkpoint with these needs makes unavailable."""
         there = ((need, self._by_key.get(need.key)) for need in needs)
         return sum(need.num_blocks for need, piece in there if piece is None or piece.state == CACHED)
 
     @property
     def widest(self) -> int:
-        """Blocks of the largest checkpoint there is, shared ones included; 0 without any. O(different sizes)."""
+        """Blocks of the largest checkpoint, shared ones included; 0 if there is none. O(different sizes)."""
         return max(self._widths, default=0)
 
-    # What the pool tells
+    # Told by the pool
 
     def add(self, checkpoint: int, needs: Sequence[PieceNeed]) -> int:
-        """One is to be written. It shares the pieces that are there; how many blocks the others take."""
+        """A checkpoint will be written. It shares the pieces that exist; returns how many blocks the others take."""
         missing = self.missing(needs)
         self._by_key.update((need.key, _Piece(need, checkpoint)) for need in missing)
         self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs)
@@ -104,7 +105,7 @@ class Checkpoints:
         return sum(need.num_blocks for need in missing)
 
     def fill(self, checkpoint: int, blocks: Sequence[int]) -> None:
-        """These are the blocks of the pieces that it does not share."""
+        """Give a checkpoint the blocks of the pieces that it writes, in the order of its needs."""
         rest = iter(blocks)
         for piece in self._of[checkpoint]:
             if piece.writer == checkpoint:
@@ -112,7 +113,7 @@ class Checkpoints:
                 self._at.update(dict.fromkeys(piece.blocks, piece))
 
     def move(self, checkpoint: int, before: int, after: int) -> list[int]:
-        """It went from one state to another. The blocks that nobody uses any more."""
+        """A checkpoint went from one state to another. Returns the blocks that nothing uses any more."""
         freed = []
         is_right = after in (WRITING, CACHED)
         for piece in self._of[checkpoint]:
@@ -133,7 +134,7 @@ class Checkpoints:
         return freed
 
     def pin(self, node: int, change: int) -> None:
-        """A node has one pin more (+1) or less (-1). Changes nothing if it is a chunk."""
+        """A node has one pin more (+1) or less (-1). Ignored for a chunk."""
         for piece in self._of.get(node, ()):
             was = piece.state
             piece.pins += change
@@ -144,7 +145,7 @@ class Checkpoints:
         return block in self._at
 
     def pin_block(self, block: int, change: int) -> list[int]:
-        """The bytes of the piece with this block have one pin more (+1) or less (-1). Returns as `move` does."""
+        """The bytes of the piece with this block have one pin more (+1) or less (-1). Returns what `move` does."""
         piece = self._at[block]
         was = piece.state
         piece.byte_pins += change
@@ -174,7 +175,7 @@ class Checkpoints:
         assert {piece for piece in users if piece.need.num_blocks} <= set(self._at.values()), "a piece has no blocks"
 
     def _recount(self, piece: _Piece, was: int) -> list[int]:
-        """A piece may have changed its state. Its blocks, if nobody uses them any more."""
+        """Count the blocks of a piece in its state now. Returns them if nothing uses them any more."""
         state = piece.state
         if state != was:
             self._count[was] -= piece.need.num_blocks

@@ -1,9 +1,9 @@
-"""After which chunks a request can resume, and which chunks are of no use because it cannot (rule 9).
+"""After which chunks a request can resume, and which chunks are useless because no request can (rule 9).
 
-In a model without checkpoints it can after every chunk. In one with them, a childless, unpinned chunk that nobody can
-resume after is of no use once whoever brought it is done, and goes first. Whether a chunk is of no use changes with its
-children, its pins and its checkpoint. So there is no list of those that are, but one of those that may have become so,
-the latest last: each is judged when it is taken.
+In a model without checkpoints, a request can resume after every chunk. In one with checkpoints, a childless, unpinned
+chunk after which no request can resume is useless once the request that stored it has ended, and is evicted first.
+Whether a chunk is useless changes with its children, its pins and its checkpoint. So there is no list of useless
+chunks, but one of chunks that may be useless, the latest last: each is checked when it is taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from cpu_prefix_cache.pool.checkpoints import Checkpoints
 
 
 class ResumePoints:
-    """Told of every node that comes and goes; tells the log where a request can resume, and where no longer.
+    """Told of every node that is cached or no longer is; tells the log where a request can resume.
 
     `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; None: it never does.
     """
@@ -32,7 +32,7 @@ class ResumePoints:
         self._needs_checkpoint = needs_checkpoint or (lambda depth: False)
         self._log = log
         self._nearest = None if needs_checkpoint is None else NearestCheckpoints(forest)
-        self._candidates: dict[int, None] = {}  # chunks that may be of no use
+        self._candidates: dict[int, None] = {}  # chunks that may be useless
 
     def nearest(self, chunk: int) -> int:
         """The deepest chunk, at or above a cached one, from which a request can resume; the root if there is none."""
@@ -55,7 +55,7 @@ class ResumePoints:
             parent = node
 
     def lost(self, nodes: Sequence[int]) -> None:
-        """Nodes are not cached any more. What each hung below may be of no use now."""
+        """Nodes are not cached any more: their parents may be useless now."""
         if self._nearest is None:
             if self._log is not None:
                 self._log.removed(nodes)
@@ -70,17 +70,17 @@ class ResumePoints:
                 self.may_be_useless(parent)
 
     def may_be_useless(self, node: int) -> None:
-        """It has lost a child, a pin or its checkpoint, or whoever brought it is done."""
+        """A chunk has lost a child, a pin or its checkpoint, or the request that stored it has ended."""
         if self._nearest is not None:
             self._candidates.pop(node, None)
             self._candidates[node] = None
 
     def forget(self, node: int) -> None:
-        """It is gone: the next node of this number is another one."""
+        """The node does not exist any more; its number will be another node's."""
         self._candidates.pop(node, None)
 
     def take_useless(self) -> int | None:
-        """The next chunk to be evicted for being of no use, which is no candidate any more; None if there is none."""
+        """The next useless chunk, for eviction; None if there is none."""
         while self._candidates:
             node, _ = self._candidates.popitem()
             if self._is_useless(node):
@@ -88,7 +88,7 @@ class ResumePoints:
         return None
 
     def useless(self) -> list[int]:
-        """Those that `take_useless` would answer with, in that order. Changes nothing."""
+        """What `take_useless` would return, one after the other. Changes nothing."""
         return [node for node in reversed(self._candidates) if self._is_useless(node)]
 
     def check_valid(self) -> None:
