@@ -148,7 +148,7 @@ class CopyWorker:
         report = self.report()
         lost = sorted((report.failed | report.late).intersection(ids))
         if lost:
-            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: its blocks would be used")
+            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
         return {id for id in ids if id in self._copies and self._copies[id].went_well is None}
 
     def hold_compute(self, ids: Iterable[int]) -> None:
