@@ -44,9 +44,8 @@ class StagedCopier(Copier):
 
     Arguments and errors are those of Binding, and: `host` is contiguous; for CUDA tensors it is pinned, or begins
     `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross directly. With
-    `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests and
-    measurements. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
-    fit the device.
+    `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests. Raises
+    ConfigurationError also when the rings are too small for the largest part, or Triton does not fit the device.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class Launcher:
     """
 
     def __init__(
-        self, table: torch.Tensor, alignment: int, most_words: int, *, device_blocks: int, tiling: Tiling
+        self, table: torch.Tensor, alignment: int, most_words: int, device_blocks: int, tiling: Tiling
     ) -> None:
         self.table, self.alignment = table, alignment
         self._device_blocks, self._tiling = device_blocks, tiling
@@ -110,8 +110,7 @@ class Launcher:
 
     def launch(self, direction: Direction, pitch: int, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
         """For a store gather the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8
-        [bytes], in which pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's.
-        """
+        [bytes], where pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's."""
         gathers, num_fragments = direction is Direction.STORE, len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
         sizes = (self._parts, num_fragments, self._device_blocks, pitch, self._chunks)
@@ -132,8 +131,7 @@ class Launcher:
 def launchers(
     parts: Sequence[torch.Tensor], offsets: Sequence[int], *, device_blocks: int, tiling: Tiling = TILING
 ) -> list[Launcher]:
-    """For parts, uint8 [blocks, bytes] on the device, that begin at these offsets of a piece in a slot. A piece has
-    `device_blocks` blocks."""
+    """For parts, uint8 [blocks, bytes] on the device, that begin at `offsets` in a piece of `device_blocks` blocks."""
     columns: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
     for part, offset in zip(parts, offsets, strict=True):
         column = (part.data_ptr(), part.stride(0), part.shape[1], offset)
@@ -142,5 +140,5 @@ def launchers(
     for (alignment, _), rows in columns.items():
         table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
         most_words = max(length for _, _, length, _ in rows) // WORDS[alignment][1]
-        made.append(Launcher(table, alignment, most_words, device_blocks=device_blocks, tiling=tiling))
+        made.append(Launcher(table, alignment, most_words, device_blocks, tiling))
     return made

@@ -98,7 +98,6 @@ class CopyWorker:
         """Begin one step's transfers, after all that compute has been given by now. MisuseError for another version."""
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
-        is_timed = self._on_done is not None or self._load_seconds is not None
         new = {transfer.id: _Copy(transfer) for transfer in plan.transfers}
         try:
             if self._arena is not None:
@@ -106,6 +105,7 @@ class CopyWorker:
             self._collect()
             self._forget(plan)
             after = self._copier.here() if new else Passed()
+            is_timed = self._on_done is not None or self._load_seconds is not None
             began = self._clock() if new and is_timed else 0.0
             self._copies |= new
             for id in self._copies.keys() & plan.cancelled:
@@ -144,19 +144,15 @@ class CopyWorker:
 
     def still_open(self, ids: Iterable[int]) -> set[int]:
         """Which of these loads have not ended. Called before each plan, because a plan may have an end forgotten.
-
-        Raises AnnouncedLoadError if one has failed or is late.
-        """
+        Raises AnnouncedLoadError if one has failed or is late."""
         report = self.report()
         lost = sorted((report.failed | report.late).intersection(ids))
         if lost:
-            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: its blocks would be used")
+            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
         return {id for id in ids if id in self._copies and self._copies[id].went_well is None}
 
     def hold_compute(self, ids: Iterable[int]) -> None:
-        """Have what compute is given from now on run after these loads, once they are submitted. Raises like
-        `still_open`.
-        """
+        """Have what compute is given from now on run after these loads, once submitted. Raises like `still_open`."""
         for id in self.still_open(ids):
             while (event := self._copies[id].event) is None:
                 time.sleep(NAP_SECONDS)
