@@ -146,7 +146,7 @@ def test_vllm_does_not_look_for_chunked_local_attention_of_shorter_blocks(tmp_pa
 def test_states_further_apart_than_the_shortest_blocks_are_refused(tmp_path, groups):
     said = refused(tmp_path, groups)
     assert "has a state every 8 tokens, and group 'prefix-" in said
-    assert "blocks of at least 8 tokens there" in said
+    assert said.endswith("blocks of at least 8 tokens")
 
 
 def test_vllm_resumes_from_wrong_states_that_are_further_apart_than_the_shortest_blocks(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_windows_that_vllm_rebuilds_are_refused(tmp_path):
     latent = MLAAttentionSpec(**heads, block_size=16)
     rebuilt = SlidingWindowMLASpec(**heads, block_size=16, sliding_window=128, bounded_replay=True)
     config, caches = made_by_vllm(tmp_path, layers(latent=[latent] * 2, window=[rebuilt] * 2))
-    with pytest.raises(ConfigurationError, match=r"computes again after each hit \(bounded_replay\) are not built"):
+    with pytest.raises(ConfigurationError, match=r"computes again after each hit \(bounded_replay\) are not supported"):
         planner_for(config, caches)
 
 

@@ -348,7 +348,7 @@ def test_one_corrupted_device_block_is_noticed(start):
     [
         ({"speed": "fast"}, "unknown option 'speed'; known options are cpu_bytes_to_use"),
         ({"offload": "never"}, "offload must be one of lazy, eager; got 'never'"),
-        ({"offload": 1}, "offload is a word, got 1"),
+        ({"offload": 1}, "offload is a string, got 1"),
         ({"policy": "fifo"}, "policy"),
         ({"store_after": 0}, "store_after is a whole number of prompts, at least 1; got 0"),
         ({"min_store_tokens": "4k"}, "min_store_tokens is a whole number of tokens, at least 0; got '4k'"),

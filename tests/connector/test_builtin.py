@@ -66,5 +66,5 @@ def test_every_architecture_goes_on_with_any_number_of_tokens(arch):
 
 
 def test_an_architecture_that_is_not_there_is_refused():
-    with pytest.raises(ConfigurationError, match="there is full, swa, hybrid, mla"):
+    with pytest.raises(ConfigurationError, match="known are full, swa, hybrid, mla"):
         build_model("rnn")

@@ -107,5 +107,5 @@ def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
 
 
 def test_a_family_that_is_not_there_is_refused():
-    with pytest.raises(ConfigurationError, match="there is no family 'elman'; there is llama"):
+    with pytest.raises(ConfigurationError, match="unknown family 'elman'; known are llama"):
         build_family("elman", hidden=64, layers=2, window=32)

@@ -40,7 +40,7 @@ def a_mask_that_looks_ahead():
     [
         (a_state, "does not say how long a prompt may be"),
         (factors_that_change_with_the_length, "longrope"),
-        (a_mask_that_looks_ahead, "does not go on from its own cache"),
+        (a_mask_that_looks_ahead, "cannot continue from its own cache"),
     ],
 )
 def test_a_model_whose_past_is_of_another_kind_is_refused(model, sentence):

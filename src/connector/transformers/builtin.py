@@ -20,5 +20,5 @@ ARCHITECTURES = {"full": "llama", "swa": "gemma3", "hybrid": "qwen3_5", "mla": "
 def build_model(arch: str, *, hidden: int = 256, layers: int = 4, seed: int = 0) -> PreTrainedModel:
     """A float32 model of one of ARCHITECTURES. Raises ConfigurationError for others."""
     if arch not in ARCHITECTURES:
-        raise ConfigurationError(f"arch {arch!r} is not built; there is {', '.join(ARCHITECTURES)}")
+        raise ConfigurationError(f"unknown arch {arch!r}; known are {', '.join(ARCHITECTURES)}")
     return build_family(ARCHITECTURES[arch], hidden=hidden, layers=layers, window=WINDOW, seed=seed)

@@ -44,14 +44,14 @@ def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
     if "longrope" in str(rope):  # it may be nested by kind of layer
         raise ConfigurationError(
             f"{name} rotates its keys by factors that change with the length of the prompt (longrope): "
-            "what one prompt computed is wrong for a longer one of the same beginning"
+            "what one prompt computed is wrong for a longer prompt with the same beginning"
         )
     probe = _Probe(model, past)
     tolerance = TOLERANCE[model.dtype == torch.float32]
     one_by_one = probe.error([1] * TAIL)
     if not one_by_one <= tolerance or not probe.reads_states(1):
         raise ConfigurationError(
-            f"{name} does not go on from its own cache: its logits are off by {one_by_one:.1e} deviations"
+            f"{name} cannot continue from its own cache: its logits are off by {one_by_one:.1e} deviations"
         )
     at_once = probe.error([TAIL]) <= tolerance and probe.reads_states(TAIL)
     return Continuation.CHUNKS if at_once else Continuation.TOKENS

@@ -68,7 +68,7 @@ def build_family(family: str, *, hidden: int, layers: int, window: int, seed: in
     `window` is the size in tokens of windows and attention chunks, in families that have them.
     """
     if family not in FAMILIES:
-        raise ConfigurationError(f"there is no family {family!r}; there is {', '.join(FAMILIES)}")
+        raise ConfigurationError(f"unknown family {family!r}; known are {', '.join(FAMILIES)}")
     torch.manual_seed(seed)
     model = FAMILIES[family](hidden, layers, window).eval()
     initialise(model)

@@ -50,7 +50,7 @@ class HostTier:
         if num_blocks < least:
             raise ConfigurationError(
                 f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} "
-                f'bytes, got {host_bytes}; without host memory say offload="off"'
+                f'bytes, got {host_bytes}; to use no host memory, set offload="off"'
             )
         device_of_tensors = tensors[0][0].device
         # first, because it raises ConfigurationError if the machine has too little memory

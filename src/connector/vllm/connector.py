@@ -50,7 +50,9 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings: Settings | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
             checked_options(vllm_config)
-            logger.warning("prefix caching is off, and so is the host's prefix cache: start vLLM with it to use both")
+            logger.warning(
+                "vLLM's prefix caching is off, so the host prefix cache is off; start vLLM with prefix caching"
+            )
             return
         self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # raises in every process
         if role is KVConnectorRole.SCHEDULER:

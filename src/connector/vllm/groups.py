@@ -35,7 +35,7 @@ def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Hybr
     grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-        raise ConfigurationError("KV that is dealt over ranks by context parallelism is not built; use TP or PP")
+        raise ConfigurationError("context parallelism is not supported; use tensor or pipeline parallelism")
     drops = _lookahead_tokens(vllm_config, grid)
     pages = versions.layer_pages(kv_cache_config)
     groups = [_group(at, group, pages, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
@@ -61,8 +61,8 @@ def _check_lengths(groups: Sequence[Group], grid: int) -> None:
         if group.kind is GroupKind.STATE and group.block_tokens > shortest.block_tokens:
             raise ConfigurationError(
                 f"group {group.name!r} has a state every {group.block_tokens} tokens, and group {shortest.name!r} has "
-                f"blocks of {shortest.block_tokens}: vLLM then keeps states of other tokens than it says; blocks of at "
-                f"least {group.block_tokens} tokens there (often a drafter's) would do"
+                f"blocks of {shortest.block_tokens}: vLLM then hashes states as if they were of later tokens; give the "
+                f"second group (often a drafter's) blocks of at least {group.block_tokens} tokens"
             )
 
 
@@ -156,7 +156,7 @@ def _kind(spec: KVCacheSpec) -> GroupKind:
 def _state(spec: Any) -> Fields:
     if spec.mamba_cache_mode != "align":
         raise ConfigurationError(
-            f'recurrent state with mamba_cache_mode "{spec.mamba_cache_mode}" is not built; '
+            f'recurrent state with mamba_cache_mode "{spec.mamba_cache_mode}" is not supported; '
             "start vLLM with --mamba-cache-mode align"
         )
     return {"kind": GroupKind.STATE}
@@ -165,7 +165,7 @@ def _state(spec: Any) -> Fields:
 def _window(spec: Any) -> Fields:
     if versions.is_replayed(spec):
         raise ConfigurationError(
-            "sliding windows that vLLM computes again after each hit (bounded_replay) are not built"
+            "sliding windows that vLLM computes again after each hit (bounded_replay) are not supported"
         )
     return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": versions.extra_tokens(spec)}
 

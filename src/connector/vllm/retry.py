@@ -32,5 +32,5 @@ class RetryingCopier(Copier):
         except Exception:
             if direction is Direction.STORE:
                 raise
-            logger.exception("a load failed and is repeated the plain way")
+            logger.exception("a load failed and is repeated by the plain copier")
         return self._plain.submit(direction, copies, after)

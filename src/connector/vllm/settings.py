@@ -117,7 +117,7 @@ def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config
 def _check_launcher(parallel: ParallelConfig) -> None:
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigurationError(
-            "under external_launcher each rank decides by itself and hears of no other's copies; "
+            "under external_launcher each rank schedules on its own and receives no reports of other ranks; "
             "let vLLM start its ranks (--distributed-executor-backend mp or ray)"
         )
 
@@ -149,7 +149,7 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
     for name, value in options.items():
         if name in TEXTS:
             if type(value) is not str:
-                raise ConfigurationError(f"{name} is a word, got {value!r}")
+                raise ConfigurationError(f"{name} is a string, got {value!r}")
             continue
         least, unit = NUMBERS[name]
         if type(value) is not int or value < least:

@@ -208,7 +208,8 @@ class WorkerHalf:
         if not self.can_fail_loads:
             raise RuntimeError(
                 f"load {id} for request {request} failed twice, or has not ended in {STUCK_SECONDS:.0f} s, and this "
-                "vLLM cannot be told so for a model with several KV cache groups: stopping before wrong bytes are used"
+                "release of vLLM cannot compute its tokens again in a model with several KV cache groups: stopping "
+                "before wrong bytes are used"
             )
         logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
 

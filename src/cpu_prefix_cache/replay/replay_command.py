@@ -45,7 +45,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser = subparsers.add_parser(
         "replay",
         help="replay recorded requests: hit ratios by policy and capacity",
-        description="Replays recorded requests through the code that serves, and prints hit ratios by policy and "
+        description="Replays recorded requests through the code of the cache, and prints hit ratios by policy and "
         "capacity. Several traces are one load: merged by timestamp, with ids of different files kept apart.",
     )
     parser.set_defaults(run=run)
@@ -88,7 +88,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         metavar="N,...",
-        help="of the host: blocks, or bytes like 10GiB (default: parts of what the trace takes altogether)",
+        help="of the host: blocks, or bytes like 10GiB (default: 1/32 to 1/2 of the different blocks of the trace)",
     )
     parser.add_argument("--device-capacity", metavar="N", help="put a device pool of this capacity before the host")
     parser.add_argument("--offload", choices=OFFLOAD_MODES, help="when the device's blocks are stored (default: lazy)")

@@ -43,7 +43,7 @@ def describe_trace(trace: Trace) -> str:
         lines.append(f"bad lines that were skipped: {len(trace.bad_lines):,}, the first: {trace.bad_lines[0]}")
     if trace.out_of_order:
         lines.append(
-            f"requests that came before the one above them: {trace.out_of_order:,}; replayed in the order of time"
+            f"requests with an earlier timestamp than the line above: {trace.out_of_order:,}; replayed in order of time"
         )
     if trace.odd_lengths:
         lines.append(
@@ -67,15 +67,13 @@ def _describe_time(guessed: str, span: float) -> str:
 def describe_admission(host: HostTier) -> str:
     return (
         f"stored is what {host.store_after:,} or more prompts of at least {host.min_store_tokens:,} tokens had; "
-        "the references hold nothing back"
+        "the references have no such thresholds"
     )
 
 
 def describe_device(device: DeviceTier) -> str:
     ahead = f", looking {device.looks_ahead:,} blocks ahead" if device.offload == "lazy" else ""
-    return (
-        f"behind a device of {device.capacity:,} blocks, least recently used first out; {device.offload} stores{ahead}"
-    )
+    return f"behind a device of {device.capacity:,} blocks with LRU; {device.offload} stores{ahead}"
 
 
 def table(outcomes: Sequence[Outcome], references: References, block_bytes: int | None) -> str:

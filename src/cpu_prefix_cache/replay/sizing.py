@@ -50,7 +50,7 @@ def smallest_capacity(
     """
     check_target(target)
     if not 1 <= least <= largest:
-        raise ConfigurationError(f"capacities from {least} to {largest} are none")
+        raise ConfigurationError(f"capacities must be 1 <= least <= largest, got {least} and {largest}")
     tried: dict[int, float] = {largest: hit_ratio(largest)}
     goal = target * tried[largest]
     enough, missed = largest, least - 1

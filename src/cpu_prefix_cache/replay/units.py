@@ -37,7 +37,7 @@ def parse_capacity(text: str, block_bytes: int | None) -> int:
     if unit not in UNIT_BYTES:
         raise ConfigurationError(f"unknown unit in {text!r}; known are {', '.join(BINARY)} and KB, MB, GB, TB, PB")
     if block_bytes is None:
-        raise ConfigurationError(f"{text} is bytes: say what a token weighs, by --bytes-per-token or --model")
+        raise ConfigurationError(f"{text} is in bytes: give the bytes of a token by --bytes-per-token or --model")
     blocks = int(float(number) * UNIT_BYTES[unit]) // block_bytes
     if blocks < 1:
         raise ConfigurationError(f"{text} is less than a block, which takes {show_bytes(block_bytes)}")
