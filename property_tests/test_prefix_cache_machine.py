@@ -353,7 +353,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def take_in(self, plan: StepPlan) -> None:
         assert plan.epoch == self.epoch + self.cache.is_off  # turning off is a reset, for good
-        assert not self.cache.is_off or all(transfer.failed for transfer in plan.transfers)
+        if self.cache.is_off:  # what was planned before goes out, and registers nothing
+            assert all(transfer.failed or self.is_cancelled(transfer.id) for transfer in plan.transfers)
         self.resolved_below = plan.resolved_below
         assert all(id in self.resolved for id in range(plan.resolved_below) if id in self.copies)
         for transfer in plan.transfers:
