@@ -415,14 +415,15 @@ class BlockPool:
 
     def _move(self, nodes: Sequence[int], before: int, after: int) -> None:
         """Nodes go from one state to another and keep their blocks."""
-        chunks, state, has_checkpoints = len(nodes), self._state, self._has_checkpoints
+        state = self._state
         for node in nodes:
             state[node] = after
-            if has_checkpoints and node in self.checkpoints:
-                chunks -= 1
-                self.checkpoints.move(node, before, after)
-        self._count[before] -= chunks * self.blocks_per_chunk
-        self._count[after] += chunks * self.blocks_per_chunk
+        checkpoints = [node for node in nodes if node in self.checkpoints] if self._has_checkpoints else []
+        for node in checkpoints:
+            self.checkpoints.move(node, before, after)
+        blocks = (len(nodes) - len(checkpoints)) * self.blocks_per_chunk
+        self._count[before] -= blocks
+        self._count[after] += blocks
 
     def _withdraw_all(self, subtree: Sequence[int]) -> None:
         """Withdraw nodes given parents first; those already withdrawn stay as they are."""
