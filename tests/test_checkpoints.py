@@ -18,6 +18,7 @@ from cpu_prefix_cache import (
     Miss,
     MisuseError,
     PooledDevice,
+    PoolExhausted,
     RankReport,
     Request,
 )
@@ -812,3 +813,28 @@ def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
     assert asked[0] == 2, "two chunks take the room of two nodes, not of a twentieth of the largest one"
     assert len(asked) - 1 <= 2, asked
     pool.check_valid()
+
+
+def test_no_room_is_told_in_blocks_that_the_checkpoint_would_take():
+    """What it shares is there already, and neither wanted nor available."""
+    pool = BlockPool(4, needs_checkpoint=lambda depth: True)
+    touch = pool.touch(None)
+    [chunk] = pool.allocate(1)
+    pool.commit([chunk], [b"a" * 16], pool.root, touch)
+    pool.commit(pool.allocate(0, needs=[PieceNeed("x", 1)]), [b"A" * 16], chunk, touch)
+    pool.pin(chunk)
+    with pytest.raises(PoolExhausted) as raised:
+        pool.allocate(0, needs=[PieceNeed("x", 1), PieceNeed("y", 3)])
+    assert (raised.value.wanted, raised.value.available) == (3, 2)
+
+
+def test_room_for_a_wide_checkpoint_is_made_at_once():
+    """Blocks are evicted as if every victim were as wide as the widest that is there, and that is narrow."""
+    pool = BlockPool(64, needs_checkpoint=lambda depth: False)
+    keys = [bytes([at]) * 16 for at in range(64)]
+    pool.commit(pool.allocate(64, keys), keys, pool.root, pool.touch(None))
+    calls = []
+    evict = pool._policy.evict
+    pool._policy.evict = lambda count, incoming: calls.append(count) or evict(count, incoming)
+    pool.allocate(0, needs=[PieceNeed("wide", 32)])
+    assert calls == [32]

@@ -912,3 +912,17 @@ def test_configuration_is_checked_at_the_door(wrong):
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
     with pytest.raises(ConfigurationError):
         CPUPrefixCache(planner, PooledDevice(BlockPool(4)), **cache_options(**{"host_blocks": 4, **wrong}))
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_retry_leaves_what_is_due_of_the_same_request_admitted_again(mode: str):
+    engine = Engine(mode, device=16, host=8, ready_blocks=0)
+    engine.starts("r", "ab")
+    engine.computes("r")
+    engine.preempts("r")
+    engine.copies()
+    engine.starts("r", "abcdef")
+    engine.computes("r")
+    engine.cache.report(RankReport(0, ready_blocks=8))
+    due = engine.cache._offload._due
+    assert "r" in due, "the retry of the request that was preempted took the store of the one that runs"

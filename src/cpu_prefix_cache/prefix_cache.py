@@ -294,7 +294,7 @@ class CPUPrefixCache:
         if running is not None:
             self._running.keep_last(running, num_tokens if running.decodes else None)
             self._offload.preempted(running)
-            self._retire_useless(running)
+            self._note_useless(running)
 
     def finished(self, request_id: str, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
@@ -302,7 +302,7 @@ class CPUPrefixCache:
         if running is not None:
             self._running.keep_last(running, num_tokens)
             self._offload.ended(running)
-            self._retire_useless(running)
+            self._note_useless(running)
 
     def report(self, report: RankReport) -> list[Resolved]:
         """A rank has finished transfers. The transfers that end with this report. Reports may be late or repeated.
@@ -367,7 +367,7 @@ class CPUPrefixCache:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether any transfer is in flight. An idle engine keeps stepping until none is."""
+        """Whether any transfer is planned or in flight. An idle engine keeps stepping until none is."""
         return len(self._ledger) > 0
 
     def statistics(self) -> CacheStatistics:
@@ -440,7 +440,7 @@ class CPUPrefixCache:
             return False  # the host has both: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
-    def _retire_useless(self, running: Running) -> None:
+    def _note_useless(self, running: Running) -> None:
         """The request ended: those of its host chunks that lead to no checkpoint are no use."""
         if self.planner.has_checkpoints:
             here = self.pool.resident_run(running.keys, 0, running.confirmed)

@@ -223,3 +223,15 @@ def lists(shelf):
     ends = [[shelf.pool.key(touch.block).decode() for touch in members(ring)] for ring in arc._rings]
     ghosts = [[key.decode() for key in arc._ghosts.keys(which)] for which in (0, 1)]
     return (*ends, *ghosts, arc._target)
+
+
+def test_no_fewer_than_no_chunks_are_accepted():
+    """Small checkpoints make nodes smaller than chunks on average: more would leave for a chunk than T1 has."""
+    pool = BlockPool(39, "arc", blocks_per_chunk=3, needs_checkpoint=lambda depth: True)
+    for name in "abc":
+        keys = [name.encode() * 16, name.encode() * 17]
+        pool.commit(pool.allocate(1, keys, [PieceNeed(name, 1)]), keys, pool.root, pool.touch(None))
+    pool.allocate(9, [bytes([at]) * 16 for at in range(9)])
+    for name in "abc":
+        pool.touch(pool.find(name.encode() * 17))  # all were used again: T1 has only what is being written
+    assert pool.accepted(pool.root, [b"x" * 16]) == 0

@@ -57,7 +57,7 @@ class Arc(TwoLists):
     def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
         once = self._once
         due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once.size)
-        strangers = len(incoming) - count + once.size - once.coming + due
+        strangers = max(0, len(incoming) - count + once.size - once.coming + due)
         if strangers >= len(incoming):
             return len(incoming)
         at = 0

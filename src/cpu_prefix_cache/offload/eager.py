@@ -51,10 +51,12 @@ class Eager:
 
     def ended(self, running: Running) -> None:
         """The request finished, and still has its blocks. Then they stay on the device until they are evicted."""
+        self._due.pop(running.id, None)
         self._store_ended(running)
 
     def preempted(self, running: Running) -> None:
         """The request lost its blocks: what it computed is stored while they can still be found, in both modes."""
+        self._due.pop(running.id, None)
         self._store_ended(running)
 
     def used(self, chunks: int) -> None:
@@ -91,7 +93,6 @@ class Eager:
             self._store_ended(running)
 
     def _store_ended(self, running: Running) -> None:
-        self._due.pop(running.id, None)
         refusals = self._stores.refusals
         self._store_confirmed(running, ended=True)
         if self._stores.refusals > refusals:

@@ -84,7 +84,7 @@ class Lazy(Eager):
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back
-        self._computed = 0  # device blocks computed since the last request ended
+        self._computed = 0  # device blocks computed, and not in `_used` yet
         self._has_landed = False  # a store of what waits, since the last look
         self._settled: set[bytes] = set()
         self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, while this place is the first

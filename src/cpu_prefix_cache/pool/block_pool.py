@@ -280,7 +280,8 @@ class BlockPool:
             return self._allocate_chunks(count, keys)
         wanted = count * self.blocks_per_chunk + self.checkpoints.cost(needs)
         if (available := self.available_blocks(wanted)) < wanted:
-            raise PoolExhausted(wanted, available)
+            shared = self.checkpoints.cost(needs) - self.checkpoints.num_missing(needs)
+            raise PoolExhausted(wanted - shared, available - shared)
         node = self._new_number()
         self._state[node] = WRITING
         missing = self.checkpoints.add(node, needs)  # before eviction, which spares what it shares
@@ -316,6 +317,8 @@ class BlockPool:
     def retire(self, nodes: Sequence[int]) -> None:
         """Decide that nodes being written will never be committed. The writer goes on, and ends with `abort`."""
         self._check_state(nodes, WRITING)
+        if len(set(nodes)) < len(nodes):
+            raise MisuseError(f"a block is given twice: {sorted(nodes)}")
         self._policy.retired(nodes)
         self._unfinished.update(nodes)
         self._move(nodes, WRITING, RETIRED)
@@ -468,12 +471,14 @@ class BlockPool:
         freed: list[int] = []
         for node in nodes:
             self._state[node] = FREE
-            self.resume_points.forget(node)
-            if node in self.checkpoints:
-                freed += self.checkpoints.move(node, before, FREE)
-            elif self.blocks_per_chunk:
+            if self._has_checkpoints:
+                self.resume_points.forget(node)
+                if node > self.root:
+                    self._numbers.append(node)
+                if node in self.checkpoints:
+                    freed += self.checkpoints.move(node, before, FREE)
+                    continue
+            if self.blocks_per_chunk:
                 self._count[before] -= self.blocks_per_chunk
                 freed += (node, *self._rest.pop(node, ()))
-            if node > self.root:
-                self._numbers.append(node)
         return freed

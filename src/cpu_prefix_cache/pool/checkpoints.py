@@ -72,7 +72,7 @@ class Checkpoints:
         return [piece.blocks for piece in self._of[checkpoint]]
 
     def to_write(self, checkpoint: int) -> list[tuple[int, ...] | None]:
-        """The same for a checkpoint that is being written, with None for the pieces that another checkpoint writes."""
+        """The same for a checkpoint that is being written, with None for the pieces that another one has or writes."""
         return [piece.blocks if piece.writer == checkpoint else None for piece in self._of[checkpoint]]
 
     def needs(self, checkpoint: int) -> list[PieceNeed]:
@@ -82,6 +82,10 @@ class Checkpoints:
     def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
         """Those of `needs` for which there is no piece: a new checkpoint would write it."""
         return [need for need in needs if need.key not in self._by_key]
+
+    def num_missing(self, needs: Sequence[PieceNeed]) -> int:
+        """How many blocks these take."""
+        return sum(need.num_blocks for need in self.missing(needs))
 
     def cost(self, needs: Sequence[PieceNeed]) -> int:
         """How many blocks that are free or can be evicted a checkpoint with these needs makes unavailable."""
@@ -100,7 +104,6 @@ class Checkpoints:
         missing = self.missing(needs)
         self._by_key.update((need.key, _Piece(need, checkpoint)) for need in missing)
         self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs)
-        self._widths[self._width(checkpoint)] += 1
         self.move(checkpoint, FREE, WRITING)
         return sum(need.num_blocks for need in missing)
 
@@ -111,6 +114,7 @@ class Checkpoints:
             if piece.writer == checkpoint:
                 piece.blocks = tuple(islice(rest, piece.need.num_blocks))
                 self._at.update(dict.fromkeys(piece.blocks, piece))
+        self._widths[self._width(checkpoint)] += 1  # not before: to make room for it, none as wide need be evicted
 
     def move(self, checkpoint: int, before: int, after: int) -> list[int]:
         """A checkpoint went from one state to another. Returns the blocks that nothing uses any more."""
