@@ -6,7 +6,7 @@ from cpu_prefix_cache import BlockPool
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from tests.story import Engine, Shelf
+from tests.story import Engine, Shelf, chain
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
 #
@@ -235,3 +235,20 @@ def test_no_fewer_than_no_chunks_are_accepted():
     for name in "abc":
         pool.touch(pool.find(name.encode() * 17))  # all were used again: T1 has only what is being written
     assert pool.accepted(pool.root, [b"x" * 16]) == 0
+
+
+def test_a_parent_that_becomes_childless_behind_a_pinned_checkpoint_is_found():
+    """A request stores a checkpoint after deeper chunks, so two of its places are equally old; the younger is pinned.
+    The parent that the first victims leave behind enters before it, where the ring was walked already."""
+    pool = BlockPool(4, "arc", needs_checkpoint=lambda depth: depth == 1)
+    keys = chain("aaa")
+    request = pool.touch(None, keys, 0.0)
+    chunks = pool.allocate(3, keys)
+    pool.commit(chunks, keys, pool.root, request)
+    checkpoint = pool.allocate(0, [checkpoint_key(keys[0])], [PieceNeed("a", 1)])
+    pool.commit(checkpoint, [checkpoint_key(keys[0])], chunks[0], request)
+    pool.pin(checkpoint[0])
+    pool.touch(chunks[0], chain("abc"), 1.0)
+    assert pool.available(2) == 2
+    assert sorted(pool.allocate(2, chain("abc")[1:])) == sorted(chunks[1:])
+    pool.check_valid()

@@ -37,22 +37,20 @@ class ReferenceCopier(Copier):
         return Passed()
 
     def _store(self, group: BoundGroup, copy: GroupCopy) -> None:
-        host, device_ids, host_ids = self._binding.host, *self._ids(copy)
-        pieces, width = len(host_ids) // group.piece.host_blocks, host.shape[1]
-        packed = torch.cat([part[device_ids].view(pieces, -1) for part in group.parts], dim=1).to(host.device)
-        if end := group.piece.num_bytes % width:
-            last = host_ids.view(pieces, -1)[:, -1]
-            packed = torch.cat([packed, host[last, end:]], dim=1)
-        host[host_ids] = packed.view(-1, width)
+        host, device_ids, columns = self._binding.host, *self._ids(group, copy)
+        packed = torch.cat([part[device_ids].view(columns.shape[1], -1) for part in group.parts], dim=1).to(host.device)
+        for ids, content in zip(columns, packed.split(host.shape[1], dim=1), strict=True):
+            host[ids, : content.shape[1]] = content
 
     def _load(self, group: BoundGroup, copy: GroupCopy) -> None:
-        device_ids, host_ids = self._ids(copy)
-        packed = self._binding.host[host_ids].view(len(host_ids) // group.piece.host_blocks, -1)
+        host, device_ids, columns = self._binding.host, *self._ids(group, copy)
+        lefts = range(group.piece.num_bytes, 0, -host.shape[1])  # bytes of a piece from each of its host blocks on
+        packed = torch.cat([host[ids, :left] for ids, left in zip(columns, lefts, strict=True)], dim=1)
         packed = packed.to(self._binding.device)
         for part, (begin, end) in zip(group.parts, pairwise(group.offsets), strict=True):
             part[device_ids] = packed[:, begin:end].reshape(len(device_ids), -1)
 
-    def _ids(self, copy: GroupCopy) -> tuple[torch.Tensor, torch.Tensor]:
-        """The device blocks, on the device, and the host blocks."""
+    def _ids(self, group: BoundGroup, copy: GroupCopy) -> tuple[torch.Tensor, torch.Tensor]:
+        """The device blocks, on the device, and the host blocks [host blocks of a piece, pieces]."""
         device_ids = torch.tensor(copy.device_blocks, dtype=torch.int64, device=self._binding.device)
-        return device_ids, torch.tensor(copy.host_blocks, dtype=torch.int64)
+        return device_ids, torch.tensor(copy.host_blocks, dtype=torch.int64).view(-1, group.piece.host_blocks).t()

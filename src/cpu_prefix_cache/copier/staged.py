@@ -13,6 +13,7 @@ Device blocks are touched only after all that compute had been given when the co
 block, and what reads or zeroes a loaded one (rule 12). `submit` waits for slots only.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import cuda_driver
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
@@ -84,7 +86,8 @@ class StagedCopier(Copier):
             }
             self.here().until_passed()  # earlier owners may still use the memory of the rings
         # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
-        weakref.finalize(self, _synchronize, self._working, stores, loads).atexit = False
+        end = partial(_synchronize, self._working, stores, loads)
+        weakref.finalize(self, end_outside_of, (), os.getpid(), end).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
             self._paths = [
                 ThroughRing(group, region, slot_bytes, tiling) if whole is None else Direct(whole, region)

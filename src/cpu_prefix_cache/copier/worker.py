@@ -164,7 +164,7 @@ class CopyWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer had not ended at the last report."""
+        """Whether a transfer had not ended at the last plan or report."""
         return any(copy.went_well is None for copy in self._copies.values())
 
     def drain(self) -> None:

@@ -72,6 +72,8 @@ class Ring(Touch):
 
     def enter_old(self, touch: Touch, block: int) -> None:
         """The same, looking from the old end, where the touches of parents belong."""
+        if self.passed.stamp >= touch.stamp:
+            self.passed = self  # it enters behind the place up to which the ring was walked
         place = self.younger
         while place is not self and place.stamp < touch.stamp:
             place = place.younger
