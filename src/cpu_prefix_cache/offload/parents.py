@@ -65,7 +65,8 @@ class Parents:
 
     def sweep(self) -> None:
         """Forget those of the oldest entries that have left the device, a portion at a time."""
-        self._forget(self._sweep.gone(self.are_here))
+        if gone := self._sweep.gone(self.are_here):
+            self._forget(gone)
 
     def is_dependent(self, key: bytes) -> bool:
         """Whether this is a chunk that is no use without a checkpoint."""
