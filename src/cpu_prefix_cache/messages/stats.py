@@ -14,7 +14,7 @@ class PoolStatistics:
     cached: int
     retired: int
     pinned: int  # chunks somebody holds a pin on
-    protected: int  # cached blocks that these pins keep from eviction, at most: those of ended ones may count
+    protected: int  # cached blocks that these pins keep from eviction, at most: what two protect may count twice
     evictions: int  # chunks evicted so far
 
 

@@ -42,6 +42,8 @@ from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
 
+ANY_NUMBER = 1 << 62  # of chunks
+
 
 @dataclass(slots=True, eq=False)
 class Pin:
@@ -190,7 +192,7 @@ class BlockPool:
         yield from (node for node in self._policy.soonest_evicted() if node not in useless)
 
     def statistics(self) -> PoolStatistics:
-        protected = self._forest.protected_at_most() * self.blocks_per_chunk + self._count[PROTECTED]
+        protected = self._forest.num_protected(ANY_NUMBER) * self.blocks_per_chunk + self._count[PROTECTED]
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
