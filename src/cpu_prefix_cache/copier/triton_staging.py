@@ -70,9 +70,7 @@ INTERPRETED = not isinstance(_copy, JITFunction)
 class Tiling:
     """How large tiles are and how many programs share them. All widths and `words` are powers of two."""
 
-    widths: tuple[
-        int, ...
-    ]  # ascending; the first that holds a whole fragment is taken, or the last: words of a fragment
+    widths: tuple[int, ...]  # words of a fragment, ascending; the first that holds a whole one is taken, or the last
     words: int  # of all fragments of a tile
     programs: int
     warps: int

@@ -50,7 +50,7 @@ class Forest:
         self.pins = array("I", [0]) * size
         self.pinned: set[int] = set()  # and linked
         self.changes = 0  # of anything that bears on who may leave
-        self._pinned_depth = 0  # of all pinned chunks together: an upper bound on what they protect
+        self.pinned_depth = 0  # of all pinned chunks together: an upper bound on what they protect
         self._protected: set[int] = set()  # with a key, protected by a pin now or before; so is all above each of them
         self._pinned_since: set[int] = set()  # pinned, and not walked up from yet
         self._is_exact = True  # nothing was unpinned since the walk that made `_protected`
@@ -212,7 +212,7 @@ class Forest:
             self._is_exact = not self.pinned
             if not self.pinned:
                 self._protected.clear()
-            self._pinned_depth -= self.depth[block]
+            self.pinned_depth -= self.depth[block]
         else:
             self._pinned_before.remove(block)
 
@@ -221,8 +221,8 @@ class Forest:
 
         O(1) for a large `enough`, else as `protected_at_most`, and O(chunks protected) once a pin has ended.
         """
-        if self._pinned_depth <= enough:
-            return self._pinned_depth
+        if self.pinned_depth <= enough:
+            return self.pinned_depth
         if self.protected_at_most() > enough and not self._is_exact:
             self._protected.clear()
             self._pinned_since = set(self.pinned)
@@ -271,7 +271,7 @@ class Forest:
         assert self.pinned == pinned.intersection(linked), "pinned chunks are miscounted"
         assert self._pinned_before == pinned.difference(linked), "what was pinned before it was linked is miscounted"
         assert self._withdrawn == set(linked) - set(indexed) - {self.root}, "what was withdrawn is miscounted"
-        assert self._pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
+        assert self.pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
         assert self._protected <= set(indexed), "what is protected has no key"
         protected = {self.root, *self._protected}
         assert all(self.parent[block] in protected for block in self._protected), "what is above is not protected"
@@ -282,7 +282,7 @@ class Forest:
     def _count_pinned(self, block: int) -> None:
         self.pinned.add(block)
         self._pinned_since.add(block)
-        self._pinned_depth += self.depth[block]
+        self.pinned_depth += self.depth[block]
 
     def _unlink(self, block: int) -> None:
         parent, before, after = self.parent[block], self._previous_sibling[block], self._next_sibling[block]

@@ -42,8 +42,6 @@ from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
 
-ANY_NUMBER = 1 << 62  # of chunks
-
 
 @dataclass(slots=True, eq=False)
 class Pin:
@@ -174,7 +172,7 @@ class BlockPool:
         if self._admission is not None and (admitted := self._admission.admitted(chunks)) < len(chunks):
             chunks = keys = chunks[:admitted]
             needs = None
-        missing = sum(need.num_blocks for need in self.checkpoints.missing(needs or ()))
+        missing = self.checkpoints.num_missing(needs or ())
         short = len(chunks) * self.blocks_per_chunk + missing - len(self._free)
         if short <= 0:
             return len(keys)
@@ -192,7 +190,7 @@ class BlockPool:
         yield from (node for node in self._policy.soonest_evicted() if node not in useless)
 
     def statistics(self) -> PoolStatistics:
-        protected = self._forest.num_protected(ANY_NUMBER) * self.blocks_per_chunk + self._count[PROTECTED]
+        protected = self._forest.pinned_depth * self.blocks_per_chunk + self._count[PROTECTED]
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
@@ -280,9 +278,10 @@ class BlockPool:
             if self.available(count) < count:
                 raise PoolExhausted(count, self.available(count))
             return self._allocate_chunks(count, keys)
-        wanted = count * self.blocks_per_chunk + self.checkpoints.cost(needs)
+        cost = self.checkpoints.cost(needs)
+        wanted = count * self.blocks_per_chunk + cost
         if (available := self.available_blocks(wanted)) < wanted:
-            shared = self.checkpoints.cost(needs) - self.checkpoints.num_missing(needs)
+            shared = cost - self.checkpoints.num_missing(needs)
             raise PoolExhausted(wanted - shared, available - shared)
         node = self._new_number()
         self._state[node] = WRITING
