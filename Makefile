@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test lint mutants test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test lint mutants test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -27,6 +27,10 @@ mutants: $(VENV)/installed
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests_vllm
+
+# The engines of `examples/`: ours, and others with a patch, which are skipped where they are not beside this folder.
+test-engines: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_engines
 
 # On a machine with a CUDA device, in an environment that has torch and Triton for it.
 test-gpu:

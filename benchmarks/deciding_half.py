@@ -53,6 +53,7 @@ class CountingDevice:
 
     num_blocks = num_waiting = 1 << 20
     null_block = None
+    num_promised = 0
 
     def find(self, key):
         return None

@@ -18,11 +18,11 @@ from cpu_prefix_cache import (
     KVCacheCoordinator,
     PooledDevice,
     PoolExhausted,
-    State,
     Thresholds,
 )
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
+from cpu_prefix_cache.pool.states import State
 
 
 def cache_options(**said: Any) -> dict[str, Any]:
@@ -46,6 +46,7 @@ class Holding:
 
 class PoolSlots:
     null_block = None
+    num_promised = 0
 
     def __init__(self, slots: int, policy: str = "lru") -> None:
         self.pool = BlockPool(slots, policy)
@@ -116,8 +117,6 @@ class WideDevice(PooledDevice):
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.num_blocks = pool.capacity
-        self.null_block = None
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
         rest = {each for first in self._pool._rest for each in self._pool._rest[first]}
@@ -160,6 +159,9 @@ class QueueSlots:
     """Also the `Device` itself: block ids count from 1, `width` to a slot; block 0 is the null block.
 
     What the cache holds keeps its place in `order`, and is passed over: the slow way to come back there.
+
+    An `unwritten` slot has its key before its bytes. It is not found (rule 12) if the cache may know the
+    chunk from another request; a chunk that nobody has computed is found, and the cache must not store it.
     """
 
     slots: int
@@ -169,6 +171,9 @@ class QueueSlots:
     order: OrderedDict[int, bool] = field(default_factory=OrderedDict)  # slots, next to be used first: who waits
     calls: int = 0
     null_block: int | None = 0
+    num_promised = 0
+    unwritten: set[int] = field(default_factory=set)
+    computed: set[bytes] = field(default_factory=set)  # keys of chunks that had their bytes somewhere
 
     def __post_init__(self) -> None:
         self.order.update(dict.fromkeys(range(self.slots), True))
@@ -196,7 +201,8 @@ class QueueSlots:
 
     def find(self, key: bytes) -> Sequence[int] | None:
         self.calls += 1
-        return self.blocks_of(self.places[key][0]) if key in self.places else None
+        hidden = self.unwritten if key in self.computed else ()
+        return next((self.blocks_of(slot) for slot in self.places.get(key, ()) if slot not in hidden), None)
 
     def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
         return [self.find(key) for key in keys]
@@ -253,13 +259,24 @@ class QueueSlots:
             self._forget(slot)
         return Holding(found + new, matched)
 
+    def publish_early(self, holding: Holding, keys: Sequence[bytes], chunks: int) -> None:
+        """Give the slots keys whose bytes will be written in this step."""
+        self.unwritten.update(holding.slots[holding.published : chunks])
+        self._name(holding, keys, chunks)
+
     def publish(self, holding: Holding, keys: Sequence[bytes], chunks: int) -> None:
+        self._name(holding, keys, chunks)
+        self.unwritten.difference_update(holding.slots[:chunks])
+        self.computed.update(keys[:chunks])
+
+    def _name(self, holding: Holding, keys: Sequence[bytes], chunks: int) -> None:
         for slot, key in list(zip(holding.slots, keys, strict=False))[holding.published : chunks]:
             self.keys[slot] = key
             self.places.setdefault(key, []).append(slot)
         holding.published = max(holding.published, chunks)
 
     def let_go(self, holding: Holding) -> None:
+        self.unwritten.difference_update(holding.slots)
         for slot in reversed(holding.slots):
             self._release(list(self.blocks_of(slot)))
 

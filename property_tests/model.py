@@ -280,12 +280,10 @@ def can_resume_at(boundary: int, grid: int, n0: int, num_tokens: int, prompt: st
     """Rule 6, for prefix groups: on the grid, before the last token, and every chunk in [n0, boundary) on the host."""
     if boundary % grid or boundary > num_tokens - 1 or boundary > len(prompt) * grid:
         return False
-    return all(prompt[: at // grid + 1] in on_host for at in range(n0, boundary, grid))
+    return all(prompt[: at // grid + 1] in on_host for at in range(n0 - n0 % grid, boundary, grid))
 
 
 def longest_boundary(grid: int, n0: int, num_tokens: int, prompt: str, on_host: set[str]) -> int:
-    """The largest boundary after n0 at which the request could resume; n0 when there is none, or n0 is off the grid."""
-    if n0 % grid:
-        return n0
+    """The largest boundary after n0 at which the request could resume; n0 when there is none."""
     able = [b for b in range(n0 + 1, num_tokens) if can_resume_at(b, grid, n0, num_tokens, prompt, on_host)]
     return max(able, default=n0)

@@ -16,9 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted, State
+from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted
 from cpu_prefix_cache.index import nearest_checkpoint
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.pool.states import State
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
 from property_tests.listener import Listener
 from property_tests.strategies import pick, positions, prompts

@@ -174,11 +174,11 @@ class HybridCacheMachine(PrefixCacheMachine):
         answer = self.cache.lookup(request, n0, self.now)
         assert self.cache.statistics() == before  # rule 5
         could = self.slow_boundary(prompt, n0, num_tokens)
-        assert self.cache.lookup(request, n0 + 1, self.now) == Miss()  # rule 10
         if isinstance(answer, Pending):
             assert self.now < answer.deadline and could > n0
             return False
-        assert answer == (Hit(could) if could > n0 else Miss())
+        assert answer == (Hit(could, n0) if could > n0 else Miss())
+        assert self.cache.lookup(request, n0 + 1, self.now) == answer  # rule 10
         node = self.slots.coordinator.resume_node(keys, n0 // GRID) if n0 else None
         work = self.working_memory(n0, node)
         holding = self.slots.take(keys, n0 // GRID, -(-num_tokens // GRID))

@@ -109,8 +109,6 @@ def before(n0: int) -> set[int]:
 
 
 def slow_boundary(model: Sequence[Layer], host: Host, prompt: str, n0: int, num_tokens: int) -> int:
-    if n0 % GRID:
-        return n0
     last = num_tokens - 1
     able = [n0]
     for b in range(n0 + 1, last + 1):

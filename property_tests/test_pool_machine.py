@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted, State
+from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
+from cpu_prefix_cache.pool.states import State
 from property_tests.listener import Listener
 from property_tests.model import Chunk, Foretold, SlowArc, SlowPool
 from property_tests.strategies import chain, pick, positions, prompts

@@ -243,13 +243,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         answer = self.cache.lookup(request, n0, self.now)
         assert self.cache.statistics() == before  # rule 5
         could = longest_boundary(GRID, n0, num_tokens, prompt, on_host)
-        assert self.cache.lookup(Request(id, keys, num_tokens), n0 + 1, self.now) == Miss()  # rule 10
         if isinstance(answer, Pending):
             assert self.now < answer.deadline and could > n0
             same = any(each.n0 <= n0 < each.boundary for each in self.loads.values())
             assert same or (self.is_lazy and self.loads)
             return False
-        assert answer == (Hit(could) if could > n0 else Miss())
+        assert answer == (Hit(could, n0) if could > n0 else Miss())
+        inside = longest_boundary(GRID, n0 + 1, num_tokens, prompt, on_host)
+        off_grid = self.cache.lookup(request, n0 + 1, self.now)
+        assert off_grid == (Hit(inside, n0) if inside > n0 + 1 else Miss())  # rule 10
         boundary = n0
         if isinstance(answer, Hit):
             boundary = max(n0, could - cut * GRID)  # an engine may accept less than it was offered (S7.19)
@@ -302,7 +304,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         end = min(sequence.computed + tokens, sequence.request.num_tokens)
         chunks = end // GRID
         if not sequence.stale and isinstance(self.slots, QueueSlots):
-            self.slots.publish(sequence.holding, sequence.request.keys, chunks)  # keys come before bytes (rule 12)
+            self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # keys come before bytes (rule 12)
         if step_between:
             self.one_step_begins()
         self.read_everything_before(sequence)

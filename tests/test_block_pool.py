@@ -4,7 +4,8 @@ from string import ascii_letters
 
 import pytest
 
-from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted, State
+from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted
+from cpu_prefix_cache.pool.states import State
 from tests.story import Shelf, chain
 
 

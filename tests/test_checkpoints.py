@@ -389,7 +389,7 @@ def test_a_load_copies_of_a_window_only_what_the_engine_has_not():
     engine.device_forgets()
     for n0, windows in ((3, 1), (2, 2), (0, 2)):
         request = Request(f"from {n0}", chain("abcde"), 5 * GRID + 1)
-        assert engine.cache.lookup(request, n0 * GRID, 100.0 * (4 - n0)) == Hit(4 * GRID)
+        assert engine.cache.lookup(request, n0 * GRID, 100.0 * (4 - n0)) == Hit(4 * GRID, n0 * GRID)
         engine.cache.admit(request, n0 * GRID, 4 * GRID)
         chunks = engine.gpu.allocate(4 - n0)
         [pieces] = engine.gpu.allocate(0, needs=[PieceNeed((n0, at), 1) for at in range(windows)])

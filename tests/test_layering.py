@@ -20,10 +20,14 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "plots": {"messages"},
     "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache"},
 }
-OTHERS = {  # rooms of what copies, and the command
+BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache"}
+OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "bench": {"copier", "memory", "messages", "model", "plots"},
+    "kv_layout": {"memory", "messages", "model"},
+    "host_cache": BOTH,
+    "testing": {"messages", "offload"},
     "cli": {"bench", "messages", "replay"},
 }
 DECIDES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).with_suffix("").parts[0] not in OTHERS)
@@ -74,6 +78,12 @@ def is_free_of_circles(arrows):
 def test_rooms_do_not_import_in_a_circle():
     assert is_free_of_circles({**MAY_IMPORT, **OTHERS})
     assert not is_free_of_circles({"a": {"b"}, "b": {"a"}, "c": set()})
+
+
+def test_one_room_alone_imports_both_halves():
+    halves = {"copier", "memory"}, {"offload", "pool", "prefix_cache"}
+    both = {name for name, below in {**MAY_IMPORT, **OTHERS}.items() if all(below & half for half in halves)}
+    assert both == {"host_cache"}
 
 
 @pytest.mark.parametrize("file", DECIDES, ids=name_of)

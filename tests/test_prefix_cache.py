@@ -50,18 +50,23 @@ def test_a_hit_leaves_a_token_to_compute(tokens, boundary):
 def test_what_the_device_has_is_not_looked_for():
     """O8.26, S7.28"""
     engine = on_host_only("abc")
-    assert engine.asks("abcd", n0=GRID) == Hit(3 * GRID)
+    assert engine.asks("abcd", n0=GRID) == Hit(3 * GRID, start=GRID)
     assert engine.asks("abcd", n0=3 * GRID) == Miss()
     assert engine.asks("abcd", n0=4 * GRID) == Miss()
 
 
-def test_off_the_grid_the_answer_is_nothing():
+def test_off_the_grid_a_load_begins_at_the_boundary_before():
     """L5.10, rule 10"""
     engine = on_host_only("abc")
-    assert engine.asks("abc", n0=GRID + 1) == Miss()
-    engine.cache.admit(Request("r", chain("abc"), 13), n0=GRID + 1)
-    with pytest.raises(MisuseError, match="rule 6"):
-        engine.cache.load("r", 2 * GRID, [[0]], 0.0)
+    assert engine.asks("abcd", n0=GRID + 1) == Hit(3 * GRID, start=GRID)
+    assert engine.asks("abcd", n0=3 * GRID + 1) == Miss()
+    before = engine.cache.statistics().hit_tokens
+    engine.cache.admit(Request("r", chain("abc"), 13), GRID + 1, 3 * GRID)
+    assert engine.cache.statistics().hit_tokens - before == 2 * GRID - 1  # the device has the other
+    destinations = engine.gpu.allocate(2)
+    engine.cache.load("r", 3 * GRID, [destinations], 0.0)
+    (load,) = engine.cache.step().transfers
+    assert list(load.copies[0].device_blocks) == destinations
 
 
 def test_an_empty_prompt_and_one_shorter_than_a_chunk_are_misses(engine):
@@ -79,7 +84,7 @@ def test_a_second_request_waits_for_the_first_and_then_loads_its_own_copy():
     assert isinstance(answer, Pending)
     engine.now = answer.deadline
     assert engine.asks("abc") == Hit(3 * GRID)
-    assert engine.asks("abc", n0=GRID) == Hit(3 * GRID)
+    assert engine.asks("abc", n0=GRID) == Hit(3 * GRID, start=GRID)
     second = engine.starts("second", "abc")
     assert engine.asks("abc") == Hit(3 * GRID)  # nobody waits for the second as well
     plan = engine.steps()
@@ -478,6 +483,24 @@ def test_a_decoding_request_is_due_when_it_can_cross_a_boundary(engine):
         for id in engine.cache.due():
             engine.cache.computed(id, tokens)
     assert due == [[], [], ["r"], [], [], [], ["r"], []]
+
+
+def test_a_request_that_was_passed_over_stays_due(engine):
+    """A step ended in which the engine reported nothing of it: it was loading, or not scheduled."""
+    engine.starts("r", "ab")
+    for _ in range(3):
+        engine.steps()
+        assert engine.cache.due() == ["r"]
+    engine.computes("r", 2)
+    engine.cache.computed("r", 9)
+    engine.steps()
+    assert engine.cache.due() == []
+    engine.ends("r")
+    engine.starts("s", "cd")
+    engine.cache.reset()
+    for due in (["s"], [], []):  # of one from before a reset nothing is stored
+        engine.steps()
+        assert engine.cache.due() == due
 
 
 @pytest.fixture(params=["eager", "lazy"])

@@ -69,7 +69,7 @@ NULL = 0  # vLLM's block that stands for no block
 POISON, ZERO, TORN = "poison", "zero", "torn"
 AT_ONCE, NEVER = 0, inf
 
-LOADING, RUNNING = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING
+LOADING, RUNNING, PREEMPTED = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING, RequestStatus.PREEMPTED
 
 Device = dict[int, object]  # what is in each block of one rank
 

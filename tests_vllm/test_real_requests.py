@@ -5,7 +5,6 @@ All answers are those of an engine without a connector. The control at the end d
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -315,7 +314,7 @@ def test_by_default_loads_that_take_longer_than_computing_are_not_made():
 
     class SlowLink(CopyWorker):
         def report(self):
-            return replace(super().report(), load_bytes_per_second=1.0)
+            return super().report()._replace(load_bytes_per_second=1.0)
 
     with (
         patch.object(worker_module, "CopyWorker", SlowLink),

@@ -5,7 +5,7 @@ Each test counts what happened, and fails if one of the things it is about did n
 
 import pytest
 
-from tests_vllm.engine import LOADING, MAX_MODEL_LEN, RUNNING, Engine
+from tests_vllm.engine import LOADING, MAX_MODEL_LEN, PREEMPTED, RUNNING, Engine
 
 WITH_LITTLE_ROOM = (
     "hit",
@@ -69,7 +69,9 @@ class Users:
             return
         unusual = [id for id in alive if self.engine.requests[id].status not in (LOADING, RUNNING)]
         loading = [id for id in alive if self.engine.requests[id].status is LOADING]
-        self.engine.abort(self.random.choice(self.random.choice([alive, unusual or alive, loading or alive])))
+        preempted = [id for id in alive if self.engine.requests[id].status is PREEMPTED]
+        kinds = [alive, unusual or alive, loading or alive, preempted or alive]
+        self.engine.abort(self.random.choice(self.random.choice(kinds)))
 
 
 def live_through(engine: Engine, requests: int) -> None:

@@ -15,13 +15,15 @@ Miss()
 >>> plan = cache.step()
 >>> stored = cache.report(RankReport(rank=0, done=frozenset(transfer.id for transfer in plan.transfers)))
 >>> cache.lookup(Request("second", first.keys, num_tokens=48), n0=0, now=0.1)
-Hit(boundary=32)
+Hit(boundary=32, start=0)
 
 Everything here decides; nothing here imports torch. The bytes are moved by `cpu_prefix_cache.copier`.
 """
 
 from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.host_cache import HostCache, HostStatistics, Loading, Run, Wait
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
+from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request
@@ -31,15 +33,14 @@ from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.offload.device import Device, PooledDevice
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.queue_device import QueueDevice
+from cpu_prefix_cache.offload.radix_device import RadixDevice
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
-from cpu_prefix_cache.pool.states import State
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 
 __all__ = [
-    "OFFLOAD_MODES",
-    "POLICIES",
     "BlockPool",
     "BoundariesRemoved",
     "BoundariesStored",
@@ -47,6 +48,7 @@ __all__ = [
     "CPUPrefixCache",
     "CacheStatistics",
     "ChainHasher",
+    "ChunkLocal",
     "ConfigurationError",
     "Device",
     "Direction",
@@ -55,24 +57,39 @@ __all__ = [
     "GroupCopy",
     "GroupKind",
     "Hit",
+    "HostCache",
+    "HostStatistics",
     "HybridChunkPlanner",
     "KVCacheCoordinator",
+    "KVGroup",
     "Lease",
-    "MisuseError",
+    "Loading",
     "Miss",
+    "MisuseError",
     "MultimodalItem",
+    "OFFLOAD_MODES",
+    "POLICIES",
     "Pending",
     "Piece",
     "Pin",
     "PoolExhausted",
     "PoolStatistics",
     "PooledDevice",
+    "Prefix",
     "PrefixCacheError",
+    "QueueDevice",
+    "RadixDevice",
     "RankReport",
     "Request",
     "Resolved",
+    "Run",
     "State",
     "StepPlan",
     "Thresholds",
     "TransferPlan",
+    "Wait",
+    "Window",
+    "keys_and_values",
+    "latents",
+    "states",
 ]

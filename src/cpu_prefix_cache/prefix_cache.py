@@ -22,7 +22,7 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
@@ -60,7 +60,7 @@ class Resolved:
 
     id: int
     direction: Direction
-    request_id: str | None
+    request_id: Hashable | None
     ok: bool
 
 
@@ -137,7 +137,7 @@ class CPUPrefixCache:
     # Questions
 
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
-        """How far `request` could be resumed, when the device has everything before token `n0`.
+        """How far `request` could be resumed, when the device has everything before token `n0`, and from where to load.
 
         Changes one thing only: after an answer Pending for lack of device blocks, all later loads of this step are
         Pending too (rule 13). `now` is in seconds, of any clock that does not run backwards.
@@ -152,7 +152,7 @@ class CPUPrefixCache:
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):
                 return Pending(min(others))
-        return Hit(boundary)
+        return Hit(boundary, self.planner.full_chunks(n0) * self.planner.grid_tokens)
 
     def reserve(self, request: Request, boundary: int) -> Lease | None:
         """Keep everything before `boundary` on the host until `release`. None when it is not all there.
@@ -166,23 +166,38 @@ class CPUPrefixCache:
         """End a lease. Raises MisuseError the second time."""
         self.pool.unpin(lease.pin)
 
-    def load(self, request_id: str, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
-        """Plan the load of an admitted request's tokens [n0, boundary). The id of the transfer.
+    def check_destinations(self, destinations: Sequence[Sequence[int]], n0: int, boundary: int) -> None:
+        """What `load` demands of destinations, for a manager that asks before it admits the request.
 
-        `destinations` are device blocks, one list for each group, in token order. If a source was evicted since the
-        lookup, the load is planned as failed, and the ranks report it like any other failure.
+        Raises MisuseError for blocks not given by group, too few or too many, null ones, and one named twice.
+        """
+        wanted = self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens)
+        if any(isinstance(blocks, int) for blocks in destinations):
+            raise MisuseError(f"destinations are one list of blocks for each group, got {destinations!r}")
+        if [len(blocks) for blocks in destinations] != wanted:
+            raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
+        for group, blocks in zip(self.planner.groups, destinations, strict=True):
+            if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
+                raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
 
-        Raises MisuseError for a request that is not admitted or loads already, an n0 or a boundary that is not on
-        the grid, a boundary not after n0, and destinations that are too few, null, or named twice (rule 7).
+    def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
+        """Plan the load of an admitted request's tokens [start, boundary), `start` being its n0 rounded down to a
+        boundary. The id of the transfer.
+
+        `destinations` are device blocks, one list for each group, in token order; nobody else may read them. If a
+        source was evicted since the lookup, the load is planned as failed, and the ranks report it like any other
+        failure.
+
+        Raises MisuseError for a request that is not admitted or loads already, a boundary that is not on the grid or
+        not after n0, and destinations that are no lists, too few, null, or named twice (rule 7).
         """
         running = self._admitted(request_id)
         start, stop = running.n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens
         if running.load is not None:
             raise MisuseError(f"request {request_id!r} is loading already")
-        off_grid = running.n0 % self.planner.grid_tokens or boundary % self.planner.grid_tokens
-        if off_grid or not start < stop <= len(running.keys):
+        if boundary % self.planner.grid_tokens or not running.n0 < boundary or stop > len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
-        self._check_destinations(destinations, self.planner.device_blocks(start, stop))
+        self.check_destinations(destinations, running.n0, boundary)
         keys = tuple(running.keys[start:stop])
         node = self.coordinator.resume_node(running.keys, stop)
         copies: Sequence[GroupCopy] = ()
@@ -205,7 +220,7 @@ class CPUPrefixCache:
         self._work += stop - start
         return transfer.id
 
-    def boundaries(self, request_id: str) -> list[int]:
+    def boundaries(self, request_id: Hashable) -> list[int]:
         """Tokens at which the engine should let a step end, so that it has a checkpoint there. Ascending.
 
         Boundaries of the request's prompt; none in a model that needs no checkpoints. A checkpoint is kept if the
@@ -243,14 +258,14 @@ class CPUPrefixCache:
         self._hit_tokens += end - n0
         self._offload.used(self.planner.full_chunks(n0))
 
-    def due(self) -> list[str]:
+    def due(self) -> list[Hashable]:
         """The requests that may have crossed a boundary since `computed` was last called for them.
 
         An engine that steps many requests at once calls `computed` for these and no others (rule 18).
         """
         return self._running.due()
 
-    def computed(self, request_id: str, num_tokens: int) -> None:
+    def computed(self, request_id: Hashable, num_tokens: int) -> None:
         """A finished step has computed the first `num_tokens` tokens of the request: no drafts, no placeholders.
 
         From now on a chunk of these that the device does not find counts as evicted. Ignored while the request loads,
@@ -258,7 +273,7 @@ class CPUPrefixCache:
         """
         self._running.computed(request_id, num_tokens)
 
-    def goes_on(self, request_id: str) -> None:
+    def goes_on(self, request_id: Hashable) -> None:
         """The request computes while its load is in flight: the ranks order its kernels after the load.
 
         `computed` counts for it from now on.
@@ -284,7 +299,7 @@ class CPUPrefixCache:
         if not self.is_off:
             self._offload.catch_up()
 
-    def preempted(self, request_id: str, num_tokens: int = 0) -> None:
+    def preempted(self, request_id: Hashable, num_tokens: int = 0) -> None:
         """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
 
         In prefill that is what was reported as computed, in decode its first `num_tokens` tokens. Ignored for a request
@@ -296,7 +311,7 @@ class CPUPrefixCache:
             self._offload.preempted(running)
             self._note_useless(running)
 
-    def finished(self, request_id: str, num_tokens: int) -> None:
+    def finished(self, request_id: Hashable, num_tokens: int) -> None:
         """The request ended, with `num_tokens` computed, and still holds its device blocks."""
         running = self._running.leave(request_id)
         if running is not None:
@@ -311,7 +326,7 @@ class CPUPrefixCache:
         """
         if not 0 <= report.rank < self._ranks:
             raise MisuseError(f"rank {report.rank} reported, but there are {self._ranks} ranks")
-        if report.ready_blocks is not None:
+        if report.ready_blocks is not None and report.ready_blocks != self._ready.get(report.rank):
             self._ready[report.rank] = report.ready_blocks
             if len(self._ready) == self._ranks:
                 self.pool.grow(min(self._ready.values()))
@@ -448,19 +463,11 @@ class CPUPrefixCache:
             if deepest is not None:
                 self.pool.resume_points.may_be_useless(deepest)
 
-    def _admitted(self, request_id: str) -> Running:
+    def _admitted(self, request_id: Hashable) -> Running:
         running = self._running.get(request_id)
         if running is None:
             raise MisuseError(f"request {request_id!r} is not admitted")
         return running
-
-    def _check_destinations(self, destinations: Sequence[Sequence[int]], wanted: Sequence[int]) -> None:
-        """Raises MisuseError for too few or too many of them, null ones, and within a group one named twice."""
-        if [len(blocks) for blocks in destinations] != wanted:
-            raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
-        for group, blocks in zip(self.planner.groups, destinations, strict=True):
-            if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
-                raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
 
 
 def _check(planner: HybridChunkPlanner, host_blocks: int, offload: str, checkpoint_interval: int | None) -> None:

@@ -43,11 +43,12 @@ class Bench:
         self.block_tokens = block_tokens
         self.past = ModelPast(model)
         self.kv = PagedKV(self.past, pool_tokens // block_tokens, block_tokens, model.device)
+        self.pools = [pool for pools in self.kv._layers.values() for pool in pools]  # of full attention
         self._pages = pool_tokens // block_tokens
 
     def request(self, order=1):
         """A request without a past, its pages in an order of their own."""
-        for pool in self.kv.tensors[0]:
+        for pool in self.pools:
             pool.fill_(POISON)
         pages = torch.randperm(self._pages, generator=torch.Generator().manual_seed(order))
         return Running(self, pages.tolist())
@@ -93,7 +94,7 @@ class Running:
         length = self.table.length
         states = poisoned(self.bench.past.states.num_bytes)
         self.state.snapshot_states(states)
-        full = [pool[self.table.blocks].flatten(0, 1)[:length].clone() for pool in self.bench.kv.tensors[0]]
+        full = [pool[self.table.blocks].flatten(0, 1)[:length].clone() for pool in self.bench.pools]
         return Snapshot(length, full, [self.window(group) for group in self.bench.past.locals], states)
 
     def window(self, group):
@@ -111,7 +112,7 @@ class Running:
     def restore(self, snapshot):
         length = self.table.length = snapshot.length
         tokens = self.bench.block_tokens
-        for pool, states in zip(self.bench.kv.tensors[0], snapshot.full, strict=True):
+        for pool, states in zip(self.bench.pools, snapshot.full, strict=True):
             for page, each in zip(self.table.blocks, states.split(tokens), strict=False):
                 pool[page, : len(each)] = each
         for group, blocks in zip(self.bench.past.locals, snapshot.windows, strict=True):

@@ -213,6 +213,7 @@ def test_a_prompt_that_does_not_fit_is_refused_in_a_sentence(model):
         ({"policy": "random"}, "policy must be one of"),
         ({"store_after": 0}, "store_after must be at least 1"),
         ({"min_store_tokens": -1}, "min_store_tokens must be at least 0"),
+        ({"host_bytes": 0}, 'to use no host memory, set offload="off"'),
         ({"host_bytes": 100}, "host_bytes must hold at least one chunk"),
         ({"host_bytes": 1 << 60}, "ask for at most"),
     ],

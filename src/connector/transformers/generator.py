@@ -4,18 +4,21 @@ A small but complete KV cache manager of an engine. The life of a request:
 
     tokens -> keys              ChainHasher
     device hit                  KVCacheCoordinator over the device's BlockPool       n0
-    host hit                    HostTier.boundary                                    b >= n0
-    load [n0, b)                into blocks of the device pool
+    host hit                    HostCache.start                                      b >= n0
+    load [n0, b)                into blocks of the device pool, allocated when there is something to load
     resume at b                 windows and states are copied out of the checkpoint at b
     prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
                                 the cache wants a checkpoint, a prefill chunk ends and the checkpoint is taken
     decode                      the same, a token at a time; only the latest checkpoint is kept
     finish                      the cache plans its last stores; the blocks stay until the pool evicts them
+
+Before each forward pass the host cache copies, and the engine waits for it.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +26,6 @@ from transformers import PreTrainedModel
 
 from connector.transformers.checkpoints import Checkpoints
 from connector.transformers.continuing import Continuation, check_continues
-from connector.transformers.host import CopierWrapper, HostTier
 from connector.transformers.paged import BlockTable, PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.working import WorkingState
@@ -38,8 +40,9 @@ from cpu_prefix_cache import (
     PooledDevice,
     PoolExhausted,
     PrefixCacheError,
-    Request,
+    Thresholds,
 )
+from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, Loading, Wait
 from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.pool.coordinator import new_pool
 
@@ -93,7 +96,8 @@ class _Sequence:
     the latest checkpoint of its answer was taken.
     """
 
-    request: Request
+    id: str
+    prompt_tokens: int
     tokens: list[int]
     keys: list[bytes]
     chunks: list[int]
@@ -103,6 +107,7 @@ class _Sequence:
     pin: Pin | None
     touch: Any
     owned: list[int] = field(default_factory=list)  # chunks it writes, not committed yet
+    filling: int | None = None  # the checkpoint that its load fills, not committed yet
     committed: int = 0  # chunks
     kept: frozenset[int] = frozenset()
     latest: bytes | None = None
@@ -119,7 +124,7 @@ class PrefixCachedGenerator:
     prefill_tokens        prefill runs in chunks that end on multiples of this
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     prefix_caching        False: every prompt is computed from its first token, for comparison
-    wrap_copier           for tests: see HostTier
+    wrap_copier           for tests: see HostCache
 
     Raises ConfigurationError with a message that says what would work.
     """
@@ -163,22 +168,24 @@ class PrefixCachedGenerator:
         self._hasher = ChainHasher(block_tokens)
         self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
-        self._host: HostTier | None = None
+        self._host: HostCache | None = None
         if prefix_caching and offload != "off":
-            self._host = HostTier(
-                self.planner,
+            if not host_bytes:
+                raise ConfigurationError('host_bytes is 0; to use no host memory, set offload="off"')
+            self._host = HostCache(
                 PooledDevice(self.pool),
-                self.kv.tensors,
+                self.kv.layout,
                 host_bytes=host_bytes,
-                offload=offload,
-                policy=policy,
-                store_after=store_after,
-                min_store_tokens=min_store_tokens,
+                max_model_len=self.max_model_len,
                 # a load allocates up to a whole prompt in one step
                 max_step_tokens=min(self.max_model_len, device_blocks * block_tokens),
+                offload=offload,
+                policy=policy,
+                thresholds=Thresholds(store_after, min_store_tokens),
                 checkpoint_interval=checkpoint_interval,
                 wrap_copier=wrap_copier,
             )
+            self._host.prepare()
         self._served = 0
 
     def generate(self, prompts: Iterable[str | Sequence[int]], max_new_tokens: int = 16) -> Iterator[Generation]:
@@ -234,7 +241,7 @@ class PrefixCachedGenerator:
 
     def statistics(self) -> CacheStatistics | None:
         """Statistics of the host cache; None without one."""
-        return None if self._host is None else self._host.cache.statistics()
+        return None if self._host is None else self._host.statistics().cache
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -268,13 +275,13 @@ class PrefixCachedGenerator:
         """Begin a request on its cached device blocks. Returns it, and the length of the device hit in tokens."""
         keys = self._hasher.keys(tokens) if self._prefix_caching else []
         self._served += 1
-        request = Request(f"request-{self._served}", keys, len(tokens))
         n0 = self._coordinator.longest_boundary(keys, 0, len(tokens))
         chunks = self.planner.full_chunks(n0)
         node = self._coordinator.resume_node(keys, chunks) if chunks else None
         table = BlockTable(self.planner.grid_tokens)
         sequence = _Sequence(
-            request,
+            f"request-{self._served}",
+            len(tokens),
             list(tokens),
             keys,
             path := self._path(keys, chunks),
@@ -297,42 +304,44 @@ class PrefixCachedGenerator:
 
     def _load(self, sequence: _Sequence, n0: int) -> int:
         """Load what the host has beyond n0, and resume after it. Returns the number of loaded tokens."""
-        request, cache = sequence.request, None if self._host is None else self._host.cache
-        if self._host is not None and cache is not None:
-            boundary = self._host.boundary(request, n0)
-            cache.admit(request, n0, boundary, time.monotonic())
-            if boundary > n0:
-                self._load_between(self._host, sequence, n0, boundary)
+        boundaries: Sequence[int] = ()
+        if self._host is not None:
+            self._load_from(self._host, sequence, n0)
+            boundaries = self._host.boundaries(sequence.id)
         self._resume(sequence)
-        kept = {depth * self.planner.grid_tokens for depth in self._wanted(sequence)}
-        sequence.kept = frozenset(kept.union(cache.boundaries(request.id) if cache is not None else ()))
+        sequence.kept = frozenset(
+            {depth * self.planner.grid_tokens for depth in self._wanted(sequence)}.union(boundaries)
+        )
         return sequence.table.length - n0
 
-    def _load_between(self, host: HostTier, sequence: _Sequence, n0: int, boundary: int) -> None:
-        """Load [n0, boundary). If that fails, these tokens are computed later, into the same blocks."""
+    def _load_from(self, host: HostCache, sequence: _Sequence, n0: int) -> None:
+        """If the load fails, what it was to bring is computed later, into the same blocks."""
+        ask = partial(host.start, sequence.id, sequence.keys, sequence.prompt_tokens, n0, partial(self._room, sequence))
+        while isinstance(answer := ask(), Wait):
+            _copy(host)
+        if not isinstance(answer, Loading):
+            return
+        sequence.table.length = dict(_copy(host))[sequence.id]
+        self._commit(sequence)
+        node, sequence.filling = sequence.filling, None
+        if node is not None and sequence.table.length == answer.boundary:
+            key = sequence.keys[self.planner.full_chunks(answer.boundary) - 1]
+            self._checkpoints.commit(node, key, sequence.parent, sequence.touch)
+        elif node is not None:
+            self.pool.abort([node])
+
+    def _room(self, sequence: _Sequence, n0: int, boundary: int) -> Sequence[Sequence[int]] | None:
+        """Allocate what a load of [n0, boundary) fills, in the order of the groups; None if there is no room."""
         start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
         try:
             self._grow(sequence, boundary)
         except PoolExhausted:  # the checkpoint at n0 stays pinned until it is restored, and takes too much of the pool
-            return
-        node = None
+            return None
         if self._checkpoints.are_needed(boundary):
-            node = self._checkpoints.make_room(sequence.keys, n0, boundary)
-            if node is None:
-                return
-        destinations = self._coordinator.destinations(sequence.chunks[start:stop], start, stop, node)
-        loaded = False
-        try:
-            loaded = host.load(sequence.request, boundary, destinations)
-        finally:  # also after an interrupt no block may stay allocated
-            if node is not None and not loaded:
-                self.pool.abort([node])
-        if not loaded:
-            return
-        sequence.table.length = boundary
-        self._commit(sequence)
-        if node is not None:
-            self._checkpoints.commit(node, sequence.keys[stop - 1], sequence.parent, sequence.touch)
+            sequence.filling = self._checkpoints.make_room(sequence.keys, n0, boundary)
+            if sequence.filling is None:
+                return None
+        return self._coordinator.destinations(sequence.chunks[start:stop], start, stop, sequence.filling)
 
     def _resume(self, sequence: _Sequence) -> None:
         """Restore windows and states of the request at the end of its hit."""
@@ -349,16 +358,17 @@ class PrefixCachedGenerator:
         """The depths in chunks at which the device pool itself wants a checkpoint of the prompt."""
         if not self.planner.has_checkpoints:
             return frozenset()
-        request = sequence.request
         return frozenset(
             self._coordinator.wanted_checkpoints(
-                request.keys, sequence.table.length, request.num_tokens, self._checkpoint_interval
+                sequence.keys, sequence.table.length, sequence.prompt_tokens, self._checkpoint_interval
             )
         )
 
     def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
         """Compute the tokens up to `end`. Returns the logits of the last one."""
         table = sequence.table
+        if self._host is not None:
+            _copy(self._host)  # first, because what is allocated may have to be stored before
         self._grow(sequence, end)
         table.begin_forward(end - table.length, self.model.device)
         positions = torch.arange(table.length, end, device=self.model.device)[None]
@@ -373,7 +383,7 @@ class PrefixCachedGenerator:
         self._commit(sequence)
         self._take_checkpoint(sequence)
         if self._host is not None:
-            self._host.computed(sequence.request.id, table.length)
+            self._host.end_step({sequence.id: table.length})
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
@@ -429,7 +439,7 @@ class PrefixCachedGenerator:
     def _take_checkpoint(self, sequence: _Sequence) -> None:
         """Take a checkpoint here, if one is wanted. In the answer, each new checkpoint replaces the one before."""
         length = sequence.table.length
-        answers = length >= sequence.request.num_tokens
+        answers = length >= sequence.prompt_tokens
         if not self._prefix_caching or not self._checkpoints.are_needed(length):
             return
         if length not in sequence.kept and not answers:
@@ -445,11 +455,23 @@ class PrefixCachedGenerator:
     def _finish(self, sequence: _Sequence) -> None:
         try:
             if self._host is not None:
-                self._host.finished(sequence.request.id, sequence.table.length)
+                self._host.end(sequence.id, sequence.table.length)
+                _copy(self._host)
         finally:
             if sequence.pin is not None:
                 self.pool.unpin(sequence.pin)
             self.pool.abort(sequence.owned)
+            if sequence.filling is not None:
+                self.pool.abort([sequence.filling])
+
+
+def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
+    """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.wait`."""
+    try:
+        host.begin_step()
+    finally:  # also after an interrupt, wait for the transfers and resolve them
+        ended = host.wait()
+    return ended
 
 
 def _max_model_len(model: PreTrainedModel) -> int:

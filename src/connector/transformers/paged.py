@@ -16,7 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from connector.transformers.past import ModelPast, Part
 from cpu_prefix_cache import Group, GroupKind
+from cpu_prefix_cache.kv_layout import KVGroup
 from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.memory.parts import Role, blocks_first
 
 ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide words
 
@@ -98,10 +100,15 @@ class PagedKV:
         self.groups = groups_of(past, block_tokens)
 
     @property
-    def tensors(self) -> list[list[torch.Tensor]]:
-        """The tensors of every group: of full attention K and V, layer by layer; of the others the whole region."""
-        full = [part for layer in self._layers.values() for part in layer]
-        return [full if group.kind is GroupKind.PREFIX else [self.region] for group in self.groups]
+    def layout(self) -> list[KVGroup]:
+        """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
+        full = [
+            blocks_first(layer, role, pool)
+            for layer, pools in self._layers.items()
+            for role, pool in zip((Role.KEY, Role.VALUE), pools, strict=True)
+        ]
+        rows = [blocks_first(0, Role.STATE, self.region)]
+        return [KVGroup(group, full if group.kind is GroupKind.PREFIX else rows) for group in self.groups]
 
     def layer(self, index: int, table: BlockTable) -> PagedLayer:
         """Layer `index` of the model, for the request with this table."""

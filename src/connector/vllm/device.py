@@ -45,7 +45,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from connector.vllm.keys import HashesOnDevice, block_ends
-from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache import Device, HybridChunkPlanner
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.places import FRONT, Places
@@ -83,7 +83,7 @@ def _place(block: KVCacheBlock) -> Place:
     return Place(block.block_id, block.block_hash)
 
 
-class VllmDevice:
+class VllmDevice(Device):
     """The blocks of all groups. `group_ids[i]` is vLLM's id of the planner's group i, `hashes_per_chunk` the number of
     block hashes of a request that make a chunk.
 
@@ -101,8 +101,6 @@ class VllmDevice:
     ) -> None:
         self._pool = pool
         self._planner = planner
-        self.num_blocks: int = pool.num_gpu_blocks - 1
-        self.null_block: int = pool.null_block.block_id
         self._hashes_per_chunk = hashes_per_chunk
         self._suffixes = [make_block_hash_with_group_id(BlockHash(b""), id) for id in group_ids]
         in_chunk = [at for at, piece in enumerate(planner.pieces) if piece.in_chunk]
@@ -124,6 +122,14 @@ class VllmDevice:
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._places = Places(self._is_at)
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def null_block(self) -> int:
+        return int(self._pool.null_block.block_id)
 
     @property
     def num_waiting(self) -> int:

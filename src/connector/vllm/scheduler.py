@@ -19,7 +19,7 @@ it in `finished_recving`. One engine step:
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -67,12 +67,12 @@ class SchedulerHalf:
         self._hashes_per_chunk = settings.hashes_per_chunk
         self._hash_tokens = self._grid // settings.hashes_per_chunk
         self._on_device: dict[str, int] = {}
-        self._admitted: dict[str, EngineRequest] = {}
+        self._admitted: dict[Hashable, EngineRequest] = {}
         self._remembered: dict[str, int] = {}  # request -> how many of its chunks were passed to `device.remember`
         self._loads: dict[int, str] = {}
         self._destinations: dict[int, Sequence[int]] = {}
-        self._readmitted: set[str] = set()
-        self._load_failed: set[str] = set()  # requests that are not loaded again: vLLM may never find the blocks
+        self._readmitted: set[Hashable] = set()
+        self._load_failed: set[Hashable] = set()  # requests that are not loaded again: vLLM may never find the blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
         self._unwritten: Container[bytes] | None = ()
         self._steps = 0
@@ -85,7 +85,7 @@ class SchedulerHalf:
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
             return None, False
-        if isinstance(answer, Hit):
+        if isinstance(answer, Hit) and answer.start == num_computed_tokens:  # others may read the blocks before it
             return answer.boundary - num_computed_tokens, True
         return 0, False
 

@@ -8,7 +8,7 @@ If nothing of a transfer is left, this rank copies nothing and reports it as don
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.model.planner import Piece
@@ -34,17 +34,17 @@ class Share:
     def of_plan(self, plan: StepPlan) -> StepPlan:
         if self.is_everything or not plan.transfers:
             return plan
-        return replace(plan, transfers=tuple(map(self.of_transfer, plan.transfers)))
+        return plan._replace(transfers=tuple(map(self.of_transfer, plan.transfers)))
 
     def of_transfer(self, transfer: TransferPlan) -> TransferPlan:
         """The transfer with this rank's group numbers, copies and bytes."""
         mine = {group: at for at, group in enumerate(self.groups)}
-        copies = [replace(copy, group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
+        copies = [copy._replace(group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
         if transfer.direction is Direction.STORE and self.ranks > 1:
             dealt = (written_by(copy, self.pieces[copy.group], self.rank, self.ranks) for copy in copies)
             copies = [copy for copy in dealt if copy.host_blocks]
         carried = sum(_num_bytes(copy, self.pieces[copy.group]) for copy in copies)
-        return replace(transfer, copies=tuple(copies), num_bytes=carried)
+        return transfer._replace(copies=tuple(copies), num_bytes=carried)
 
 
 def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:

@@ -132,7 +132,7 @@ class WorkerHalf:
             self._announced = self._worker.still_open(self._announced)
         # If vLLM cannot be told of a failed load, a cancelled one is finished all the same. Its bytes are from before
         # the reset, like those of running requests.
-        self._worker.run(plan if self.can_fail_loads else replace(plan, cancelled=()))
+        self._worker.run(plan if self.can_fail_loads else plan._replace(cancelled=()))
 
     def results(self) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended on this rank since the last call, and those of them that failed."""

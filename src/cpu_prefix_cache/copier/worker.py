@@ -102,6 +102,8 @@ class CopyWorker:
         try:
             if self._arena is not None:
                 self._arena.register()
+            if not new and not self._copies:
+                return
             self._collect()
             self._forget(plan)
             after = self._copier.here() if new else Passed()
@@ -123,10 +125,12 @@ class CopyWorker:
         self._collect()
         self._end_late_loads()
         ready = None if self._arena is None else self._arena.ready_blocks
+        rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
+        if not self._copies:
+            return RankReport(self._rank, ready_blocks=ready, load_bytes_per_second=rate)
         done = frozenset(id for id, copy in self._copies.items() if copy.went_well)
         failed = frozenset(id for id, copy in self._copies.items() if copy.went_well is False)
         late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
-        rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
         return RankReport(self._rank, done, failed, ready, late, rate)
 
     def ends_soon(self, seconds: float) -> set[int]:

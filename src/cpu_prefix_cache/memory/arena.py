@@ -72,11 +72,10 @@ class HostArena:
         if self.registration is not None:
             self.registration.start()
 
-    def wait_until_ready(self) -> None:
-        """Pin the region, and return when no more blocks become ready."""
+    def wait_until_ready(self, seconds: float | None = None) -> bool:
+        """Pin the region, and return when no more blocks become ready, or after `seconds`. Whether no more do."""
         self.register()
-        if self.registration is not None:
-            self.registration.wait()
+        return self.registration is None or self.registration.wait(seconds)
 
     def forget_name(self) -> None:
         """From now on no other process can join a shared region, and it ends with the last process that has it."""

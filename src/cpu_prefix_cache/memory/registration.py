@@ -45,9 +45,9 @@ class Registration:
             thread.start()
             self._thread = thread
 
-    def wait(self) -> None:
-        """Return when no more bytes become ready."""
-        self._settled.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return when no more bytes become ready, or after `seconds`. Whether no more do."""
+        return self._settled.wait(seconds)
 
     def close(self) -> None:
         """Unpin everything; in a forked process do nothing. No copy may be in flight.

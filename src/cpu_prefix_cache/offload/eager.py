@@ -6,7 +6,7 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -25,7 +25,7 @@ class Eager:
     def __init__(self, stores: StorePlanner) -> None:
         self._stores = stores
         self._pool = stores.pool
-        self._due: dict[str, Running] = {}
+        self._due: dict[Hashable, Running] = {}
         self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
         self.work = 0  # chunks and blocks looked at so far
 

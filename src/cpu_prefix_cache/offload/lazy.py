@@ -15,15 +15,16 @@ covered, each chunk after its missing ancestors. The next look comes in time:
         a quarter was used again, or computed and    a watermark without a key may have left and come back
             given back by requests that ended
         a store has landed                           its device blocks wait before m again; or the look had to stop
-        more waits, and e was the last               the order was shorter than the stretch
         the host has grown                           the look had stopped because the host was full
+
+    or, if less than a stretch waits, and all of it is covered, when a stretch waits again, or a store was refused
 
 A step without any of these costs nothing. The sources of a store are held, and then wait again where they waited.
 
 * **Whole prompts.** The deepest chunk of a prompt is handed out first and stored last. If the prompt were stored in
   portions, its end would be evicted before its turn. So a chain is stored whole, however long it is, if the device can
   spare it: if a whole stretch waits besides, and as much again as is held. Otherwise stores of the stretch hold at most
-  what `report_steps` steps allocate.
+  what `report_steps` steps allocate, and never what the device has promised to running requests.
 * **A host smaller than the stretch** evicts the beginning of it for the end. So a chunk that was stored or declined is
   *settled*: neither it nor what hangs below it is stored again, until the watermark has been handed out or a quarter
   of the stretch used again.
@@ -59,7 +60,8 @@ class Look:
     end: Place | None = None  # the last place that is covered and still waits
     quarter: int = 1  # of the stretch
     is_short: bool = False  # less waits than the stretch
-    waiting: int | None = None  # how many waited, if `end` was the last of all; None: others wait behind it
+    enough: int | None = None  # so many must wait to make a stretch; None: that many do, or not all is covered
+    refusals: int = 0  # of stores, until then
     refused_at: int | None = None  # host blocks that were ready, if the look stopped because the host was full
 
 
@@ -87,7 +89,7 @@ class Lazy(Eager):
         self._computed = 0  # device blocks computed, and not in `_used` yet
         self._has_landed = False  # a store of what waits, since the last look
         self._settled: set[bytes] = set()
-        self._room: tuple[Place | None, int] = (None, 0)  # blocks up to the end, while this place is the first
+        self._behind: int | None = None  # blocks that wait behind the end of what is covered; None: to be counted
         self._is_put_off = False  # a load went out in the last step, so it did not look
         self._is_swept = False  # since the last step
 
@@ -114,6 +116,7 @@ class Lazy(Eager):
         self.work += 1
 
     def ended(self, running: Running) -> None:
+        self._behind = None  # its blocks will wait there
         self._give_back()
         if self._last.is_short:
             super().ended(running)
@@ -121,6 +124,7 @@ class Lazy(Eager):
             self._due.pop(running.id, None)
 
     def preempted(self, running: Running) -> None:
+        self._behind = None
         self._give_back()
         super().preempted(running)
 
@@ -132,9 +136,10 @@ class Lazy(Eager):
 
     def used(self, chunks: int) -> None:
         self._used += chunks * self._chunk_blocks
-        self._room = (None, 0)  # they may have been before the end
+        self._behind = None  # they may have been before the end
 
     def landed(self, transfer: Transfer) -> None:
+        self._behind = None
         self._has_landed |= transfer.owner is None
 
     def committed(self, keys: Sequence[bytes]) -> None:
@@ -150,12 +155,11 @@ class Lazy(Eager):
     # Asked
 
     def has_room_for(self, blocks: int) -> bool:
-        if self._last.waiting is not None:
-            return self._waits(self._last.end) and not self._has_joined()
-        soonest = next(self._device.soonest_evicted(), None)
-        if self._room[0] != soonest:
-            self._room = soonest, self._count_room()
-        return blocks <= self._room[1]
+        if self._last.enough is not None:
+            return not self._lacks_cover()
+        if self._behind is None:
+            self._behind = self._device.num_waiting - self._count_room()
+        return blocks <= self._device.num_waiting - self._behind
 
     def _count_room(self) -> int:
         """How many blocks wait up to the end of what is covered."""
@@ -197,14 +201,11 @@ class Lazy(Eager):
     def _is_due(self) -> bool:
         """Whether another look is due: see the table above."""
         last = self._last
-        return (
-            self._has_landed
-            or self._used >= last.quarter
-            or not self._waits(last.watermark)
-            or (last.end is not None and not self._waits(last.end))
-            or self._has_joined()
-            or last.refused_at not in (None, self._pool.ready)
-        )
+        if self._has_landed or self._used >= last.quarter or last.refused_at not in (None, self._pool.ready):
+            return True
+        if last.enough is not None:
+            return self._device.num_waiting >= last.enough or self._lacks_cover()
+        return not self._waits(last.watermark) or (last.end is not None and not self._waits(last.end))
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
@@ -216,9 +217,9 @@ class Lazy(Eager):
         key = place[1]
         return key is None or not self._parents.are_here((key,))[0]
 
-    def _has_joined(self) -> bool:
-        """Whether more waits than at the last look, if nothing waited behind the end then."""
-        return self._last.waiting is not None and self._device.num_waiting > self._last.waiting
+    def _lacks_cover(self) -> bool:
+        """Whether something may wait that is not covered, if all was at the last look: a store was refused since."""
+        return self._stores.refusals != self._last.refusals
 
     def _step_blocks(self) -> int:
         return self._steps.blocks(self._stores.planner, self._running())
@@ -231,30 +232,31 @@ class Lazy(Eager):
         """Cover the stretch from its beginning, as far as possible now."""
         self._used = self._computed = 0
         self._has_landed = False
-        self._room = (None, 0)
+        self._behind = None
         ahead = self._ahead()
         held, held_ahead = self._stores.ledger.held_by_walk()
         stretch = list(islice(self._device.soonest_evicted(), max(0, ahead - held_ahead)))
         is_short = len(stretch) + held < ahead  # what is held waits too
         self.work += len(stretch)
         taken: set[int | bytes] = set()
-        stopped_at, stop = self._cover(stretch, held, taken)
+        stopped_at, stop, held = self._cover(stretch, held, taken)
         covered = stretch[:stopped_at]
         quarter = max(1, ahead // 4)
-        is_all = is_short and stop is None
         self._last = Look(
             watermark=_watermark(stretch, stopped_at, quarter, taken),
             end=_first_left(reversed(covered), taken),
             quarter=quarter,
             is_short=is_short,
-            waiting=self._device.num_waiting if is_all else None,
+            enough=ahead - held if is_short and stop is None else None,
+            refusals=self._stores.refusals,
             refused_at=self._pool.ready if stop is Stop.POOL_FULL else None,
         )
 
-    def _cover(self, stretch: Sequence[Place], held: int, taken: set[int | bytes]) -> tuple[int, Stop | None]:
-        """Store what is not covered, from the front. Returns the position in the stretch where that stopped, and why.
+    def _cover(self, stretch: Sequence[Place], held: int, taken: set[int | bytes]) -> tuple[int, Stop | None, int]:
+        """Store what is not covered, from the front. Returns the position in the stretch where that stopped, why, and
+        how many device blocks are held by stores then.
 
-        `held` device blocks are held by stores in flight. The blocks and keys of new stores are added to `taken`.
+        `held` of them are held before. The blocks and keys of new stores are added to `taken`.
         """
         missing = self._stores.uncovered(key for _, key in stretch if key is not None)
         blocks = {block for block, _ in stretch} if missing else set()
@@ -270,12 +272,12 @@ class Lazy(Eager):
                 taken.update(transfer.keys, device_blocks)
                 missing.difference_update(transfer.keys)  # the next look sees what the host evicted for it
             if stop is not None and not stop.is_final:
-                return at, stop
-        return len(stretch), None
+                return at, stop, held
+        return len(stretch), None, held
 
     def _store(self, key: bytes, held: int) -> tuple[Transfer | None, Stop | None]:
         """Plan the store of this chunk or checkpoint and its missing ancestors. The transfer, and what stopped it."""
-        budget = self._steps.report_steps * self._step_blocks() - held
+        budget = min(self._steps.report_steps * self._step_blocks() - held, self._unpromised())
         if budget <= 0 and not self._can_spare(self._chunk_blocks, held):
             return None, Stop.IN_FLIGHT  # before the chain is walked, which may be long
         chain = self._missing_chain(key)
@@ -301,7 +303,11 @@ class Lazy(Eager):
         longer.
         """
         stretch = self._steps.stretch(self._step_blocks(), self._device.num_blocks)
-        return self._device.num_waiting >= stretch + held + 2 * blocks
+        return self._unpromised() >= stretch + held + 2 * blocks
+
+    def _unpromised(self) -> int:
+        """How many device blocks wait that stores may hold."""
+        return self._device.num_waiting - self._device.num_promised
 
     def _noted(self, key: bytes, stop: Stop) -> Stop:
         if stop is Stop.DECLINED:

@@ -1,6 +1,7 @@
 """Running requests, from admission to their end: what each has computed, and in which step it is due again.
 
     admitted    due in the next step
+    passed over its step ended without `computed`: due in the next one too
     computed    chunks up to here are confirmed; due again in the step that can cross its next boundary
     left        it ended or was preempted
     stale       it was admitted before a reset, or wants no stores: nothing is stored for it
@@ -9,6 +10,7 @@ The agenda maps steps to the requests that are due then, so no step goes through
 """
 
 from bisect import bisect_right
+from collections.abc import Hashable
 
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
@@ -26,33 +28,37 @@ class RunningRequests:
         self._device = device
         self._offload = offload
         self._steps = steps
-        self._running: dict[str, Running] = {}
+        self._running: dict[Hashable, Running] = {}
         self._step = 0  # the last that began
-        self._agenda: dict[int, list[str]] = {}  # step -> requests that may have crossed a boundary in it
+        self._agenda: dict[int, list[Hashable]] = {}  # step -> requests that may have crossed a boundary in it
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def __contains__(self, id: str) -> bool:
+    def __contains__(self, id: Hashable) -> bool:
         return id in self._running
 
-    def get(self, id: str | None) -> Running | None:
-        return None if id is None else self._running.get(id)
+    def get(self, id: Hashable) -> Running | None:
+        return self._running.get(id)
 
     def begin_step(self) -> None:
+        passed_over = self.due()
         self._agenda.pop(self._step, None)
         self._step += 1
+        for running in map(self._running.__getitem__, passed_over):
+            if not running.stale:
+                self._due_in(running, 0)
 
     def admitted(self, running: Running) -> None:
         self._running[running.id] = running
         self._due_in(running, 1)
 
-    def due(self) -> list[str]:
+    def due(self) -> list[Hashable]:
         """The requests that are due in this step, once each."""
         asked = (self._running.get(id) for id in dict.fromkeys(self._agenda.get(self._step, ())))
         return [running.id for running in asked if running is not None and running.due == self._step]
 
-    def computed(self, id: str, num_tokens: int) -> None:
+    def computed(self, id: Hashable, num_tokens: int) -> None:
         """Its first `num_tokens` tokens hold KV. Confirms nothing while the request loads, or if it is stale."""
         running = self._running.get(id)
         if running is None or running.stale:
@@ -61,7 +67,7 @@ class RunningRequests:
             self._confirm(running, num_tokens)
         self._schedule(running, num_tokens)
 
-    def leave(self, id: str) -> Running | None:
+    def leave(self, id: Hashable) -> Running | None:
         """The request ends. Returns it unless it is stale or unknown."""
         running = self._running.pop(id, None)
         return None if running is None or running.stale else running

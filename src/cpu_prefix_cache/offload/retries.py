@@ -10,7 +10,7 @@ Before that nothing is evicted for them. A host may never grow to its end, where
 chunks are kept than the device has: older ones have left it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.pool.block_pool import BlockPool
@@ -25,7 +25,7 @@ class Retries:
         self._pool = pool
         self._most_chunks = most_chunks
         self._missing = missing
-        self._waiting: dict[str, Running] = {}
+        self._waiting: dict[Hashable, Running] = {}
         self._chunks = 0
         self._tried_at = 0  # blocks that were ready at the last try
 
@@ -60,7 +60,7 @@ class Retries:
         self._waiting.clear()
         self._chunks = 0
 
-    def _remove(self, id: str) -> None:
+    def _remove(self, id: Hashable) -> None:
         request = self._waiting.pop(id, None)
         if request is not None:
             self._chunks -= request.confirmed

@@ -1,6 +1,6 @@
 """An admitted request, until it ends or is preempted."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Running:
     load: Transfer | None = None
 
     @property
-    def id(self) -> str:
+    def id(self) -> Hashable:
         return self.request.id
 
     @property

@@ -32,6 +32,7 @@ class Stop(enum.Enum):
     SETTLED = "settled", True  # it was stored or declined, and nothing has changed since
     POOL_FULL = "pool full", False  # until pins and stores end, or the host grows
     IN_FLIGHT = "too much in flight", False  # until stores have landed
+    PROMISED = "promised", False  # the device has promised its blocks to running requests
 
     @property
     def is_final(self) -> bool:
@@ -127,7 +128,7 @@ class StorePlanner:
             return Stop.DECLINED
         return None
 
-    def plan(self, chain: Chain, touch: Any, *, owner: str | None = None) -> tuple[Transfer | None, Stop | None]:
+    def plan(self, chain: Chain, touch: Any, *, owner: Hashable | None = None) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
         The transfer covers as many first nodes of the chain as it has keys, and is None if there is nothing to store.
@@ -136,15 +137,18 @@ class StorePlanner:
         parent = self._parent(chain)
         pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
         sources = self._sources(chain)
-        if not sources.chunks and not sources.pieces:
+        stop = Stop.PROMISED if self._takes_promised(sources) else sources.stopped_by
+        if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
             if pin is not None:
                 self.pool.unpin(pin)
-            return None, sources.stopped_by
+            return None, stop
         transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner)
         self.ledger.add(transfer)
-        return transfer, sources.stopped_by
+        return transfer, stop
 
-    def _transfer(self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: str | None) -> Transfer:
+    def _transfer(
+        self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: Hashable | None
+    ) -> Transfer:
         keys = list(chain.keys[: len(sources.chunks)])
         needs: list[PieceNeed] = []
         if chain.checkpoint is not None:
@@ -204,6 +208,15 @@ class StorePlanner:
             return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
         stop = self.obstacle(chain)
         return _Sources(chunks, pieces) if stop is None else _Sources([], stopped_by=stop)
+
+    def _takes_promised(self, sources: _Sources) -> bool:
+        """Whether a hold of them would take device blocks that are promised: it may take more than them, so try."""
+        if not self.device.num_promised:
+            return False
+        hold = self.device.hold([block for blocks in (*sources.chunks, *sources.pieces) for block in blocks])
+        is_short = self.device.num_waiting < self.device.num_promised
+        self.device.release(hold)
+        return is_short
 
     def _allocate(
         self, chain: Chain, keys: Sequence[bytes], sources: _Sources, needs: list[PieceNeed]

@@ -44,11 +44,11 @@ class Transfer:
     touch: Any = None  # of a store: the use its chunks belong to
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
     pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
-    owner: str | None = None  # of a store: the request it was planned for; None: lazy stores blocks that wait
+    owner: Hashable | None = None  # of a store: the request it was planned for; None: lazy stores blocks that wait
     ahead: int = 0  # of a store of lazy: how many of its device blocks were in the stretch
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
-    request_id: str | None = None  # of a load
+    request_id: Hashable | None = None  # of a load
     deadline: float = 0.0  # of a load, in seconds: until then other requests wait for it (rule 13)
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False

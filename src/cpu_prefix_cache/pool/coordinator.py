@@ -77,12 +77,10 @@ class KVCacheCoordinator:
     def longest_boundary(self, keys: Sequence[bytes], n0: int, num_tokens: int) -> int:
         """The largest boundary in [n0, num_tokens - 1] at which all groups can resume (rule 6). Changes nothing.
 
-        What lies before `n0` is the engine's; n0 itself is the answer when the pool has nothing beyond it, or when
-        n0 is not on the grid (rule 10).
+        What lies before `n0`, rounded down to a boundary, is the engine's. n0 itself is the answer when the pool has
+        nothing beyond it.
         """
         grid = self.planner.grid_tokens
-        if n0 % grid:
-            return n0
         stop = min(self.planner.hittable_chunks(num_tokens), len(keys))
         depth = self.planner.resumable_chunks(self.pool.resident_run(keys, n0 // grid, stop))
         if self.planner.has_checkpoints and depth * grid > n0:

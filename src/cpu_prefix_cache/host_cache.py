@@ -1,0 +1,346 @@
+"""HostCache: both halves of the host cache for an engine in one process.
+
+It owns the host region, the copier, the copying threads, the CPUPrefixCache, the clock, and which load belongs to which
+request. A request, as the engine's scheduler sees it:
+
+    start   ->  Run        compute from n0: the host has nothing more
+            ->  Wait       ask again: its prefix is being loaded for another request
+            ->  Loading    park it: end_step names it when the load has ended, and from which token on to compute
+    end                    before its blocks are freed: finished, preempted or aborted, running or loading
+
+and a step of the engine:
+
+    begin_step             before compute: copies begin, in the order of what compute was given before
+    end_step(computed)     after compute: which loads have ended
+
+The host region is pinned from the first step on, while the engine works; or before it, by `prepare`.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.numbers import Array, Numbers, numbers
+from cpu_prefix_cache.messages.plan import Direction, RankReport
+from cpu_prefix_cache.messages.request import Hit, Pending, Request
+from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+
+if TYPE_CHECKING:
+    import torch
+
+    from cpu_prefix_cache.copier.base import Copier
+    from cpu_prefix_cache.kv_layout import KVGroup
+
+KEY_BYTES = 16  # rule 17
+PROGRESS_SECONDS = 0.25
+CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
+Blocks = Numbers  # of device blocks
+# Those of the request from its first token on: of one group, or a list for each. Or a function of the tokens
+# [start, boundary) to be loaded: it allocates the blocks that the load fills, or answers None when there is no room.
+Table = Blocks | Sequence[Blocks] | Callable[[int, int], Blocks | Sequence[Blocks] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Nothing is loaded: compute from n0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again in a later step, or at `deadline` (time.monotonic) at the latest."""
+
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Tokens [start, boundary) are being loaded; `start` is n0 rounded down to a boundary."""
+
+    start: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatistics:
+    """A HostCache at one moment: its CPUPrefixCache, how many bytes are prepared, and calls that had no effect."""
+
+    cache: CacheStatistics
+    host_bytes: int
+    ready_bytes: int  # grows to host_bytes while the region is pinned
+    reported_not_on_device: int  # times a request ended, and the device did not have its last computed chunk
+    unknown_request: int  # calls of `end` for requests that do not run
+
+
+class HostCache:
+    """A host prefix cache behind `device`, for KV that lies as `groups` say.
+
+    Prefixes are found at multiples of `chunk_tokens`, the tokens of a chunk and so of a key: a common multiple of the
+    groups' `block_tokens` (default: the least).
+
+    `host_bytes` is the size of the host region, `max_model_len` the tokens of the longest request, `max_step_tokens`
+    the most tokens whose device blocks one engine step can allocate. `offload` is "lazy" or "eager"; `policy`,
+    `thresholds`, `checkpoint_interval` and `min_load_tokens` are those of CPUPrefixCache. With `strict` a call that has
+    no effect raises MisuseError.
+
+    With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
+    that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
+
+    Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        groups: "Sequence[KVGroup]",
+        *,
+        host_bytes: int,
+        max_model_len: int,
+        chunk_tokens: int | None = None,
+        max_step_tokens: int = 8192,
+        offload: str = "lazy",
+        policy: str = "lru",
+        thresholds: Thresholds = NO_THRESHOLDS,
+        checkpoint_interval: int | None = None,
+        min_load_tokens: int | None = 0,
+        threads: bool | None = None,
+        load_seconds: float | None = None,
+        strict: bool = False,
+        wrap_copier: CopierWrapper | None = None,
+    ) -> None:
+        from cpu_prefix_cache.copier.choose import choose_copier
+        from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.memory.arena import HostArena
+
+        planner = HybridChunkPlanner(
+            [each.group for each in groups], max_model_len=max_model_len, grid_tokens=chunk_tokens
+        )
+        num_blocks = _num_blocks(planner, host_bytes)
+        tensors = [each.tensors for each in groups]
+        on = tensors[0][0].device
+        is_cuda = on.type == "cuda"
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None)
+        copier = choose_copier(
+            planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
+        ).copier
+        self.cache = CPUPrefixCache(
+            planner,
+            device,
+            host_blocks=num_blocks,
+            ready_blocks=self._arena.ready_blocks,
+            offload=offload,
+            policy=policy,
+            steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
+            checkpoint_interval=checkpoint_interval,
+            thresholds=thresholds,
+            min_load_tokens=min_load_tokens,
+        )
+        self._worker = CopyWorker(
+            0,
+            copier if wrap_copier is None else wrap_copier(copier, tensors),
+            self._arena,
+            threads=is_cuda if threads is None else threads,
+            load_seconds=load_seconds,
+        )
+        self._device = device
+        self._strict = strict
+        self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
+        self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
+        self._not_on_device = self._unknown = 0
+
+    def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Wait until the host region is pinned, for an engine whose kernel launches pinning must not delay.
+
+        Meanwhile `progress(ready_bytes, host_bytes)` is called some times a second, and at the end. Less may be ready
+        then: where the machine has no more memory, the rest of the region is not used.
+        """
+        is_over = False
+        while not is_over:
+            is_over = self._arena.wait_until_ready(PROGRESS_SECONDS)
+            if progress is not None:
+                progress(self._ready_bytes, self._host_bytes)
+        self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
+
+    def start(
+        self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table
+    ) -> Run | Wait | Loading:
+        """Ask for a request of `num_tokens` tokens of which the device has the first `n0`, and has blocks in `table`.
+
+        `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Run and
+        Loading the request runs until `end`; after Wait nothing has changed. Where n0 lies in the middle of a chunk,
+        the whole chunk is loaded, and `table` must be a function, which allocates blocks that nobody else reads.
+
+        Raises MisuseError for a request that runs already, keys that are no bytes or too short, and destinations that
+        are not given by group, too few, null, or named twice.
+        """
+        self._check_start(id, keys, n0, table)
+        request, now = Request(id, keys, num_tokens), time.monotonic()
+        answer = self.cache.lookup(request, n0, now)
+        if isinstance(answer, Pending):
+            return Wait(answer.deadline)
+        destinations = self._destinations(table, answer) if isinstance(answer, Hit) else None
+        self._keys[id] = keys
+        if destinations is None or not isinstance(answer, Hit):
+            self.cache.admit(request, n0, now=now)
+            return Run()
+        self.cache.admit(request, n0, answer.boundary, now)
+        transfer = self.cache.load(id, answer.boundary, destinations, now)
+        self._loads[id] = transfer, n0, answer.boundary
+        return Loading(answer.start, answer.boundary)
+
+    def begin_step(self) -> None:
+        """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
+        self._worker.run(self.cache.step())
+        self.cache.catch_up()
+
+    def end_step(self, computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> list[tuple[Hashable, int]]:
+        """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed.
+
+        The requests whose loads have ended, each with the token from which on it computes: the boundary, or the n0 it
+        was started with if the load has failed.
+        """
+        if due := self.cache.due():
+            tokens = dict(computed)
+            for id in due:
+                if id in tokens:
+                    self.cache.computed(id, tokens[id])
+        return self._report()
+
+    def wait(self) -> list[tuple[Hashable, int]]:
+        """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest."""
+        self._worker.drain()
+        return self._report()
+
+    def end(self, id: Hashable, num_tokens: int, *, preempted: bool = False) -> None:
+        """A request finished, was aborted or preempted, with `num_tokens` tokens computed. It still has its blocks.
+
+        It may be loading. A preempted request may be started again at once.
+        """
+        keys = self._keys.pop(id, None)
+        if keys is None:
+            self._unknown += 1
+            self._misused(f"request {id!r} does not run")
+            return
+        self._loads.pop(id, None)
+        chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
+        is_here = not chunks or self._is_known(keys[chunks - 1])
+        if preempted:
+            self.cache.preempted(id, num_tokens)
+        else:
+            self.cache.finished(id, num_tokens)
+        if not is_here:
+            self._not_on_device += 1
+            self._misused(
+                f"request {id!r} has {num_tokens} computed tokens, but the device does not find its last chunk"
+            )
+
+    def boundaries(self, id: Hashable) -> list[int]:
+        """Tokens of a running request's prompt where steps should end, so that the device has checkpoints there.
+
+        Ascending; none in a model that needs no checkpoints. Raises MisuseError for a request that does not run.
+        """
+        return self.cache.boundaries(id)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are planned or under way: an engine at rest keeps stepping until none is."""
+        return self.cache.has_transfers
+
+    def statistics(self) -> HostStatistics:
+        return HostStatistics(
+            self.cache.statistics(),
+            host_bytes=self._host_bytes,
+            ready_bytes=self._ready_bytes,
+            reported_not_on_device=self._not_on_device,
+            unknown_request=self._unknown,
+        )
+
+    def reset(self) -> None:
+        """Nothing cached before now may be used again: new weights, for example."""
+        self._keys = dict.fromkeys(self._keys, ())
+        self.cache.reset()
+
+    def close(self) -> None:
+        """Wait for copies under way and give the host region back."""
+        self._worker.close()
+
+    @property
+    def _host_bytes(self) -> int:
+        return self.cache.pool.capacity * self.cache.planner.host_block_bytes
+
+    @property
+    def _ready_bytes(self) -> int:
+        return self._arena.ready_blocks * self.cache.planner.host_block_bytes
+
+    def _report(self) -> list[tuple[Hashable, int]]:
+        ended: list[tuple[Hashable, int]] = []
+        for resolved in self.cache.report(self._worker.report()):
+            load = self._loads.get(resolved.request_id)
+            if resolved.direction is Direction.LOAD and load is not None and load[0] == resolved.id:
+                _, n0, boundary = self._loads.pop(resolved.request_id)
+                ended.append((resolved.request_id, boundary if resolved.ok else n0))
+        return ended
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether the device has this chunk. Or the host: an index that knows one block of a key may have known that of
+        another request, which was evicted meanwhile.
+        """
+        return self._device.find(key) is not None or self.cache.pool.find(key) is not None
+
+    def _destinations(self, table: Table, hit: Hit) -> list[list[int]] | None:
+        """Of each group the blocks that a load fills: of a table the last ones before the boundary. None: no room."""
+        given = table(hit.start, hit.boundary) if callable(table) else self._before(hit, self._by_group(table))
+        if given is None:
+            return None
+        destinations = self._by_group(given)
+        self.cache.check_destinations(destinations, hit.start, hit.boundary)
+        return destinations
+
+    def _before(self, hit: Hit, by_group: list[list[int]]) -> list[list[int]]:
+        planner, grid = self.cache.planner, self.cache.planner.grid_tokens
+        counts = planner.device_blocks(hit.start // grid, hit.boundary // grid)
+        ends = [hit.boundary // group.block_tokens * group.device_blocks for group in planner.groups]
+        return [blocks[end - count : end] for blocks, end, count in zip(by_group, ends, counts, strict=True)]
+
+    def _by_group(self, blocks: Any) -> list[list[int]]:
+        """A list for each group. With one group a plain list of blocks will do."""
+        num_groups = len(self.cache.planner.groups)
+        if isinstance(blocks, Array):
+            blocks = blocks.tolist()
+        if num_groups == 1 and (not blocks or isinstance(blocks[0], int)):
+            return [blocks]
+        if len(blocks) != num_groups or any(isinstance(each, int) for each in blocks):
+            raise MisuseError(f"blocks are given as one list for each of {num_groups} groups, got {blocks!r}")
+        return [numbers(each) for each in blocks]
+
+    def _check_start(self, id: Hashable, keys: Sequence[bytes], n0: int, table: Table) -> None:
+        if id in self._keys:
+            raise MisuseError(f"request {id!r} runs already; end it first")
+        if keys and (not isinstance(keys[0], bytes) or len(keys[0]) < KEY_BYTES):
+            raise MisuseError(f"keys are at least {KEY_BYTES} bytes (rule 17), got {keys[0]!r}")
+        if n0 % (grid := self.cache.planner.grid_tokens) and not callable(table):
+            raise MisuseError(
+                f"n0 = {n0} is no multiple of {grid}, so tokens before it are loaded too, and others may read their "
+                "blocks: give as `table` a function that allocates blocks for (start, boundary)"
+            )
+
+    def _misused(self, what: str) -> None:
+        if self._strict:
+            raise MisuseError(what)
+
+
+def _num_blocks(planner: HybridChunkPlanner, host_bytes: int) -> int:
+    num_blocks = host_bytes // planner.host_block_bytes
+    least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+    if num_blocks < least:
+        raise ConfigurationError(
+            f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} bytes, "
+            f"got {host_bytes}"
+        )
+    return num_blocks

@@ -1,0 +1,140 @@
+"""How an engine's KV lies in its tensors, in words an engine has: what a HostCache is told once.
+
+    Prefix(keys_and_values(kv, block_dim=2), block_tokens=16)          kv [2, layers, blocks, 16, heads, width]
+    Prefix(keys_and_values(*layers, block_dim=1), block_tokens=16)     each [2, blocks, 16, heads, width]
+    Prefix(latents(*layers, block_tokens=64), block_tokens=64)         MLA, each [blocks * 64, width]
+    Window(keys_and_values(...), block_tokens=16, window_tokens=1024)
+    ChunkLocal(keys_and_values(...), block_tokens=16, window_tokens=8192)
+    State(states(*layers), block_tokens=256)                           each [slots, ...]
+    KVGroup(group, parts)                                              for an engine that has a Group and its Parts
+
+Only the functions touch tensors, and only their shapes: no byte is read or copied here.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.groups import Group, GroupKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from cpu_prefix_cache.memory.parts import Part, Role
+
+Parts = Sequence["Part"]
+
+
+class KVGroup:
+    """A group of layers that share a block table, and the parts of their KV on this rank.
+
+    Raises ConfigurationError when there are no parts, one comes twice, or two share memory.
+    """
+
+    def __init__(self, group: Group, parts: Parts) -> None:
+        from cpu_prefix_cache.memory.parts import canonical
+
+        _check(group.name, parts)
+        self.group, self.tensors = group, canonical(parts)
+
+
+# Below, `options` are other fields of `Group`; the bytes of a block are those of the parts.
+
+
+class Prefix(KVGroup):
+    """Full attention, MLA: every block before a boundary is needed."""
+
+    def __init__(self, parts: Parts, *, block_tokens: int, name: str = "attention", **options: Any) -> None:
+        super().__init__(_group(GroupKind.PREFIX, parts, name, block_tokens, **options), parts)
+
+
+class Window(KVGroup):
+    """Sliding-window attention: a token sees `window_tokens` tokens, itself included."""
+
+    def __init__(
+        self, parts: Parts, *, block_tokens: int, window_tokens: int, name: str = "window", **options: Any
+    ) -> None:
+        group = _group(GroupKind.WINDOW, parts, name, block_tokens, window_tokens=window_tokens, **options)
+        super().__init__(group, parts)
+
+
+class ChunkLocal(KVGroup):
+    """Chunked-local attention: a token sees those of its local chunk; chunks of `window_tokens` tokens."""
+
+    def __init__(
+        self, parts: Parts, *, block_tokens: int, window_tokens: int, name: str = "chunk-local", **options: Any
+    ) -> None:
+        group = _group(GroupKind.CHUNK_LOCAL, parts, name, block_tokens, window_tokens=window_tokens, **options)
+        super().__init__(group, parts)
+
+
+class State(KVGroup):
+    """Mamba, linear attention: the state at a boundary is needed. States are kept every `block_tokens` tokens."""
+
+    def __init__(self, parts: Parts, *, block_tokens: int, name: str = "state", **options: Any) -> None:
+        super().__init__(_group(GroupKind.STATE, parts, name, block_tokens, **options), parts)
+
+
+def keys_and_values(*tensors: "torch.Tensor", block_dim: int, kv_dim: int = 0) -> Parts:
+    """K and V in one tensor: `kv_dim` is that of K and V, `block_dim` that of the blocks; others before it are layers.
+
+    One tensor for all layers, or one for each.
+
+    Raises ConfigurationError when `kv_dim` is not a dimension of size 2, or `block_dim` is none at all.
+    """
+    from cpu_prefix_cache.memory.parts import Role
+
+    parts: list[Part] = []
+    for tensor in tensors:
+        if not 0 <= block_dim < tensor.ndim:
+            raise ConfigurationError(f"{tuple(tensor.shape)} has no dimension block_dim={block_dim}; count from 0")
+        if not 0 <= kv_dim < tensor.ndim or kv_dim == block_dim or tensor.shape[kv_dim] != 2:
+            raise ConfigurationError(f"dimension kv_dim={kv_dim} of {tuple(tensor.shape)} is not that of K and V")
+        first = len(parts) // 2
+        for role, half in zip((Role.KEY, Role.VALUE), tensor.unbind(kv_dim), strict=True):
+            parts += _parts(first, role, half, block_dim - (kv_dim < block_dim))
+    return parts
+
+
+def latents(*tensors: "torch.Tensor", block_tokens: int) -> Parts:
+    """MLA: [tokens, ...] for each layer, where a block is `block_tokens` rows."""
+    from cpu_prefix_cache.memory.parts import Role, token_major
+
+    return [
+        token_major(*(layer, Role.LATENT, each), num_blocks=each.shape[0] // block_tokens, block_tokens=block_tokens)
+        for layer, each in enumerate(tensors)
+    ]
+
+
+def states(*tensors: "torch.Tensor") -> Parts:
+    """Mamba, linear attention: [slots, ...] for each layer."""
+    from cpu_prefix_cache.memory.parts import Role, blocks_first
+
+    return [blocks_first(layer, Role.STATE, each) for layer, each in enumerate(tensors)]
+
+
+def _check(name: str, parts: Parts) -> None:
+    if not parts:
+        raise ConfigurationError(f"group {name!r} has no parts: give it the tensors of its layers")
+
+
+def _group(kind: GroupKind, parts: Parts, name: str, block_tokens: int, **options: Any) -> Group:
+    _check(name, parts)  # first, because a Group of no bytes is refused in other words
+    block_bytes = sum(part.rows.shape[1] for part in parts)
+    return Group(name=name, kind=kind, block_tokens=block_tokens, block_bytes=block_bytes, **options)
+
+
+def _parts(first: int, role: "Role", tensor: "torch.Tensor", block_dim: int) -> "Iterator[Part]":
+    from cpu_prefix_cache.memory.parts import blocks_first
+
+    for at, layer in enumerate(_layers(tensor, block_dim)):
+        yield blocks_first(first + at, role, layer)
+
+
+def _layers(tensor: "torch.Tensor", block_dim: int) -> "Iterator[torch.Tensor]":
+    """Views [blocks, ...], one for each index of the dimensions before `block_dim`."""
+    if not block_dim:
+        yield tensor
+        return
+    for each in tensor.unbind(0):
+        yield from _layers(each, block_dim - 1)

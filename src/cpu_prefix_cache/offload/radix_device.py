@@ -1,0 +1,265 @@
+"""RadixDevice: a Device for an engine with a radix tree of tokens over pages, and a list of free pages.
+
+    free          in the engine's free list                       waits; handed out first
+    private       in a request only, until the request is inserted
+    in the tree   in one node, which is locked                    in use
+                  or unlocked                                     waits; evicted with its node, leaves first
+    held          a source: its node is locked once more, with the path to the root
+                  a destination: private; if the request gives it back, it becomes free when the hold ends
+
+A page is a device block. The tree knows tokens and the cache knows keys, so the engine says which pages are a chunk
+(`computed`), which node has a page (`placed`), and which pages have left the tree (`evicted`). Two chunks share their
+pages until their tokens part, so only the last page of a chunk is its own. It stands for the chunk in the order of
+eviction.
+
+    tokens        0  1  2  3   4  5  6  7          pages of 2 tokens, chunks of 4
+    first node    page 7, 3        4               chunk A: 7, 3      chunk B: 4, 9
+    its children                   9 | 5           chunk C: 4, 5, which parts from B at token 6
+
+The engine goes on evicting whole nodes: unlocked leaves, those used longest ago first, then what becomes a leaf by
+that. When it splits a node, the lower part stays the same object; the upper one is new and has as many locks. So a hold
+survives a split, and a node that is unlocked again waits where it did.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.numbers import Numbers, numbers
+from cpu_prefix_cache.offload.device import Device
+
+Node = Any  # of the engine's tree
+PORTION = 512  # free pages that are read at a time: a tensor is turned into a list portion by portion
+
+
+class _Placed(NamedTuple):
+    node: Node
+    pages: list[int]  # in token order, when it was placed; a split has moved some to another node since
+
+
+class _Hold(NamedTuple):
+    nodes: list[Node]
+    pages: list[int]  # in no node
+
+
+class RadixDevice(Device):
+    """A subclass has eight members of one line each, and the engine calls four.
+
+    `num_pages` is how many pages the engine can hand out, whatever their numbers are; `chunk_pages` how many of them a
+    chunk takes. Page numbers may be given in lists, tensors and arrays, and are told in lists.
+
+    Raises ConfigurationError for numbers below 1.
+    """
+
+    def __init__(self, num_pages: int, chunk_pages: int) -> None:
+        if num_pages < 1 or chunk_pages < 1:
+            raise ConfigurationError(
+                f"num_pages and chunk_pages must be at least 1, got {num_pages} pages and {chunk_pages} to a chunk; "
+                f"chunk_pages is the tokens of a chunk divided by those of a page"
+            )
+        self._num_pages = num_pages
+        self._chunk_pages = chunk_pages
+        self._chunks: dict[bytes, list[int]] = {}  # key -> pages of the chunk
+        self._key: dict[int, bytes] = {}  # last page of a chunk -> its key
+        self._placed: dict[int, _Placed] = {}  # id of a node -> the node
+        self._node: list[Node | None] = [None] * (num_pages + 1)  # of each page
+        self._held = Counter[int]()  # private pages -> holds
+        self._given_back: set[int] = set()  # pages that are held, and become free then
+
+    # What a subclass says
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """How many pages are free or in unlocked nodes: engines count both."""
+
+    @abstractmethod
+    def free_pages(self) -> Any:
+        """The engine's free list, or tensor, that can be sliced. The first page is handed out next."""
+
+    @abstractmethod
+    def free(self, pages: list[int]) -> None:
+        """Append pages to the free list."""
+
+    @abstractmethod
+    def parent(self, node: Node) -> Node | None:
+        """The node above. That of a first node is the root, or None."""
+
+    @abstractmethod
+    def pages(self, node: Node) -> Numbers:
+        """The page numbers of a node, in token order."""
+
+    @abstractmethod
+    def last_use(self, node: Node) -> Any:
+        """What the engine compares to choose among leaves: that with the smallest is evicted first."""
+
+    @abstractmethod
+    def locks(self, node: Node) -> int:
+        """How many locks a node has; with none it can be evicted."""
+
+    @abstractmethod
+    def lock(self, node: Node, by: int) -> None:
+        """Lock the path from a node to the root by +1, or unlock it by -1, as the engine does for a request."""
+
+    # What the engine calls
+
+    def placed(self, node: Node) -> None:
+        """A node has got its pages: it was inserted, or one of the two that a split has made.
+
+        Raises MisuseError for pages that a load is still filling.
+        """
+        pages = numbers(self.pages(node))
+        if self._held and not self._held.keys().isdisjoint(pages):
+            raise MisuseError(
+                "a load is filling pages of this node: insert them when end_step has named the request, and call "
+                "give_back(pages) in place of freeing those of a request that ends before"
+            )
+        if pages and max(pages) >= len(self._node):
+            self._node += [None] * (max(pages) + 1 - len(self._node))
+        for page in pages:
+            self._node[page] = node
+        self._placed[id(node)] = _Placed(node, pages)
+
+    def computed(self, keys: Sequence[bytes], pages: Numbers) -> None:
+        """The tree has `pages`: those of a prefix, from its first token on, in token order.
+
+        The chunks that they fill are found under `keys` from now on. Chunks that are known already cost nothing.
+
+        Raises MisuseError for a key that is not bytes, pages that no node has, and pages other than those of the tree.
+        """
+        width, pages = self._chunk_pages, numbers(pages)
+        stop = min(len(keys), len(pages) // width)
+        start = stop
+        while start and keys[start - 1] not in self._chunks:
+            start -= 1
+        if start:
+            self._check_same(keys[start - 1], pages[(start - 1) * width : start * width])
+        for at in range(start, stop):
+            self._add(keys[at], pages[at * width : (at + 1) * width])
+
+    def evicted(self, pages: Numbers) -> None:
+        """These pages have left the tree. Call it before they are handed out."""
+        for page in numbers(pages):
+            if page < len(self._node):
+                self._placed.pop(id(self._node[page]), None)
+                self._node[page] = None
+            if (key := self._key.pop(page, None)) is not None:
+                del self._chunks[key]
+
+    def give_back(self, pages: Numbers) -> None:
+        """Free a request's private pages. Those that a load may still write to become free when it has ended."""
+        free = []
+        for page in numbers(pages):
+            if page in self._held:
+                self._given_back.add(page)
+            else:
+                free.append(page)
+        if free:
+            self.free(free)
+
+    # What the cache asks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_pages
+
+    def find(self, key: bytes) -> Sequence[int] | None:
+        return self._chunks.get(key)
+
+    def find_all(self, keys: Sequence[bytes]) -> list[Sequence[int] | None]:
+        return list(map(self._chunks.get, keys))
+
+    def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
+        """As for every Device. Free pages come one by one; only behind them all nodes are gone through."""
+        for page in self._free_pages():
+            yield page, None
+        node_of, key_of = self._node, self._key.get
+        for node, pages in self._by_eviction():
+            for page in reversed(pages):
+                if node_of[page] is node:
+                    yield page, key_of(page)
+
+    def is_waiting(self, block: int, key: bytes | None) -> bool:
+        if self._key.get(block) != key:
+            return False
+        node = self._node[block] if block < len(self._node) else None
+        return bool(block in self.free_pages()) if node is None else not self.locks(node)
+
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _Hold:
+        of = [self._node[block] if block < len(self._node) else None for block in blocks]
+        nodes = list({id(node): node for node in of if node is not None}.values())
+        pages = [block for block, node in zip(blocks, of, strict=True) if node is None]
+        for node in nodes:
+            self.lock(node, +1)
+        self._held.update(pages)
+        return _Hold(nodes, pages)
+
+    def release(self, hold: _Hold) -> None:
+        for node in hold.nodes:
+            self.lock(node, -1)
+        self._held.subtract(hold.pages)
+        ended = [page for page in hold.pages if not self._held[page]]
+        for page in ended:
+            del self._held[page]
+        if free := [page for page in reversed(ended) if page in self._given_back]:
+            self._given_back.difference_update(free)
+            self.free(free)
+
+    # Details
+
+    def _add(self, key: bytes, pages: list[int]) -> None:
+        if not isinstance(key, bytes):
+            raise MisuseError(f"keys are bytes, got {key!r}")
+        for page in pages:
+            if page >= len(self._node) or self._node[page] is None:
+                raise MisuseError(
+                    f"page {page} is in no node: insert pages into the tree, and call placed(node) for every node that "
+                    f"gets pages, before computed(keys, pages)"
+                )
+        last = pages[-1]
+        if last in self._key:
+            raise MisuseError(
+                f"page {last} is the last of another chunk: call evicted(pages) when pages leave the tree, and give "
+                f"every chunk its own key"
+            )
+        self._chunks[key] = pages
+        self._key[last] = key
+
+    def _check_same(self, key: bytes, pages: Sequence[int]) -> None:
+        if self._chunks[key] != list(pages):
+            raise MisuseError(
+                f"a chunk is in pages {self._chunks[key]} of the tree, but computed() got {list(pages)}: it needs the "
+                f"tree's pages of the whole prefix, in token order, and evicted() those that have left the tree"
+            )
+
+    def _free_pages(self) -> Iterator[int]:
+        free = self.free_pages()
+        for at in range(0, len(free), PORTION):
+            for page in numbers(free[at : at + PORTION]):
+                self._check_free(page)
+                yield page
+
+    def _check_free(self, page: int) -> None:
+        if page < len(self._node) and self._node[page] is not None:
+            raise MisuseError(f"page {page} is free and in a node: call evicted(pages) when pages leave the tree")
+        if page in self._held:
+            raise MisuseError(
+                f"page {page} is free, and a load is writing to it: call give_back(pages) in place of freeing them"
+            )
+
+    def _by_eviction(self) -> Iterator[_Placed]:
+        """The unlocked nodes as the engine evicts them: leaves, and nodes that are leaves by then."""
+        waiting = {id: placed for id, placed in self._placed.items() if not self.locks(placed.node)}
+        children = Counter(id(self.parent(placed.node)) for placed in waiting.values())
+        leaves = [(self.last_use(each.node), id, each) for id, each in waiting.items() if not children[id]]
+        heapify(leaves)
+        while leaves:
+            _, _, leaf = heappop(leaves)
+            yield leaf
+            above = id(self.parent(leaf.node))
+            children[above] -= 1
+            if not children[above] and above in waiting:
+                heappush(leaves, (self.last_use(waiting[above].node), above, waiting[above]))

@@ -1,0 +1,183 @@
+"""`check_device` passes devices that keep their contract, and names what one does wrong."""
+
+import pytest
+
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.testing import check_device
+from tests.radix_trial import Pages, RadixTrial
+from tests.small_engine import SmallEngine
+
+
+def test_a_queue_device_keeps_the_contract():
+    check_device(lambda: SmallEngine(7), examples=50)
+
+
+@pytest.mark.parametrize(("num_pages", "chunk_pages", "page_tokens"), [(7, 1, 1), (9, 2, 1), (12, 3, 2)])
+def test_a_radix_device_keeps_the_contract(num_pages, chunk_pages, page_tokens):
+    check_device(lambda: RadixTrial(num_pages, chunk_pages, page_tokens), examples=100)
+
+
+class ReleasesToTheEnd(SmallEngine):
+    """What waited when it was held waits last when it comes back."""
+
+    def release(self, hold):
+        for block, key in hold.waited:
+            self._places.back((block, key))
+        super().release(hold._replace(in_use=[*hold.in_use, *(block for block, _ in hold.waited)], waited=[]))
+
+
+class ReleasesAncestorsFirst(SmallEngine):
+    def release(self, hold):
+        super().release(hold._replace(in_use=hold.in_use[::-1]))
+
+
+class HoldsNothing(SmallEngine):
+    """A block that waits is counted as used, and stays in the queue."""
+
+    def hold(self, blocks, parent=()):
+        return super().hold([block for block in blocks if self.counts[block]], parent)
+
+
+class CountsNoBlanks(SmallEngine):
+    @property
+    def num_waiting(self):
+        return sum(self.keys[block] is not None for block in self.free_blocks)
+
+
+class FindsWhatItHandedOut(SmallEngine):
+    def forget(self, block):
+        self.keys[block] = None
+
+
+class HoldsNoDestinations(SmallEngine):
+    """Only chunks with keys are held."""
+
+    def hold(self, blocks, parent=()):
+        return super().hold([block for block in blocks if self.keys[block] is not None], parent)
+
+
+class TakesAnyKey(SmallEngine):
+    """It does not see that a block was handed out and given back meanwhile."""
+
+    def is_waiting(self, block, key):
+        return not self.counts[block]
+
+
+class HoldsOnce(SmallEngine):
+    """A block is held or not: two holds of it are one, and the first that ends ends it."""
+
+    held = frozenset()
+
+    def hold(self, blocks, parent=()):
+        new = [block for block in blocks if block not in self.held]
+        self.held = self.held.union(blocks)
+        return super().hold(new, parent)
+
+    def release(self, hold):
+        self.held = self.held.difference(hold.in_use, (block for block, _ in hold.waited))
+        super().release(hold)
+
+
+class HoldsAtLeastOne(SmallEngine):
+    def hold(self, blocks, parent=()):
+        assert self.users(blocks[0]) >= 0
+        return super().hold(blocks, parent)
+
+
+class HandsOutNull(SmallEngine):
+    null_block = 3
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        (ReleasesToTheEnd, "waited before"),
+        (ReleasesAncestorsFirst, "behind its ancestors"),
+        (HoldsNothing, "were held"),
+        (CountsNoBlanks, "num_waiting"),
+        (FindsWhatItHandedOut, "another|handed out"),
+        (HoldsNoDestinations, "in use or held|neither waits|waits, or not"),
+        (TakesAnyKey, "with any key"),
+        (HoldsOnce, "held twice|neither waits|waits, or not"),
+        (HandsOutNull, "the null block"),
+    ],
+)
+def test_a_fault_is_found_and_named(device, told):
+    with pytest.raises(AssertionError, match=told):
+        check_device(lambda: device(7), examples=1_000, shrink=False)
+
+
+def test_a_hold_may_be_of_nothing():
+    with pytest.raises(IndexError):
+        check_device(lambda: HoldsAtLeastOne(7), examples=1)
+
+
+class EvictsUnheard(Pages):
+    def evicted(self, pages):
+        """The engine does not say so."""
+
+
+class FreesUnderALoad(Pages):
+    def give_back(self, pages):
+        self.free(list(pages))
+
+
+class SplitsUnheard(Pages):
+    def placed(self, node):
+        """The engine says so of new leaves only."""
+        if not node.children:
+            super().placed(node)
+
+
+class LocksNothing(Pages):
+    def lock(self, node, by):
+        """Holds of nodes have no effect."""
+
+
+class CountsNoFreePages(Pages):
+    @property
+    def num_waiting(self):
+        return self.cache.evictable
+
+
+class SaysYoungestFirst(Pages):
+    def last_use(self, node):
+        return -node.last_use
+
+
+class FindsOneByOneOnly(Pages):
+    def find_all(self, keys):
+        return [None for _ in keys]
+
+
+class PromisesTooMuch(Pages):
+    @property
+    def num_promised(self):
+        return len(self.cache.free_pages) + 3
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        (EvictsUnheard, "free and in a node|handed out"),
+        (FreesUnderALoad, "a load is writing to it"),
+        (SplitsUnheard, "num_waiting|in use"),
+        (LocksNothing, "were held|in use|waits, or not"),
+        (CountsNoFreePages, "num_waiting"),
+        (SaysYoungestFirst, "were handed out|waited before"),
+        (FindsOneByOneOnly, "find_all"),
+        (PromisesTooMuch, "num_promised"),
+    ],
+)
+def test_a_fault_in_a_radix_engine_is_found_and_named(device, told):
+    with pytest.raises((AssertionError, MisuseError), match=told):
+        check_device(lambda: RadixTrial(9, 2, device=device), examples=1_000, shrink=False)
+
+
+def test_an_engine_may_tell_of_the_new_half_of_a_split_only():
+    class TellsOfUpper(Pages):
+        def placed(self, node):
+            if self._node[node.pages[0]] is not node:
+                super().placed(node)
+
+    check_device(lambda: RadixTrial(9, 2, device=TellsOfUpper))
