@@ -6,8 +6,9 @@ ENGINES is a folder with nano-vllm and nano_on_cpu.py. Its scheduler and block m
 copies do nothing, so a step is what the engine and the cache decide. 64 sequences at a time go on from 200 documents,
 of which the device (65,536 tokens) holds a third, and the host (four times that) all.
 
-Times are processor time. The kinds take turns, each run in a process of its own; medians over the runs. CHECKOUT is this project at the commit
-before HostCache (c216b7c), with which the same patched engine runs with the glue in `nano_before/`.
+Times are processor time. The kinds take turns, each run in a process of its own; medians over the runs. CHECKOUT is
+this project at the commit before HostCache (c216b7c), with which the same patched engine runs with the glue in
+`nano_before/`.
 """
 
 import argparse

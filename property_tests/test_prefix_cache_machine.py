@@ -304,7 +304,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         end = min(sequence.computed + tokens, sequence.request.num_tokens)
         chunks = end // GRID
         if not sequence.stale and isinstance(self.slots, QueueSlots):
-            self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # keys come before bytes (rule 12)
+            self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # rule 12
         if step_between:
             self.one_step_begins()
         self.read_everything_before(sequence)
