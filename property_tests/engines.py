@@ -112,17 +112,6 @@ class PoolSlots:
         self.pool.check_valid()
 
 
-class WideDevice(PooledDevice):
-    """A PooledDevice whose chunks may take several blocks: one hold on the first of them is enough."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
-        rest = {each for first in self._pool._rest for each in self._pool._rest[first]}
-        return self._pool.pin(*(block for block in blocks if block not in rest))
-
-
 class HybridSlots(PoolSlots):
     """A device pool of chunks and checkpoints. A request reads windows and states from memory of its own."""
 
@@ -131,7 +120,7 @@ class HybridSlots(PoolSlots):
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
         self._last: dict[int, tuple[int, ...]] = {}
         self.now = 0.0
-        self.device = PooledDevice(self.pool) if planner.device_blocks_per_chunk <= 1 else WideDevice(self.pool)
+        self.device = PooledDevice(self.pool)
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         """Also of a slot that was freed this moment, whose bytes somebody looks at once more."""

@@ -17,13 +17,17 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "pool": {"eviction", "index", "messages", "model"},
     "offload": {"messages", "model", "pool"},
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
+    "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
     "plots": {"messages"},
     "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache"},
 }
-BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache"}
+BOTH = {
+    *("copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"),
+}
 OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
+    "slab": {"copier", "memory", "messages", "model"},
     "bench": {"copier", "memory", "messages", "model", "plots"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
@@ -81,7 +85,7 @@ def test_rooms_do_not_import_in_a_circle():
 
 
 def test_one_room_alone_imports_both_halves():
-    halves = {"copier", "memory"}, {"offload", "pool", "prefix_cache"}
+    halves = {"copier", "memory", "slab"}, {"offload", "pool", "prefix_cache", "tiers"}
     both = {name for name, below in {**MAY_IMPORT, **OTHERS}.items() if all(below & half for half in halves)}
     assert both == {"host_cache"}
 

@@ -7,7 +7,6 @@ import pytest
 from cpu_prefix_cache import (
     POLICIES,
     BlockPool,
-    ConfigurationError,
     CPUPrefixCache,
     EngineSteps,
     Group,
@@ -512,9 +511,21 @@ def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for(
 
 
 @pytest.mark.parametrize("per_chunk", [2, 3])
-def test_a_device_pool_has_at_most_one_block_to_a_chunk(per_chunk):
-    with pytest.raises(ConfigurationError, match=f"1 block to a chunk, not {per_chunk}"):
-        PooledDevice(BlockPool(12, blocks_per_chunk=per_chunk))
+def test_a_device_pool_with_several_blocks_to_a_chunk_names_a_chunk_by_its_first(per_chunk):
+    pool = BlockPool(3 * per_chunk, blocks_per_chunk=per_chunk)
+    device = PooledDevice(pool)
+    nodes = pool.allocate(2)
+    pool.commit(nodes, [b"a", b"ab"], pool.root, pool.touch(None))
+    deepest, first = device.find(b"ab"), device.find(b"a")
+    free = [(block, None) for block in pool.free]
+    rest = [None] * (per_chunk - 1)
+    waiting = [*zip(deepest, [b"ab", *rest], strict=True), *zip(first, [b"a", *rest], strict=True)]
+    assert list(device.soonest_evicted()) == free + waiting
+    assert all(device.is_waiting(*place) for place in free + waiting)
+    hold = device.hold([*first, *deepest])  # one pin for each chunk
+    assert not any(device.is_waiting(*place) for place in waiting)
+    device.release(hold)
+    assert device.num_waiting == 3 * per_chunk
 
 
 def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():

@@ -26,16 +26,16 @@ Parts = Sequence["Part"]
 
 
 class KVGroup:
-    """A group of layers that share a block table, and the parts of their KV on this rank.
+    """A group of layers that share a block table, and the parts of their KV on this rank; `spelled` names them.
 
     Raises ConfigurationError when there are no parts, one comes twice, or two share memory.
     """
 
     def __init__(self, group: Group, parts: Parts) -> None:
-        from cpu_prefix_cache.memory.parts import canonical
+        from cpu_prefix_cache.memory.parts import canonical, spelled
 
         _check(group.name, parts)
-        self.group, self.tensors = group, canonical(parts)
+        self.group, self.tensors, self.spelled = group, canonical(parts), spelled(parts)
 
 
 # Below, `options` are other fields of `Group`; the bytes of a block are those of the parts.

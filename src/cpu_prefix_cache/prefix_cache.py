@@ -56,12 +56,15 @@ OFFLOAD_MODES = ("lazy", "eager")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A transfer that ended. A load that is not `ok` left nothing usable in its destinations."""
+    """A transfer that ended. A load that is not `ok` left nothing usable in its destinations; of one that is, the first
+    `good` nodes that it read were right (all of them, but in a tier).
+    """
 
     id: int
     direction: Direction
     request_id: Hashable | None
     ok: bool
+    good: int = 0
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ class CPUPrefixCache:
     If the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
 
-    `thresholds` exclude rare or short prompts from stores. The default excludes none.
+    `thresholds` exclude rare or short prompts from stores. The default excludes none. With `declines` off, nothing is
+    declined, by neither thresholds nor policy.
 
     Hits of fewer than `min_load_tokens` tokens are misses. None: of as many as are computed faster than loaded, by what
     `prefilled` and the ranks report (break_even.py).
@@ -108,12 +112,17 @@ class CPUPrefixCache:
         checkpoint_interval: int | None = None,
         thresholds: Thresholds = NO_THRESHOLDS,
         min_load_tokens: int | None = 0,
+        declines: bool = True,
         log_boundaries: bool = False,
     ) -> None:
         _check(planner, host_blocks, offload, checkpoint_interval)
         self.planner = planner
         self.pool = new_pool(
-            planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds, log_boundaries=log_boundaries
+            *(planner, host_blocks, policy),
+            ready=ready_blocks,
+            thresholds=thresholds,
+            declines=declines,
+            log_boundaries=log_boundaries,
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
@@ -124,10 +133,11 @@ class CPUPrefixCache:
         self._checkpoint_interval = checkpoint_interval
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
-        is_lazy = offload == "lazy"
-        self._offload = Lazy(self._stores, steps, lambda: len(self._running)) if is_lazy else Eager(self._stores)
+        self._offload = self._new_offload(offload)
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
-        self._completion = Completion(self.pool, self._ledger, device, self._offload, self._running.__contains__)
+        self._completion = Completion(
+            self.pool, self._ledger, device, self._offload, self._running.__contains__, self._committed
+        )
         self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
         self._is_full = False  # in this step a load had no room beside others
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
@@ -203,22 +213,10 @@ class CPUPrefixCache:
         copies: Sequence[GroupCopy] = ()
         if node is not None:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
-        carried = num_bytes(self.planner, copies)
         device_blocks = [block for blocks in destinations for block in blocks]
-        transfer = Transfer(
-            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=node is None),
-            keys,
-            (),
-            hold=self._device.hold(device_blocks),
-            held_blocks=len(device_blocks),
-            pin=None if node is None else self.pool.pin(node),
-            request_id=request_id,
-            deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
-        )
-        self._ledger.add(transfer)
-        running.load = transfer
+        running.load = self._plan_load(request_id, keys, node, copies, device_blocks, now)
         self._work += stop - start
-        return transfer.id
+        return running.load.id
 
     def boundaries(self, request_id: Hashable) -> list[int]:
         """Tokens at which the engine should let a step end, so that it has a checkpoint there. Ascending.
@@ -343,10 +341,9 @@ class CPUPrefixCache:
             running = self._running.get(transfer.request_id)
             if running is not None and running.load is transfer:
                 running.load = None
-            resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok))
+            resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok, transfer.good))
             if self._completion.has_failed_often() and not self.is_off:
-                logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
-                self.turn_off()
+                self._failed_often()
         self.catch_up()
         return resolved
 
@@ -427,6 +424,41 @@ class CPUPrefixCache:
                 assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 11)"
 
     # Details
+
+    def _new_offload(self, mode: str) -> Eager:
+        return Lazy(self._stores, self._steps, lambda: len(self._running)) if mode == "lazy" else Eager(self._stores)
+
+    def _committed(self, store: Transfer) -> None:
+        """The chunks of a store can be found from now on."""
+        self._offload.committed(store.keys)
+
+    def _failed_often(self) -> None:
+        logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
+        self.turn_off()
+
+    def _plan_load(
+        self,
+        request_id: Hashable,
+        keys: Sequence[bytes],
+        node: int | None,
+        copies: Sequence[GroupCopy],
+        device_blocks: Sequence[int],
+        now: float,
+    ) -> Transfer:
+        """The load of the chunks with these keys, and of the checkpoint after them if `node` is one; None: gone."""
+        carried = num_bytes(self.planner, copies)
+        transfer = Transfer(
+            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=node is None),
+            keys,
+            (),
+            hold=self._device.hold(device_blocks),
+            held_blocks=len(device_blocks),
+            pin=None if node is None else self.pool.pin(node),
+            request_id=request_id,
+            deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
+        )
+        self._ledger.add(transfer)
+        return transfer
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this

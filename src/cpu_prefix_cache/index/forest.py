@@ -59,6 +59,7 @@ class Forest:
         self._first_child = array("I", [0]) * size  # of what has children
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
+        self.departed: list[bytes] | None = None  # keys of what was removed, if somebody asks for them
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
 
@@ -164,6 +165,8 @@ class Forest:
             if key is None:
                 raise InternalError(f"block {block} holds no chunk and cannot leave")
             del shards[key[0]][key]
+            if self.departed is not None:
+                self.departed.append(key)
             keys[block] = None
             children[block] = 0
         self._count -= len(run)

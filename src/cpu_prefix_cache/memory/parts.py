@@ -15,7 +15,7 @@ the host (rule 16). Within a part the bytes keep the engine's order.
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, groupby, pairwise
 
 import torch
 
@@ -45,12 +45,14 @@ class Part:
     """One part: `rows` is uint8 [blocks, bytes of a block], the engine's own memory.
 
     `number` tells parts of one layer and role apart, such as the three convolutions of some linear attentions.
+    `content` is the type and the shape of a block, such as bfloat16[16, 8, 128].
     """
 
     layer: int
     role: Role
     rows: torch.Tensor
     number: int = 0
+    content: str = "uint8"
 
     def __str__(self) -> str:
         name = f"{self.role.name.lower().replace('_', ' ')} of layer {self.layer}"
@@ -62,7 +64,8 @@ def blocks_first(layer: int, role: Role, tensor: torch.Tensor, *, number: int = 
 
     Raises ConfigurationError when the bytes of a block do not lie together.
     """
-    return Part(layer, role, block_bytes(tensor), number)
+    content = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
+    return Part(layer, role, block_bytes(tensor), number, content)
 
 
 def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[Part, Part]:
@@ -99,13 +102,23 @@ def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:
 
     Raises ConfigurationError when a part comes twice, or two parts share memory.
     """
-    ordered = sorted(parts, key=lambda part: (part.layer, part.role, part.number))
+    ordered = sorted(parts, key=_order)
     for one, next_one in pairwise(ordered):
         if str(one) == str(next_one):
             raise ConfigurationError(f"the {one} was declared twice; tell parts of one role apart by `number`")
     rows = [part.rows for part in ordered]
     check_apart(rows, [str(part) for part in ordered])
     return rows
+
+
+def spelled(parts: Iterable[Part]) -> str:
+    """What the bytes of a piece are, part by part in their order on the host; equal neighbours are counted."""
+    contents = (f"{part.role.name.lower()} {part.content}" for part in sorted(parts, key=_order))
+    return ", ".join(f"{len(list(equal))} x {content}" for content, equal in groupby(contents))
+
+
+def _order(part: Part) -> tuple[int, int, int]:
+    return part.layer, part.role, part.number
 
 
 def block_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import enum
 from typing import NamedTuple
 
 VERSION = 1
+CHUNK = -1  # of a label: a slot of a chunk, not of a checkpoint
 
 
 class Direction(enum.Enum):
@@ -14,16 +15,33 @@ class Direction(enum.Enum):
     LOAD = "load"  # host to device
 
 
+class Label(NamedTuple):
+    """What one slot of a tier below host memory holds (`tier.py`).
+
+    `key` is that of the chunk; of a piece of a checkpoint, that of the chunk in which it lies. `parent` is the key of
+    the chunk above, empty for a first chunk; of a piece, that of the chunk at whose end the checkpoint is. The slot is
+    number `place` of the piece of `group`. `block` is CHUNK, or the number of the piece in its chunk.
+    """
+
+    key: bytes
+    parent: bytes
+    group: int
+    place: int
+    block: int
+    generation: int
+
+
 class GroupCopy(NamedTuple):
     """The blocks of one group in one transfer, piece by piece.
 
     With h host blocks and d device blocks to a piece, piece i is `host_blocks[i*h : (i+1)*h]` on the one side and
-    `device_blocks[i*d : (i+1)*d]` on the other.
+    `device_blocks[i*d : (i+1)*d]` on the other. In a tier below host memory there is a label for each host block.
     """
 
     group: int  # index into the planner's groups
     host_blocks: tuple[int, ...]
     device_blocks: tuple[int, ...]
+    labels: tuple[Label, ...] = ()
 
 
 class TransferPlan(NamedTuple):

@@ -41,3 +41,20 @@ class CacheStatistics:
     lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """The tier below host memory. In `cache` its blocks are slots, its stores demotions, and its loads promotions."""
+
+    cache: CacheStatistics
+    state: str  # opening: what was there before is taken in, and nothing is written; open; paused: it has failed often
+    mode: str  # lazy or eager
+    refused: int  # slots that did not hold what they should: misses
+    unsaved: int  # chunks that left the host before they could be written
+    found: int  # chunks taken in after a restart
+    read_bytes_per_second: float | None  # of the slowest rank; None: not measured yet
+    hit_tokens: int = 0  # that admitted requests loaded from the host because the tier had them
+    asked: int = 0  # requests that waited for a promotion
+    late: int = 0  # of these, those whose deadline passed first
+    declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing

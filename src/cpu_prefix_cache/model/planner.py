@@ -14,7 +14,8 @@ in a *checkpoint* (rule 9). Host memory is one pool of equal blocks, and a piece
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -25,6 +26,7 @@ from cpu_prefix_cache.model.groups import Group, GroupKind
 SMALLEST_SPLIT_BYTES = 192 * 1024
 SMALL_WASTE = 0.01  # the largest block is taken whose waste is larger than the least by no more than this share
 ALIGNMENT = 512  # bytes, at most: host blocks are as well aligned as the pieces in them
+PAGE_BYTES = 4096  # what direct file I/O asks of sizes and addresses
 TOKENS_PER_CHECKPOINT = 2048  # for weighing waste: a conversation keeps two checkpoints in a turn of 4,096 tokens
 # A boundary far from token 0, where a window is full. A chunk later a local chunk begins that has 2, 3, 5 or 7 chunks,
 # or a product of these, so that it is nearly full here.
@@ -59,14 +61,21 @@ class HybridChunkPlanner:
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
     Groups of kind none are left out of `groups` and `pieces`. `host_block_bytes` is a host block's size in each of the
-    `ranks` regions. A replicated group, the same on all ranks, is kept once, in the shares of all of them.
+    `ranks` regions. A replicated group, the same on all ranks, is kept once, in the shares of all of them. With
+    `in_pages` host blocks are whole pages of PAGE_BYTES, as a file tier needs them.
 
     Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
     `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
     """
 
     def __init__(
-        self, groups: Sequence[Group], *, max_model_len: int, grid_tokens: int | None = None, ranks: int = 1
+        self,
+        groups: Sequence[Group],
+        *,
+        max_model_len: int,
+        grid_tokens: int | None = None,
+        ranks: int = 1,
+        in_pages: bool = False,
     ) -> None:
         names = [group.name for group in groups]
         if len(set(names)) != len(names):
@@ -83,7 +92,8 @@ class HybridChunkPlanner:
             group.device_blocks * (count if group.kind is GroupKind.PREFIX else 1)
             for group, count in zip(self.groups, self._blocks_per_chunk, strict=True)
         )
-        self.host_block_bytes = self._choose_block()
+        self.host_block_bytes = self._choose_block(PAGE_BYTES if in_pages else 1)
+        self.device_block_bytes = tuple(group.block_bytes for group in self.groups)
         self.pieces = tuple(self._piece(at) for at in range(len(self.groups)))
         in_chunk = [piece for piece in self.pieces if piece.in_chunk]
         self.device_blocks_per_chunk = sum(piece.device_blocks for piece in in_chunk)
@@ -91,6 +101,18 @@ class HybridChunkPlanner:
         self.chunk_bytes = sum(piece.num_bytes for piece in in_chunk)
         self.lookahead_tokens = max(group.lookahead_tokens for group in self.groups)
         self._checkpoint_groups = tuple(at for at, piece in enumerate(self.pieces) if not piece.in_chunk)
+
+    def below(self) -> "HybridChunkPlanner":
+        """The planner of a cache whose device is the host pool, with slots as large as host blocks."""
+        lower = copy(self)
+        lower.device_block_bytes = (self.host_block_bytes,) * len(self.groups)
+        lower.pieces = tuple(
+            replace(piece, device_blocks=piece.host_blocks, num_bytes=piece.host_blocks * self.host_block_bytes)
+            for piece in self.pieces
+        )
+        lower.device_blocks_per_chunk = self.host_blocks_per_chunk
+        lower.chunk_bytes = self.host_blocks_per_chunk * self.host_block_bytes
+        return lower
 
     # Boundaries
 
@@ -191,16 +213,19 @@ class HybridChunkPlanner:
         far = FAR_CHUNKS * self.grid_tokens
         return [chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(far))) for group in self.groups]
 
-    def _choose_block(self) -> int:
-        """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least."""
+    def _choose_block(self, page: int) -> int:
+        """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least.
+
+        It is a multiple of `page` bytes.
+        """
         sizes = [-(-self.piece_bytes(at) // self.ranks) for at in range(len(self.groups))]
         counts = self._counts()
 
         def host_bytes(block: int) -> int:
             return sum(self._host_blocks(at, block) * block * count for at, count in enumerate(counts))
 
-        floor = min(SMALLEST_SPLIT_BYTES, *sizes) if len(sizes) > 1 else sizes[0]
-        alignment = math.gcd(ALIGNMENT, *sizes)
+        floor = -(-(min(SMALLEST_SPLIT_BYTES, *sizes) if len(sizes) > 1 else sizes[0]) // page) * page
+        alignment = math.lcm(page, math.gcd(ALIGNMENT, *sizes))
         candidates = {floor}
         for size in sizes:  # the least wasteful block that is larger has a piece that fills its blocks
             parts = range(1, size // floor + 1)

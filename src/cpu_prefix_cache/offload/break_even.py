@@ -62,9 +62,19 @@ class BreakEven:
         self._has_warned = False
 
     @property
+    def has_load_rate(self) -> bool:
+        """Whether every rank has reported a rate."""
+        return len(self._loads) == self._ranks
+
+    @property
     def load_bytes_per_second(self) -> float:
         """The rate of the slowest rank that has reported one, or what is usual."""
         return min(self._loads.values(), default=USUAL_BYTES_PER_SECOND)
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """How fast prompts are computed; None until that was measured."""
+        return sorted(self._steps)[-2] if len(self._steps) >= 2 else None
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
@@ -79,9 +89,9 @@ class BreakEven:
             self._weigh()
 
     def _weigh(self) -> None:
-        if self._said is not None or len(self._steps) < 2 or len(self._loads) < self._ranks:
+        prefill = self.prefill_tokens_per_second
+        if self._said is not None or prefill is None or len(self._loads) < self._ranks:
             return
-        prefill = sorted(self._steps)[-2]
         least = least_tokens(self._bytes_per_token, self.load_bytes_per_second, prefill)
         self.least_tokens = NEVER if least is None else least
         if least is None and not self._has_warned:

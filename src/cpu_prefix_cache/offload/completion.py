@@ -4,7 +4,8 @@ landed       all ranks have reported: the device blocks are released, whether th
   a store    is committed, if all ranks succeeded and its parent is still on the host, and then the stores that
              follow it; else it is aborted, and they are cancelled (rule 3)
   a load     that failed has its source chunks withdrawn, and what hangs below them, or the next lookup would find
-             the same bytes and fail again (rule 11)
+             the same bytes and fail again (rule 11). One that went well, but for slots that a tier refused, has the
+             first chunk with such a slot withdrawn, and what hangs below it
 cancelled    it resolves when it has landed, and registers nothing
 """
 
@@ -25,7 +26,9 @@ COUNTED = (  # as CacheStatistics names them
 
 
 class Completion:
-    """Ends the transfers of a ledger. `is_running` says of a request whether it is admitted and has not ended."""
+    """Ends the transfers of a ledger. `is_running` says of a request whether it is admitted and has not ended, and
+    `committed` is called with each store whose chunks can be found from now on.
+    """
 
     def __init__(
         self,
@@ -34,12 +37,14 @@ class Completion:
         device: Device,
         offload: Eager,
         is_running: Callable[[Hashable], bool],
+        committed: Callable[[Transfer], None],
     ) -> None:
         self._pool = pool
         self._ledger = ledger
         self._device = device
         self._offload = offload
         self._is_running = is_running
+        self._committed = committed
         self._failures_in_a_row = Counter[Direction]()
         self.counts = dict.fromkeys(COUNTED, 0)
 
@@ -58,6 +63,23 @@ class Completion:
     def has_failed_often(self) -> bool:
         """Whether the last FAILURES_IN_A_ROW stores, or loads, have all failed."""
         return max(self._failures_in_a_row.values(), default=0) >= FAILURES_IN_A_ROW
+
+    def forgive(self) -> None:
+        """After a pause: one more failure is enough for `has_failed_often`, and one success for a fresh start."""
+        for direction, failures in self._failures_in_a_row.items():
+            self._failures_in_a_row[direction] = min(failures, FAILURES_IN_A_ROW - 1)
+
+    def promoted(self, store: Transfer, ok: bool, good: int) -> None:
+        """The tier below has read what `store` waits for: the first `good` of its nodes, if all went well."""
+        store.phase = Phase.LANDED
+        store.reports[0] = ok and good > 0
+        self._device.release(store.hold)
+        if store.succeeded and good < len(store.nodes):
+            for follower in store.followers if store.pieces else ():  # it may share pieces that will never come
+                self._cancel(follower)
+            self._pool.abort(store.nodes[good:])
+            self._ledger.shorten(store, good)
+        self._complete_stores(store)
 
     def late(self, id: int) -> None:
         """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
@@ -91,7 +113,8 @@ class Completion:
     def _complete_load(self, load: Transfer) -> None:
         self._ledger.remove(load)
         if load.succeeded:
-            self.counts["chunks_loaded"] += len(load.keys)
+            load.good = self._good(load)
+            self.counts["chunks_loaded"] += min(load.good, len(load.keys))
             self.counts["bytes_loaded"] += load.plan.num_bytes
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
@@ -99,14 +122,30 @@ class Completion:
         if load.pin is not None:
             self._pool.unpin(load.pin)
 
+    def _good(self, load: Transfer) -> int:
+        """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
+        if load.refused:
+            for good, node in enumerate(self._sources(load)):
+                if not load.refused.isdisjoint(self._pool.all_blocks_of(node)):
+                    self._withdraw(node)
+                    return good
+        return len(load.keys) + (load.pin is not None and load.pin.blocks[0] in self._pool.checkpoints)
+
+    def _sources(self, load: Transfer) -> list[int]:
+        """The nodes that a load reads, parents first; none if it was planned as failed."""
+        if load.pin is None:
+            return []
+        (node,) = load.pin.blocks
+        return self._pool.path(node, len(load.keys) + (node in self._pool.checkpoints))
+
     def _withdraw_sources(self, load: Transfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""
-        if load.pin is None:
-            return  # the load was planned as failed: it read nothing
-        (node,) = load.pin.blocks
-        chunk = self._pool.path(node, len(load.keys) + (node in self._pool.checkpoints))[0]
-        if self._pool.key(chunk) is not None:
-            self._pool.withdraw(chunk)
+        for node in self._sources(load)[:1]:
+            self._withdraw(node)
+
+    def _withdraw(self, node: int) -> None:
+        if self._pool.key(node) is not None:
+            self._pool.withdraw(node)
             self._cancel_orphans()
 
     def _complete_stores(self, landed: Transfer) -> None:
@@ -118,8 +157,9 @@ class Completion:
                 continue
             is_committed = store.succeeded and self._commit(store)
             if not is_committed:
-                self.counts["stores_failed"] += not all(store.reports.values())
-                self.counts["store_cancelled"] += len(store.keys)
+                if not store.is_promotion:
+                    self.counts["stores_failed"] += not all(store.reports.values())
+                    self.counts["store_cancelled"] += len(store.keys)
                 self._cancel(store)
                 self._pool.abort(store.nodes)
             self._ledger.remove(store)
@@ -137,11 +177,12 @@ class Completion:
         if parent is None:
             return False
         self._pool.commit(store.nodes, store.keys, parent, store.touch)
-        has_checkpoint = store.nodes[-1] in self._pool.checkpoints
-        self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
-        self.counts["checkpoints_stored"] += has_checkpoint
-        self.counts["bytes_stored"] += store.plan.num_bytes
-        self._offload.committed(store.keys)
+        if not store.is_promotion:
+            has_checkpoint = store.nodes[-1] in self._pool.checkpoints
+            self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
+            self.counts["checkpoints_stored"] += has_checkpoint
+            self.counts["bytes_stored"] += store.plan.num_bytes
+        self._committed(store)
         if store.owner is None or not self._is_running(store.owner):
             self._pool.resume_points.may_be_useless(store.nodes[-1])
         return True

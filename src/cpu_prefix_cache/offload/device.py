@@ -12,7 +12,6 @@ out.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
@@ -94,16 +93,12 @@ class Device(Protocol):
 
 
 class PooledDevice(Device):
-    """A device pool that is a BlockPool with at most one block to a chunk. A hold is a pin and moves nothing.
+    """A device pool that is a BlockPool. A hold is a pin and moves nothing.
 
     A checkpoint counts as one block of the order, whatever it takes.
-
-    Raises ConfigurationError for a pool with several blocks to a chunk.
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        if pool.blocks_per_chunk > 1:
-            raise ConfigurationError(f"a device pool takes 1 block to a chunk, not {pool.blocks_per_chunk}")
         self._pool = pool
 
     @property
@@ -133,12 +128,15 @@ class PooledDevice(Device):
                 yield block, None if at else self._pool.key(node)
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
-        if key is None:
+        if key is not None:
+            return self._pool.key(block) == key and not self._pool.is_pinned(block)
+        chunk = self._pool.chunk_of(block)
+        if chunk == block:
             return block in self._pool.free
-        return self._pool.key(block) == key and not self._pool.is_pinned(block)
+        return self._pool.key(chunk) is not None and not self._pool.is_pinned(chunk)
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:
-        return self._pool.pin(*blocks)
+        return self._pool.pin(*dict.fromkeys(map(self._pool.chunk_of, blocks)))
 
     def release(self, hold: Pin) -> None:
         self._pool.unpin(hold)

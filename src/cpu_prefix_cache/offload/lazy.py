@@ -44,7 +44,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
-from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
@@ -68,12 +68,14 @@ class Look:
 class Lazy(Eager):
     """Covers what waits on the device, in time; stores as `Eager` does while less than a stretch waits.
 
-    `running` says how many requests run.
+    `running` says how many requests run. `parents` are those of the chunks on the device; default: what is remembered.
 
     Raises ConfigurationError for `ahead_blocks` beyond the blocks of the device.
     """
 
-    def __init__(self, stores: StorePlanner, steps: EngineSteps, running: Callable[[], int]) -> None:
+    def __init__(
+        self, stores: StorePlanner, steps: EngineSteps, running: Callable[[], int], parents: Ancestry | None = None
+    ) -> None:
         super().__init__(stores)
         self._device = device = stores.device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
@@ -82,7 +84,7 @@ class Lazy(Eager):
             )
         self._steps = steps
         self._running = running
-        self._parents = Parents(device, self._pool, stores.planner)
+        self._parents: Ancestry = Parents(device, self._pool, stores.planner) if parents is None else parents
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._last = Look()
         self._used = 0  # device blocks used again since the last look, or computed and given back

@@ -146,6 +146,39 @@ class StorePlanner:
         self.ledger.add(transfer)
         return transfer, stop
 
+    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Transfer | None:
+        """Host blocks for a chain whose bytes come from the tier below, and not from the device.
+
+        None, and nothing is changed, if there is no room for all of it.
+        """
+        needs = None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)
+        keys = [*chain.keys]
+        if chain.checkpoint is not None:
+            keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
+        parent = self._parent(chain)
+        pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
+        if not self.pool.has_room(len(chain.keys), needs or ()):
+            if pin is not None:
+                self.pool.unpin(pin)
+            return None
+        follows = self._writers(chain, needs or ())
+        missing = [need.key for need in self.pool.checkpoints.missing(needs or ())]
+        transfer = Transfer(
+            self.ledger.new_plan(Direction.STORE, (), 0),
+            tuple(keys),
+            self.pool.allocate(len(chain.keys), keys, needs),
+            hold=self.device.hold(()),
+            pin=pin,
+            touch=touch,
+            parent_key=chain.parent_key,
+            pieces=missing,
+            owner=owner,
+            follows=follows,
+            is_promotion=True,
+        )
+        self.ledger.add(transfer)
+        return transfer
+
     def _transfer(
         self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: Hashable | None
     ) -> Transfer:

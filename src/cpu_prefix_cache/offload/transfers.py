@@ -11,6 +11,9 @@ it, and is committed after them (rule 3):
 
     store 7   chunks 0..3    moving
     store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; cancelled if 7 fails
+
+A *promotion* is a store whose bytes the tier below host memory reads. It is MOVING from the beginning, and lands when
+the tier says so.
 """
 
 import enum
@@ -48,7 +51,10 @@ class Transfer:
     ahead: int = 0  # of a store of lazy: how many of its device blocks were in the stretch
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
+    is_promotion: bool = False  # a store whose bytes come from the tier below, not from the device: no rank is told
     request_id: Hashable | None = None  # of a load
+    refused: set[int] = field(default_factory=set)  # of a load from a tier: slots that did not hold what they should
+    good: int = 0  # of a load that succeeded: how many of the nodes it read, from the first on, were right
     deadline: float = 0.0  # of a load, in seconds: until then other requests wait for it (rule 13)
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
@@ -118,7 +124,10 @@ class TransferLedger:
 
     def add(self, transfer: Transfer) -> None:
         self._open[transfer.id] = transfer
-        self._planned.append(transfer)
+        if transfer.is_promotion:
+            transfer.phase = Phase.MOVING
+        else:
+            self._planned.append(transfer)
         if transfer.is_store:
             self.writing.update(dict.fromkeys(transfer.keys, transfer))
             self.writing.update(dict.fromkeys(transfer.pieces, transfer))
@@ -174,6 +183,13 @@ class TransferLedger:
                 if not each.is_store:
                     self._cancelled.append(each.id)
         return cancelled
+
+    def shorten(self, store: Transfer, count: int) -> None:
+        """Only the first `count` nodes of a store will be committed. Its followers look for their parent then."""
+        for key in chain(store.keys[count:], store.pieces):
+            if self.writing.get(key) is store:
+                del self.writing[key]
+        store.keys, store.nodes, store.pieces = store.keys[:count], store.nodes[:count], ()
 
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that is resolved."""

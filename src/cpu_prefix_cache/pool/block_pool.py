@@ -11,6 +11,7 @@ and moves between them only here:
 
     grow       (none) -> FREE         a block becomes ready
     allocate   FREE -> WRITING        evicting CACHED chunks when FREE runs out
+    claim      FREE -> WRITING        of these very blocks, which were written before this pool was made
     commit     WRITING -> CACHED
     abort      WRITING -> FREE        or RETIRED, until its last pin ends
     retire     WRITING -> RETIRED     its writer goes on, and ends with abort
@@ -61,7 +62,8 @@ class BlockPool:
     there are none. With it, a chunk may take no blocks at all, as in a model without prefix groups.
 
     `thresholds` hold back chunks that too few or too short prompts had (admission.py): `accepted` then answers less.
-    With `log_boundaries` it keeps a log of what can be hit, which somebody takes now and then (`take_events`).
+    With `declines` off all chunks are accepted. With `log_boundaries` it keeps a log of what can be hit, which somebody
+    takes now and then (`take_events`).
 
     Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
     """
@@ -75,6 +77,7 @@ class BlockPool:
         ready: int | None = None,
         needs_checkpoint: Callable[[int], bool] | None = None,
         thresholds: Thresholds = NO_THRESHOLDS,
+        declines: bool = True,
         log_boundaries: bool = False,
     ) -> None:
         if policy not in POLICIES:
@@ -88,6 +91,7 @@ class BlockPool:
         self._forest = Forest(num_blocks)
         self._policy = POLICIES[policy](self._forest)
         self._admission = None if thresholds.admit_everything else Admission(thresholds, REMEMBERED_KEYS * num_blocks)
+        self._declines = declines
         self.root = self._forest.root
         self._free = FreeRuns()
         self.free: Collection[int] = self._free  # ascending
@@ -97,6 +101,7 @@ class BlockPool:
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
         self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
+        self._first: dict[int, int] = {}  # of each of these the first block of the chunk
         self._numbers: list[int] = []  # beyond the blocks, of nodes that are gone
         self._log = BoundaryLog(self._forest) if log_boundaries else None
         self.checkpoints = Checkpoints(self._count)
@@ -128,6 +133,20 @@ class BlockPool:
             return tuple(chunks) if self.blocks_per_chunk else ()
         return tuple(block for chunk in chunks for block in (chunk, *self._rest[chunk]))
 
+    def all_blocks_of(self, node: int) -> Iterator[int]:
+        """The blocks of a chunk, or of the pieces of a checkpoint."""
+        if node in self.checkpoints:
+            return (block for piece in self.checkpoints.pieces(node) for block in piece)
+        return iter(self.blocks_of((node,)))
+
+    def chunk_of(self, block: int) -> int:
+        """The node of a block that may be a further block of a chunk; any other block, as it is."""
+        return self._first.get(block, block)
+
+    def parent(self, node: int) -> int:
+        """What a cached node hangs below; `root` for a first chunk."""
+        return self._forest.parent[node]
+
     def depth(self, chunk: int) -> int:
         """How many chunks end at or above this one."""
         return self._forest.depth[chunk]
@@ -155,6 +174,10 @@ class BlockPool:
             most -= self._forest.num_protected(enough=(most - wanted) // per_chunk) * per_chunk
         return min(wanted, most)
 
+    def surely_available(self) -> int:
+        """So many blocks at least could be handed out now: what two pins protect may count twice. O(1)."""
+        return len(self._free) + self._cached - self._protected_at_most
+
     def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether `allocate` would find room for them. Pieces that are there already take none."""
         wanted = chunks * self.blocks_per_chunk + self.checkpoints.cost(needs)
@@ -168,6 +191,8 @@ class BlockPool:
         checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with them.
         `allocate` itself declines nothing.
         """
+        if not self._declines:
+            return len(keys)
         chunks = keys if needs is None else keys[:-1]
         if self._admission is not None and (admitted := self._admission.admitted(chunks)) < len(chunks):
             chunks = keys = chunks[:admitted]
@@ -190,7 +215,6 @@ class BlockPool:
         yield from (node for node in self._policy.soonest_evicted() if node not in useless)
 
     def statistics(self) -> PoolStatistics:
-        protected = self._forest.pinned_depth * self.blocks_per_chunk + self._count[PROTECTED]
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
@@ -199,9 +223,20 @@ class BlockPool:
             cached=self._cached,
             retired=self._count[RETIRED],
             pinned=len(self._forest.pinned),
-            protected=min(self._cached, protected),
+            protected=self._protected_at_most,
             evictions=self._evictions,
         )
+
+    def log_departures(self) -> None:
+        """From now on keep the keys of nodes that are evicted, for `take_departed`."""
+        self._forest.departed = []
+
+    def take_departed(self) -> list[bytes]:
+        """The keys of nodes that were evicted since this was asked last, useless chunks left out."""
+        departed = self._forest.departed or []
+        if departed:
+            self._forest.departed = []
+        return departed
 
     def take_events(self) -> list[BoundaryEvent]:
         """What can be hit now and could not before, and what no longer can, since this was asked last; see the log."""
@@ -292,6 +327,28 @@ class BlockPool:
             self._policy.announced([node])
         return [*chunks, node]
 
+    def claim(self, blocks: Sequence[int], needs: Sequence[PieceNeed] | None = None) -> int:
+        """Take free blocks that hold a chunk already: all of its blocks, in order. Its node, to be committed.
+
+        With `needs`, a checkpoint: the blocks of the pieces that no other checkpoint has, in the order of its needs.
+
+        Raises MisuseError when one of them is not free, or they are too few or too many.
+        """
+        wanted = self.blocks_per_chunk if needs is None else self.checkpoints.num_missing(needs)
+        if len(blocks) != wanted:
+            raise MisuseError(f"{wanted} blocks make this node, got {len(blocks)}")
+        self._free.remove(blocks)
+        if needs is not None:
+            node = self._new_number()
+            self._state[node] = WRITING
+            self.checkpoints.add(node, needs)
+            self.checkpoints.fill(node, blocks)
+            return node
+        node = blocks[0] if blocks else self._new_number()
+        self._move((node,), FREE, WRITING)
+        self._keep_rest(node, blocks[1:])
+        return node
+
     def commit(self, nodes: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         """Make written nodes findable: `nodes[0]` below `parent`, each further one below the one before it.
 
@@ -350,6 +407,7 @@ class BlockPool:
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
         assert len(free) + sum(self._count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
         used = list(self.checkpoints.blocks())
+        assert self._first == {b: chunk for chunk, rest in self._rest.items() for b in rest}, "blocks of another chunk"
         for node, state in enumerate(self._state):
             assert (state == CACHED) == (self._forest.key[node] is not None), f"node {node} is {State(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
@@ -366,6 +424,11 @@ class BlockPool:
     def _cached(self) -> int:
         return self._count[CACHED] + self._count[PROTECTED]
 
+    @property
+    def _protected_at_most(self) -> int:
+        protected = self._forest.pinned_depth * self.blocks_per_chunk + self._count[PROTECTED]
+        return min(self._cached, protected)
+
     def _allocate_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
         per_chunk = self.blocks_per_chunk
         blocks = self._take(count * per_chunk, keys)
@@ -373,10 +436,15 @@ class BlockPool:
         self._move(chunks, FREE, WRITING)
         if per_chunk > 1:
             for at, chunk in enumerate(chunks):
-                self._rest[chunk] = blocks[at * per_chunk + 1 : (at + 1) * per_chunk]
+                self._keep_rest(chunk, blocks[at * per_chunk + 1 : (at + 1) * per_chunk])
         if keys:
             self._policy.announced(chunks)
         return chunks
+
+    def _keep_rest(self, chunk: int, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._rest[chunk] = list(blocks)
+            self._first.update(dict.fromkeys(blocks, chunk))
 
     def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:
         """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
@@ -481,5 +549,8 @@ class BlockPool:
                     continue
             if self.blocks_per_chunk:
                 self._count[before] -= self.blocks_per_chunk
-                freed += (node, *self._rest.pop(node, ()))
+                rest = self._rest.pop(node, ())
+                for block in rest:
+                    del self._first[block]
+                freed += (node, *rest)
         return freed

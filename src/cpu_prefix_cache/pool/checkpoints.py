@@ -75,6 +75,10 @@ class Checkpoints:
         """The same for a checkpoint that is being written, with None for the pieces that another one has or writes."""
         return [piece.blocks if piece.writer == checkpoint else None for piece in self._of[checkpoint]]
 
+    def key_of(self, block: int) -> Hashable:
+        """The key of the piece with this block."""
+        return self._at[block].need.key
+
     def needs(self, checkpoint: int) -> list[PieceNeed]:
         """The needs of a checkpoint: with some of them another checkpoint shares its pieces."""
         return [piece.need for piece in self._of[checkpoint]]

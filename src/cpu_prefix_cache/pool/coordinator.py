@@ -49,6 +49,7 @@ def new_pool(
     ready: int | None = None,
     on_device: bool = False,
     thresholds: Thresholds = NO_THRESHOLDS,
+    declines: bool = True,
     log_boundaries: bool = False,
 ) -> BlockPool:
     """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
@@ -59,6 +60,7 @@ def new_pool(
         ready=ready,
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
         thresholds=thresholds,
+        declines=declines,
         log_boundaries=log_boundaries,
     )
 
@@ -213,7 +215,7 @@ class KVCacheCoordinator:
 
 def num_bytes(planner: HybridChunkPlanner, copies: Iterable[GroupCopy]) -> int:
     """What copies carry over the link, without padding."""
-    return sum(len(copy.device_blocks) * planner.groups[copy.group].block_bytes for copy in copies)
+    return sum(len(copy.device_blocks) * planner.device_block_bytes[copy.group] for copy in copies)
 
 
 def _by_group(blocks: Blocks, widths: Sequence[int]) -> list[Blocks]:

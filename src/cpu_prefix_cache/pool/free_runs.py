@@ -9,7 +9,7 @@
 ([0, 1, 2, 3], [7], 0)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -62,6 +62,19 @@ class FreeRuns:
             taken.extend(range(first, first + min(length, wanted)))
         taken.sort()
         return taken
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """Remove these very blocks. Raises MisuseError, and removes nothing, when one of them is not here."""
+        absent = [block for block in blocks if block not in self]
+        if absent or len(set(blocks)) < len(blocks):
+            raise MisuseError(f"blocks {list(blocks)} are not all free, or one comes twice")
+        for block in blocks:
+            first, length = self._length_at.peekitem(self._length_at.bisect_right(block) - 1)
+            self._drop_run(first, length)
+            if block > first:
+                self._add_run(first, block - first)
+            if block + 1 < first + length:
+                self._add_run(block + 1, first + length - block - 1)
 
     def __iter__(self) -> Iterator[int]:
         """Every free block, ascending."""

@@ -13,8 +13,10 @@ as missed. The device evicts by LRU, as engines do; the policy applies to the ho
 since prompts are given one more token, and lengths are whole blocks.
 """
 
+from typing import Any
+
 from cpu_prefix_cache.messages.plan import RankReport
-from cpu_prefix_cache.messages.request import Hit, Request
+from cpu_prefix_cache.messages.request import Answer, Hit, Request
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import PooledDevice
@@ -58,9 +60,8 @@ class ReplayEngine:
         block = Group(name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=1)
         # if all of the trace fits, the blocks that lazy looks ahead at must be free, as on a larger device
         self.gpu = BlockPool(min(device.capacity, trace.usable(device.capacity) + horizon))
-        self.cache = CPUPrefixCache(
-            HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens),
-            PooledDevice(self.gpu),
+        planner = HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens)
+        options: dict[str, Any] = dict(
             host_blocks=trace.usable(host.capacity),
             offload=device.offload,
             policy=host.policy,
@@ -70,6 +71,10 @@ class ReplayEngine:
             ),
             thresholds=Thresholds(host.store_after, host.min_store_tokens),
         )
+        self.cache = self.new_cache(planner, PooledDevice(self.gpu), options)
+
+    def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> CPUPrefixCache:
+        return CPUPrefixCache(planner, device, **options)
 
     def serve(self, request: TraceRequest) -> int:
         """Serve one request. Returns how many blocks were found, on the device and then on the host."""
@@ -77,7 +82,7 @@ class ReplayEngine:
         keys = request.keys[: self.gpu.capacity]
         prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1)
         on_device = self.gpu.resident_run(keys, 0, len(keys))
-        answer = self.cache.lookup(prompt, on_device * self.block_tokens, request.now)
+        answer = self.lookup(prompt, on_device * self.block_tokens, request.now)
         running = _Running(self, prompt, on_device, request.now)
         if isinstance(answer, Hit):
             running.load(answer.boundary, request.now)
@@ -88,6 +93,9 @@ class ReplayEngine:
             running.compute(min(len(keys), running.blocks + self._step_blocks))
         running.finish()
         return hit
+
+    def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
+        return self.cache.lookup(prompt, n0, now)
 
     def step(self) -> None:
         """One engine step whose copies are done at once, and further steps for stores that a load delayed."""

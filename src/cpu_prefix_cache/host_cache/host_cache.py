@@ -14,6 +14,8 @@ and a step of the engine:
     end_step(computed)     after compute: which loads have ended
 
 The host region is pinned from the first step on, while the engine works; or before it, by `prepare`.
+
+With a tier below (`FileTier`), `start` also answers Wait while a prefix is read from it into host memory.
 """
 
 import time
@@ -21,16 +23,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cpu_prefix_cache.host_cache.host_tier import HostTier
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Array, Numbers, numbers
 from cpu_prefix_cache.messages.plan import Direction, RankReport
 from cpu_prefix_cache.messages.request import Hit, Pending, Request
-from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+from cpu_prefix_cache.slab.settings import FileTier
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from cpu_prefix_cache.copier.base import Copier
     from cpu_prefix_cache.kv_layout import KVGroup
 
-KEY_BYTES = 16  # rule 17
+KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
 PROGRESS_SECONDS = 0.25
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
 Blocks = Numbers  # of device blocks
@@ -54,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask again in a later step, or at `deadline` (time.monotonic) at the latest."""
+    """Ask again in a later step: at `deadline` (time.monotonic) at the latest, the answer will be another."""
 
     deadline: float
 
@@ -76,6 +80,7 @@ class HostStatistics:
     ready_bytes: int  # grows to host_bytes while the region is pinned
     reported_not_on_device: int  # times a request ended, and the device did not have its last computed chunk
     unknown_request: int  # calls of `end` for requests that do not run
+    tier: TierStatistics | None = None
 
 
 class HostCache:
@@ -91,6 +96,8 @@ class HostCache:
 
     With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
     that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
+
+    `below` is a tier of files for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
@@ -113,13 +120,17 @@ class HostCache:
         load_seconds: float | None = None,
         strict: bool = False,
         wrap_copier: CopierWrapper | None = None,
+        below: FileTier | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
         from cpu_prefix_cache.memory.arena import HostArena
 
         planner = HybridChunkPlanner(
-            [each.group for each in groups], max_model_len=max_model_len, grid_tokens=chunk_tokens
+            [each.group for each in groups],
+            max_model_len=max_model_len,
+            grid_tokens=chunk_tokens,
+            in_pages=below is not None,
         )
         num_blocks = _num_blocks(planner, host_bytes)
         tensors = [each.tensors for each in groups]
@@ -129,9 +140,7 @@ class HostCache:
         copier = choose_copier(
             planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
         ).copier
-        self.cache = CPUPrefixCache(
-            planner,
-            device,
+        options: dict[str, Any] = dict(
             host_blocks=num_blocks,
             ready_blocks=self._arena.ready_blocks,
             offload=offload,
@@ -141,6 +150,10 @@ class HostCache:
             thresholds=thresholds,
             min_load_tokens=min_load_tokens,
         )
+        self._tier: HostTier | None = None
+        if below is not None:
+            self._tier = HostTier(below, planner, groups, self._arena.blocks, device, options)
+        self.cache = CPUPrefixCache(planner, device, **options) if self._tier is None else self._tier.cache
         self._worker = CopyWorker(
             0,
             copier if wrap_copier is None else wrap_copier(copier, tensors),
@@ -186,6 +199,8 @@ class HostCache:
             return Wait(answer.deadline)
         destinations = self._destinations(table, answer) if isinstance(answer, Hit) else None
         self._keys[id] = keys
+        if self._tier is not None:
+            self._tier.started(id, n0)
         if destinations is None or not isinstance(answer, Hit):
             self.cache.admit(request, n0, now=now)
             return Run()
@@ -197,6 +212,8 @@ class HostCache:
     def begin_step(self) -> None:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
         self._worker.run(self.cache.step())
+        if self._tier is not None:
+            self._tier.run()
         self.cache.catch_up()
 
     def end_step(self, computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> list[tuple[Hashable, int]]:
@@ -205,16 +222,21 @@ class HostCache:
         The requests whose loads have ended, each with the token from which on it computes: the boundary, or the n0 it
         was started with if the load has failed.
         """
-        if due := self.cache.due():
+        due = self.cache.due()
+        if due or self._tier is not None:
             tokens = dict(computed)
             for id in due:
                 if id in tokens:
                     self.cache.computed(id, tokens[id])
+            if self._tier is not None:
+                self._tier.timed(tokens)
         return self._report()
 
     def wait(self) -> list[tuple[Hashable, int]]:
         """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest."""
         self._worker.drain()
+        if self._tier is not None:
+            self._tier.drain()
         return self._report()
 
     def end(self, id: Hashable, num_tokens: int, *, preempted: bool = False) -> None:
@@ -228,6 +250,8 @@ class HostCache:
             self._misused(f"request {id!r} does not run")
             return
         self._loads.pop(id, None)
+        if self._tier is not None:
+            self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
         is_here = not chunks or self._is_known(keys[chunks - 1])
         if preempted:
@@ -259,6 +283,7 @@ class HostCache:
             ready_bytes=self._ready_bytes,
             reported_not_on_device=self._not_on_device,
             unknown_request=self._unknown,
+            tier=None if self._tier is None else self._tier.cache.tier_statistics(),
         )
 
     def reset(self) -> None:
@@ -267,7 +292,10 @@ class HostCache:
         self.cache.reset()
 
     def close(self) -> None:
-        """Wait for copies under way and give the host region back."""
+        """Wait for copies under way, write to the tier what only the host has, and give the host region back."""
+        if self._tier is not None:
+            self._tier.flush(self._step_at_rest)
+            self._tier.close()
         self._worker.close()
 
     @property
@@ -278,13 +306,22 @@ class HostCache:
     def _ready_bytes(self) -> int:
         return self._arena.ready_blocks * self.cache.planner.host_block_bytes
 
+    def _step_at_rest(self) -> None:
+        self.begin_step()
+        self._report()
+
     def _report(self) -> list[tuple[Hashable, int]]:
         ended: list[tuple[Hashable, int]] = []
+        if self._tier is not None:
+            self._tier.report()
         for resolved in self.cache.report(self._worker.report()):
             load = self._loads.get(resolved.request_id)
             if resolved.direction is Direction.LOAD and load is not None and load[0] == resolved.id:
                 _, n0, boundary = self._loads.pop(resolved.request_id)
-                ended.append((resolved.request_id, boundary if resolved.ok else n0))
+                resume_at = boundary if resolved.ok else n0
+                ended.append((resolved.request_id, resume_at))
+                if self._tier is not None:
+                    self._tier.started(resolved.request_id, resume_at)
         return ended
 
     def _is_known(self, key: bytes) -> bool:
@@ -322,8 +359,10 @@ class HostCache:
     def _check_start(self, id: Hashable, keys: Sequence[bytes], n0: int, table: Table) -> None:
         if id in self._keys:
             raise MisuseError(f"request {id!r} runs already; end it first")
-        if keys and (not isinstance(keys[0], bytes) or len(keys[0]) < KEY_BYTES):
-            raise MisuseError(f"keys are at least {KEY_BYTES} bytes (rule 17), got {keys[0]!r}")
+        least = KEY_BYTES if self._tier is None else TIER_KEY_BYTES
+        if keys and (not isinstance(keys[0], bytes) or len(keys[0]) < least):
+            kind = "" if self._tier is None else ", and sha256 digests where a tier outlives the process"
+            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 17), got {keys[0]!r}")
         if n0 % (grid := self.cache.planner.grid_tokens) and not callable(table):
             raise MisuseError(
                 f"n0 = {n0} is no multiple of {grid}, so tokens before it are loaded too, and others may read their "

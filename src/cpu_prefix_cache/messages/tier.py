@@ -1,0 +1,56 @@
+"""What the two halves of a tier below host memory tell each other: plain data, like the messages of `plan.py`.
+
+A tier has *slots*, each as large as a host block. Its transfers are those of a cache whose device is the host pool: in
+their GroupCopies `device_blocks` are host blocks and `host_blocks` are slots, one for each, and `labels` say what a
+slot holds. Bytes outlive a process, so nothing is served that its record does not label in the same way.
+"""
+
+from typing import NamedTuple
+
+from cpu_prefix_cache.messages.plan import Label, RankReport, StepPlan
+
+
+class TierPlan(NamedTuple):
+    """What every rank does with its tier in one engine step. Follows the step's other transfers.
+
+    Records of generations below `first_generation` are never served again, also after a restart. `taken` is how many
+    portions of what the restart has found were taken in.
+    """
+
+    step: StepPlan
+    first_generation: int = 0
+    taken: int = 0
+
+
+class Found(NamedTuple):
+    """A chunk, or a piece of a checkpoint, that a tier holds from before a restart.
+
+    `label` is that of its first slot; `slots` are all of them, in the order of groups and places.
+    """
+
+    label: Label
+    slots: tuple[int, ...]
+
+
+class Refusal(NamedTuple):
+    """Slots of one load, which is done, whose bytes are not what their labels say. Their host blocks hold nothing."""
+
+    transfer: int
+    slots: tuple[int, ...]
+
+
+class TierReport(NamedTuple):
+    """What the tier of one rank has finished, cumulatively.
+
+    No record of this rank has `next_generation` or a larger one when it opens.
+
+    What a restart has found comes in portions, the youngest last: portion number `portion` is `found`, repeated until a
+    plan says it was taken in. With `is_scanned` it is the last one.
+    """
+
+    transfers: RankReport
+    refused: tuple[Refusal, ...] = ()
+    next_generation: int = 0
+    portion: int = 0
+    found: tuple[Found, ...] = ()
+    is_scanned: bool = False

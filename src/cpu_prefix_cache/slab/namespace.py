@@ -1,0 +1,97 @@
+"""What must be equal for bytes of one process to be served by another, field by field.
+
+Each namespace has a folder of its own, named by a digest of all fields, each of them after its length. So no two
+models share a folder, whatever characters their names have, and a model whose weights, dtype or layout has changed
+finds an empty one.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.slab.settings import check_hash
+
+FORMAT = "cpu-prefix-cache/slab/1"
+LENGTH_BYTES = 8
+Value = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Fields in order, by name. Raises ConfigurationError for a value that is neither a text nor a whole number."""
+
+    fields: tuple[tuple[str, Value], ...]
+
+    def __post_init__(self) -> None:
+        for name, value in self.fields:
+            if not isinstance(name, str) or not isinstance(value, str | int) or isinstance(value, bool):
+                raise ConfigurationError(f"a field of a namespace is a text or a whole number; {name!r} is {value!r}")
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes. A number and the text that spells it differ."""
+        parts = [FORMAT, *(part for name, value in self.fields for part in (name, type(value).__name__, str(value)))]
+        encoded = [part.encode() for part in parts]
+        return hashlib.sha256(b"".join(len(each).to_bytes(LENGTH_BYTES, "little") + each for each in encoded)).digest()
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder: 32 hexadecimal digits."""
+        return self.digest[:16].hex()
+
+    @property
+    def spelled(self) -> dict[str, Value]:
+        """For people, and to be compared."""
+        return dict(self.fields)
+
+
+def namespace_of(
+    planner: HybridChunkPlanner,
+    *,
+    model: str,
+    revision: str,
+    dtype: str,
+    hash: str,
+    ranks: int,
+    extra: Mapping[str, Value] | None = None,
+) -> Namespace:
+    """The namespace of one model as one engine keeps it. `extra` is whatever else decides the bytes or the keys, such
+    as the sizes of tensor and pipeline parallelism, the engine's layout and its scheme of scales.
+
+    Raises ConfigurationError for keys that are no cryptographic digests, and for an `extra` with a name of ours.
+    """
+    check_hash(hash)
+    fields: dict[str, Value] = {
+        "model": model,
+        "revision": revision,
+        "dtype": dtype,
+        "hash": hash,
+        "byte order": sys.byteorder,
+        "layout version": LAYOUT_VERSION,
+        "grid tokens": planner.grid_tokens,
+        "block bytes": planner.host_block_bytes,
+        "ranks": ranks,
+        **dict(_geometry(planner)),
+    }
+    for name in sorted(extra or {}):
+        if name in fields:
+            raise ConfigurationError(f"{name!r} is a field of every namespace; name an extra one otherwise")
+    return Namespace((*fields.items(), *sorted((extra or {}).items())))
+
+
+def _geometry(planner: HybridChunkPlanner) -> Iterator[tuple[str, Value]]:
+    for at, piece in enumerate(planner.pieces):
+        group = piece.group
+        yield f"group {at}", group.name
+        yield f"group {at} kind", group.kind.value
+        yield f"group {at} block tokens", group.block_tokens
+        yield f"group {at} block bytes", group.block_bytes
+        yield f"group {at} window tokens", group.window_tokens
+        yield f"group {at} device blocks", piece.device_blocks
+        yield f"group {at} host blocks", piece.host_blocks
+        yield f"group {at} piece bytes", piece.num_bytes
+        yield f"group {at} replicated", int(group.replicated)

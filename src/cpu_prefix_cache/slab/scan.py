@@ -1,0 +1,107 @@
+"""What a slab holds from before a restart: read once, and told in portions, the youngest last.
+
+A thread reads the magic and the generation of every record and orders them: torch does it without Python's lock.
+Each portion then parses its records as they are by now, so what was written over since is not in it.
+
+A node, which is a chunk or a piece of a checkpoint, is the records of one generation with the same key and block. It
+is found if all its slots are there. Records of one generation are never split between portions.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import Found
+from cpu_prefix_cache.model.planner import Piece
+from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab.records import GENERATION_AT, SIZE, Record
+from cpu_prefix_cache.slab.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+Shape = list[tuple[int, ...]]  # group and place of every slot of a node
+
+
+class RestartScan:
+    """Of one slab, as it was opened. `portion` is called by one thread."""
+
+    def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
+        self._slab, self._first_new = slab, slab.next_generation
+        self._chunk: Shape = [
+            (group, place) for group, piece in enumerate(pieces) if piece.in_chunk for place in range(piece.host_blocks)
+        ]
+        self._pieces: list[Shape] = [
+            [] if piece.in_chunk else [(group, place) for place in range(piece.host_blocks)]
+            for group, piece in enumerate(pieces)
+        ]
+        self._slots = self._generations = torch.empty(0, dtype=torch.int64)  # in the order of these
+        self._at = 0
+        self._thread = threading.Thread(target=self._order, daemon=True, name="slab-scan")
+        self._thread.start()
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether there are portions yet."""
+        return not self._thread.is_alive()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no other portion."""
+        return self.is_ordered and self._at >= len(self._slots)
+
+    def portion(self, num_records: int) -> tuple[Found, ...]:
+        """What the next records hold: so many, and the rest of the last one's generation. Once `is_ordered`."""
+        begin, last = self._at, min(self._at + num_records, len(self._slots)) - 1
+        if last >= begin:
+            self._at = int(torch.searchsorted(self._generations, self._generations[last], right=True))
+        return tuple(self._found(self._read(self._slots[begin : self._at].tolist())))
+
+    def wait(self) -> None:
+        """Until the records are ordered."""
+        self._thread.join()
+
+    def _order(self) -> None:
+        try:
+            words = torch.frombuffer(self._slab.records, dtype=torch.int64).view(-1, SIZE // 8)
+            magic, generations = words[:, 0] & 0xFFFF_FFFF, words[:, GENERATION_AT // 8]
+            old = (generations >= self._slab.floor) & (generations < self._first_new)
+            slots = torch.nonzero(old & (magic == records.MAGIC)).flatten()
+            self._generations, order = torch.sort(generations[slots], stable=True)
+            self._slots = slots[order]
+        except Exception:  # then nothing is found, and everything is overwritten in time
+            logger.exception("what is in %s from before cannot be read", self._slab.folder)
+
+    def _read(self, slots: list[int]) -> list[Record]:
+        """Their records that are whole, and from before."""
+        found, first_new = map(self._slab.record, slots), self._first_new
+        return [record for record in found if record is not None and record.label.generation < first_new]
+
+    def _found(self, taken: list[Record]) -> Iterator[Found]:
+        nodes: dict[tuple[int, bytes, int, int], list[Record]] = {}  # in the order of generations
+        for record in taken:
+            key, _, group, _, block, generation = record.label
+            node = generation, key, block, CHUNK if block == CHUNK else group
+            if (there := nodes.get(node)) is None:
+                nodes[node] = [record]
+            else:
+                there.append(record)
+        for records_of in nodes.values():
+            if len(records_of) > 1:
+                records_of.sort(key=_place_of)
+            first = records_of[0].label
+            if [_place_of(record) for record in records_of] == self._shape(first):
+                yield Found(first, tuple([record.slot for record in records_of]))
+
+    def _shape(self, label: Label) -> Shape:
+        """The slots that a node with this label has."""
+        if label.block == CHUNK:
+            return self._chunk
+        return self._pieces[label.group] if label.group < len(self._pieces) else []
+
+
+def _place_of(record: Record) -> tuple[int, ...]:
+    """Group and place."""
+    return record.label[2:4]

@@ -1,0 +1,82 @@
+"""What a user says of a tier in files. Knows no torch, so that the process that decides can read it, too."""
+
+import re
+from dataclasses import dataclass
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
+KINDS = ("file",)
+CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can find a second text for
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class FileTier:
+    """`nbytes` bytes on disk under the folder `path`, for all ranks of this machine together.
+
+    `model` and `revision` say whose KV it is; a `revision` changes with the weights. `hash` is what the keys are
+    digests by. `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the end
+    of the process on what is not in the tier yet.
+
+    Raises ConfigurationError.
+    """
+
+    path: str
+    nbytes: int
+    model: str = ""
+    revision: str = ""
+    hash: str = "sha256"
+    offload: str | None = None
+    policy: str = "lru"
+    flush_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigurationError(f"a file tier needs the path of a folder on a local disk, got {self.path!r}")
+        if not isinstance(self.nbytes, int) or isinstance(self.nbytes, bool) or self.nbytes < 1:
+            raise ConfigurationError(
+                f"the size of a file tier is a whole number of bytes, at least 1, got {self.nbytes!r}; "
+                "a text such as 'file:/nvme/kv:64GiB' is read by parse_tier"
+            )
+        if self.offload not in (None, "lazy", "eager"):
+            raise ConfigurationError(f"offload must be lazy, eager or None, got {self.offload!r}")
+        if not self.flush_seconds >= 0:
+            raise ConfigurationError(f"flush_seconds must be at least 0, got {self.flush_seconds!r}")
+        check_hash(self.hash)
+
+
+def check_hash(name: str) -> None:
+    """Raise ConfigurationError unless keys by this digest may be kept on disk (rule 17)."""
+    if name not in CRYPTOGRAPHIC:
+        raise ConfigurationError(
+            f"bytes on disk are served by their key alone, so keys must be digests by {' or '.join(CRYPTOGRAPHIC)}, "
+            f"and {name!r} is none; set the engine's prefix hash to sha256"
+        )
+
+
+def parse_tier(text: str) -> FileTier:
+    """The tier that "file:PATH:SIZE" names. Raises ConfigurationError.
+
+    >>> parse_tier("file:/nvme/kv:1.5GiB").nbytes
+    1610612736
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        raise ConfigurationError(f"unknown kind of tier {kind!r} in {text!r}; known is file, as in file:/nvme/kv:64GiB")
+    path, _, size = rest.rpartition(":")
+    if not path:
+        raise ConfigurationError(f"a file tier is given as file:PATH:SIZE, such as file:/nvme/kv:64GiB; got {text!r}")
+    return FileTier(path, parse_bytes(size))
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes with an optional unit, binary (GiB) or decimal (GB). Raises ConfigurationError.
+
+    >>> parse_bytes("64GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
+    (68719476736, 1500000000, 4096)
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgtp])(i?))?b?", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise ConfigurationError(f"a size is a number of bytes such as 64GiB or 500GB, got {text[:40]!r}")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** POWERS.get(prefix or "", 0))

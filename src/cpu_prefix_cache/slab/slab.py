@@ -1,0 +1,209 @@
+"""Slots in files that outlive the process, each with a record that says what it holds.
+
+    write   the record is cleared; the bytes are written; the record is written, with a checksum of the bytes
+    read    the record is whole and says what the label says; the bytes are read; their checksum is the record's
+
+Nothing is synced, and there is no journal: whichever of these writes are lost, with the process or with the machine,
+the record or the checksum does not fit, and the slot is refused. A refused slot is a miss. Its record is cleared, so
+that no restart finds it.
+
+Files are opened with O_DIRECT, which takes a tenth of the processor's time, if the file system and the sizes allow.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.plan import Label
+from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab.folder import Folder
+from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.records import SIZE, Record
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096  # of offsets, sizes and addresses, for O_DIRECT
+CALL_BYTES = 8 << 20  # in one call to the system, at most, or one slot
+CALL_SLOTS = 1024  # IOV_MAX of Linux
+
+
+class Slab:
+    """One rank's slots under `path`, each of `slot_bytes` bytes; `nbytes` is what the user gave all ranks.
+
+    `next_generation`: no record had it or a larger one when this was opened. Any number of threads may read and write,
+    different slots at a time.
+
+    Raises ConfigurationError, and leaves the files as they are, when another process uses them, they were made for
+    something else, or the path or the disk does not have what they need.
+    """
+
+    def __init__(
+        self, path: str, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
+    ) -> None:
+        if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
+            raise ConfigurationError(
+                f"a slab has slots of some bytes, got {slots} of {slot_bytes} for rank {rank} of {ranks}"
+            )
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._seed = records.seed_of(namespace.digest, rank, ranks)
+        sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
+        self._folder = Folder(path, namespace, rank=rank, ranks=ranks, **sizes)
+        self._generations = self._folder.generations
+        self.next_generation = self._generations.first
+        self.records = mmap.mmap(self._folder.records, slots * SIZE)
+        self.is_direct = False
+        self._begin_direct()
+
+    @property
+    def folder(self) -> str:
+        return str(self._folder.path)
+
+    @property
+    def floor(self) -> int:
+        """Records of generations below it are never served."""
+        return self._generations.floor
+
+    def advance(self, floor: int) -> None:
+        """Raise the floor. On disk, too, when this returns: if it cannot be kept, the records below it are cleared."""
+        try:
+            self._generations.advance(floor)
+        except OSError:
+            logger.exception("%s cannot keep what may be served: what may not is cleared", self._folder.path)
+            self.forget([slot for slot in range(self.slots) if self._generation_of(slot) < floor])
+            self.records.flush()
+
+    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        """Write `views[i]` to `slots[i]`. When it raises, OSError for one, none of these slots has a record."""
+        self._check(slots, views, labels)
+        for label in labels:
+            records.check_label(label)
+        self._generations.admit(max((label.generation for label in labels), default=0))
+        self.forget(slots)
+        digests: list[bytes] = []
+        for begin, end in self._runs(slots):
+            digests += map(records.checksum, views[begin:end])
+            wanted = (end - begin) * self.slot_bytes
+            written = os.pwritev(self._folder.blocks, views[begin:end], slots[begin] * self.slot_bytes)
+            if written != wanted:
+                raise OSError(errno.EIO, f"{written} of {wanted} bytes were written", str(self._folder.path))
+            self._drop_cached(slots[begin], end - begin)
+        for each in map(Record, slots, labels, digests):
+            self.records[each.slot * SIZE : (each.slot + 1) * SIZE] = records.pack(each, self._seed)
+
+    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
+        """Read `slots[i]` into `views[i]`, and return the slots that are refused. What their views hold is undefined.
+        Raises OSError when the disk does."""
+        self._check(slots, views, labels)
+        seen = [self._bytes_of(slot) for slot in slots]
+        found = [records.parse(data, self._seed) for data in seen]
+        fits = [self._fits(*each) for each in zip(found, slots, labels, strict=True)]
+        there = [at for at, fit in enumerate(fits) if fit]
+        good = set(self._read(there, slots, views, [None if each is None else each.checksum for each in found]))
+        refused = [at for at in range(len(slots)) if at not in good]
+        for at in refused:
+            record, slot = found[at], slots[at]
+            is_later = record is not None and record.slot == slot and record.label.generation > labels[at].generation
+            if not is_later and self._bytes_of(slot) == seen[at]:
+                self.forget([slot])
+        return [slots[at] for at in refused]
+
+    def record(self, slot: int) -> Record | None:
+        """What a slot holds by its record, if it may be served."""
+        record = records.parse(self.records[slot * SIZE : (slot + 1) * SIZE], self._seed)
+        if record is None or record.slot != slot or record.label.generation < self._generations.floor:
+            return None
+        return record
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Clear their records."""
+        for slot in slots:
+            self.records[slot * SIZE : slot * SIZE + len(records.EMPTY)] = records.EMPTY
+
+    def stop_direct(self, reason: str) -> None:
+        """Read and write through the system's cache from now on, and say so."""
+        if self.is_direct:
+            flags = fcntl.fcntl(self._folder.blocks, fcntl.F_GETFL)
+            fcntl.fcntl(self._folder.blocks, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.is_direct = False
+        logger.warning(
+            "%s is read and written through the system's cache, which takes ten times the processor's time: %s",
+            self._folder.path,
+            reason,
+        )
+
+    def close(self) -> None:
+        """No thread may use it any more. May be called again."""
+        with contextlib.suppress(BufferError):  # a scan that has not ended has it still
+            self.records.close()
+        self._folder.close()
+
+    def _begin_direct(self) -> None:
+        if self.slot_bytes % ALIGNMENT:
+            self.stop_direct(f"slots of {self.slot_bytes} bytes are not a multiple of {ALIGNMENT}")
+            return
+        flags = fcntl.fcntl(self._folder.blocks, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._folder.blocks, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self.is_direct = True
+            with mmap.mmap(-1, ALIGNMENT) as page:  # some file systems refuse only now
+                os.preadv(self._folder.blocks, [page], 0)
+                os.pwritev(self._folder.blocks, [page], 0)
+        except OSError as error:
+            self.stop_direct(f"the file system refuses O_DIRECT ({error.strerror})")
+
+    def _read(
+        self,
+        there: Sequence[int],
+        slots: Sequence[int],
+        views: Sequence[memoryview],
+        digests: Sequence[bytes | None],
+    ) -> Iterator[int]:
+        """Those of the positions `there` whose bytes have their digests."""
+        for begin, end in self._runs([slots[at] for at in there]):
+            run = there[begin:end]
+            count = os.preadv(self._folder.blocks, [views[at] for at in run], slots[run[0]] * self.slot_bytes)
+            self._drop_cached(slots[run[0]], len(run))
+            for at in run[: count // self.slot_bytes]:
+                if records.checksum(views[at]) == digests[at]:
+                    yield at
+
+    def _fits(self, record: Record | None, slot: int, label: Label) -> bool:
+        """Whether a slot's record says what `label` says. A piece that checkpoints share has any of their parents."""
+        if record is None or record.slot != slot or label.generation < self.floor:
+            return False
+        return record.label.key == label.key and record.label[2:] == label[2:]  # all but `parent`
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """[begin, end) of what one call to the system moves: adjacent slots."""
+        most = max(1, min(CALL_SLOTS, CALL_BYTES // self.slot_bytes))
+        begin = 0
+        for at in range(1, len(slots) + 1):
+            if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - begin == most:
+                yield begin, at
+                begin = at
+
+    def _drop_cached(self, slot: int, count: int) -> None:
+        """The system's cache is for others. Pages that are not written back yet stay."""
+        if not self.is_direct:
+            place = slot * self.slot_bytes, count * self.slot_bytes
+            os.posix_fadvise(self._folder.blocks, *place, os.POSIX_FADV_DONTNEED)
+
+    def _generation_of(self, slot: int) -> int:
+        at = slot * SIZE + records.GENERATION_AT
+        return int.from_bytes(self.records[at : at + 8], "little")
+
+    def _bytes_of(self, slot: int) -> bytes:
+        return self.records[slot * SIZE : (slot + 1) * SIZE]
+
+    def _check(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        if not len(slots) == len(views) == len(labels):
+            raise MisuseError(f"{len(slots)} slots, {len(views)} views and {len(labels)} labels are not one for each")
+        if slots and (min(slots) < 0 or max(slots) >= self.slots):
+            raise MisuseError(f"slots are from 0 to {self.slots - 1}, got {min(slots)} to {max(slots)}")
+        if any(view.nbytes != self.slot_bytes for view in views):
+            raise MisuseError(f"a slot has {self.slot_bytes} bytes, and the views others")

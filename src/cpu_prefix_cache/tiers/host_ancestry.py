@@ -1,0 +1,80 @@
+"""What lazy asks of chunks, where the device is a pool of ours: its forest knows all parents, so nothing is remembered.
+
+What the pool evicts before it was stored is counted when it has left: the pool keeps the keys until then.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.pool.block_pool import BlockPool
+
+
+class HostAncestry:
+    """The chunks of `host` and their parents. `is_covered` says whether the tier has a chunk, or will have it."""
+
+    def __init__(self, host: BlockPool, planner: HybridChunkPlanner, is_covered: Callable[[bytes], bool]) -> None:
+        self._host = host
+        self._planner = planner
+        self._is_covered = is_covered
+        self._unwanted: set[bytes] = set()
+        self.lost = 0
+        host.log_departures()
+
+    def __len__(self) -> int:
+        return 0
+
+    def sweep(self) -> None:
+        """Count what has left the host unsaved."""
+        for key in self._host.take_departed():
+            self.lost += not self._is_covered(key) and key not in self._unwanted
+            self._unwanted.discard(key)
+
+    def is_dependent(self, key: bytes) -> bool:
+        node = self._host.find(key)
+        if node is None or not self._planner.has_checkpoints or node in self._host.checkpoints:
+            return False
+        return self._planner.needs_checkpoint(self._host.depth(node))
+
+    def checkpoint(self, key: bytes) -> CheckpointAt | None:
+        node = self._host.find(key)
+        if node is None or node not in self._host.checkpoints:
+            return None
+        chunk = self._host.parent(node)
+        depth = self._host.depth(chunk)
+        return CheckpointAt(depth, tuple(map(self._key, self._host.path(chunk, self._planner.reach(depth)))))
+
+    def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
+        """Walks from `key` upwards, over the chunks that are not covered."""
+        host, node = self._host, self._host.find(key)
+        if node is None:
+            return None
+        missing: list[bytes] = []
+        while node != host.root and not is_covered(above := self._key(node)):
+            missing.append(above)
+            node = host.parent(node)
+        return missing[::-1], None if node == host.root else self._key(node)
+
+    def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        return [self._host.find(key) is not None for key in keys]
+
+    def unwanted(self, key: bytes) -> None:
+        self._unwanted.add(key)
+
+    # Told, and known already
+
+    def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
+        pass
+
+    def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
+        pass
+
+    def saved(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def clear(self) -> None:
+        self._unwanted.clear()
+
+    def _key(self, node: int) -> bytes:
+        key = self._host.key(node)
+        return b"" if key is None else key

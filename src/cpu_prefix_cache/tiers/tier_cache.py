@@ -1,0 +1,274 @@
+"""TierCache: the tier below host memory, decided like the host cache itself: a CPUPrefixCache whose device is the host.
+
+What differs from a cache over an engine's device:
+
+    device blocks are host blocks, host blocks are *slots*; a slot is as large as a host block
+    requests do not come here: `read` promotes, and the host pool says what is to be demoted
+    bytes outlive the process: every slot has a *label* with a *generation*, a number that is never used twice
+    a slot that does not hold what its label says is refused: a miss, not a failure
+    the pool begins with what the ranks have found from before: portion by portion, while requests are served
+    a tier that fails is left alone for a pause, and then tried again
+
+    generation     | range of 32 bits | number |      a range for each start of a process, and for each reset
+                   nothing below the first generation of the last reset is ever served again
+
+Demotion begins when all that was found is taken in: before that, new chunks would be written over old ones.
+"""
+
+import logging
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+
+from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
+from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.messages.stats import TierStatistics
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.offload.device import PooledDevice
+from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.stores import Chain
+from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.pool.admission import Thresholds
+from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
+from cpu_prefix_cache.tiers.demotion import Demotion
+from cpu_prefix_cache.tiers.found import FoundBefore
+from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
+
+logger = logging.getLogger(__name__)
+
+WRITTEN_SHARE = (
+    16  # at most this part of the host is being written; a sixth of it is looked at ahead (`EngineSteps.stretch`)
+)
+EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more than lazy (docs/tiers.md)
+PAUSE_SECONDS = 30.0  # after FAILURES_IN_A_ROW: long enough for a file system that hangs, short for a server's life
+RANGE = 1 << 32
+
+
+class HostDevice(PooledDevice):
+    """The host pool as the device of a tier. Many pins are on it, so what waits is counted by their depths."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self._pool.surely_available()
+
+
+class TierCache(CPUPrefixCache):
+    """A tier of `slots` slots below `host`, the pool of a cache for `planner`.
+
+    `offload` is "lazy", "eager", or None: eager from EAGER_FROM times the host's blocks on. `policy` and `thresholds`
+    are the tier's own.
+    """
+
+    def __init__(
+        self,
+        planner: HybridChunkPlanner,
+        host: BlockPool,
+        *,
+        slots: int,
+        ranks: int,
+        offload: str | None,
+        policy: str,
+        thresholds: Thresholds,
+    ) -> None:
+        self.host = host
+        self._is_eager = slots >= EAGER_FROM * host.capacity if offload is None else offload == "eager"
+        chunks = host.capacity // max(1, host.blocks_per_chunk)
+        super().__init__(
+            planner.below(),
+            HostDevice(host),
+            host_blocks=slots,
+            policy=policy,
+            ranks=ranks,
+            steps=EngineSteps(max_tokens=max(1, chunks // WRITTEN_SHARE) * planner.grid_tokens),
+            thresholds=thresholds,
+        )
+        self._found = FoundBefore(self.coordinator)
+        self._generations = array("Q", bytes(8 * slots))  # of each slot
+        self._first = self._next = 0  # generations: the first that is served, the next that is given
+        self._ranges: dict[int, int] = {}  # rank -> the first generation that it has never used
+        self._was_reset = False  # before all ranks had reported
+        self._taken = 0  # portions
+        self._paused_at: float | None = None
+        self._now = 0.0
+        self._refused = 0
+
+    def _new_offload(self, mode: str) -> Demotion:
+        self.ancestry = HostAncestry(self.host, self.planner, self._stores.is_covered)
+        self.demotion = Demotion(self._stores, self._steps, self.ancestry, is_eager=self._is_eager)
+        return self.demotion
+
+    # Questions
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether all ranks have reported, and the tier does not pause."""
+        return len(self._ranges) == self._ranks and not self.is_off
+
+    @property
+    def load_rate(self) -> float | None:
+        """Bytes a second that the slowest rank reads; None until all have measured it."""
+        return self._break_even.load_bytes_per_second if self._break_even.has_load_rate else None
+
+    @property
+    def queue_bytes(self) -> int:
+        """What is to be read before anything that is asked for now."""
+        return sum(load.plan.num_bytes for load in self._ledger.loads.values())
+
+    def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt | None:
+        """The checkpoint that resuming after `depth` chunks takes, if the tier has it."""
+        if not self.planner.needs_checkpoint(depth) or self.pool.find(checkpoint_key(keys[depth - 1])) is None:
+            return None
+        return self.coordinator.checkpoint_at(keys, depth)
+
+    def tier_statistics(self) -> TierStatistics:
+        """O(1)."""
+        return TierStatistics(
+            cache=self.statistics(),
+            state="paused" if self.is_off else "open" if self.demotion.is_open else "opening",
+            mode="eager" if self._is_eager else "lazy",
+            refused=self._refused,
+            unsaved=self.ancestry.lost,
+            found=self._found.chunks,
+            read_bytes_per_second=self.load_rate,
+        )
+
+    # Events
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`, in seconds: a pause may be over."""
+        self._now = now
+        if self._paused_at is not None and now >= self._paused_at + PAUSE_SECONDS:
+            logger.info("the tier is tried again")
+            self._paused_at, self.is_off = None, False
+            self._completion.forgive()
+
+    def read(self, id: Hashable, chain: Chain, nodes: Sequence[int]) -> None:
+        """Read a chain that the tier has into `nodes` of the host, which are being written, for the promotion `id`."""
+        copies: list[GroupCopy] = []
+        count, checkpoint, node = len(chain.keys), chain.checkpoint, None
+        if count:
+            node = self.pool.find(chain.keys[-1])
+            if node is not None:
+                by_group = self.coordinator.chunk_blocks_by_group(self.host.blocks_of(nodes[:count]))
+                copies += self.coordinator.chunk_copies(self.pool.path(node, count), by_group)
+        if checkpoint is not None:
+            node = self.pool.find(checkpoint_key(checkpoint.tail[-1]))
+            if node is not None:
+                pieces = self.pool.checkpoints.pieces(node), self.host.checkpoints.to_write(nodes[-1])
+                copies += self.coordinator.checkpoint_copies(checkpoint.depth, *pieces)
+        host_blocks = [block for copy in copies for block in copy.device_blocks]
+        self._plan_load(id, chain.keys, node, copies, host_blocks, self._now)
+
+    def plan(self) -> TierPlan:
+        """What all ranks do in this step."""
+        step = self.step()
+        if step.transfers:
+            step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
+        return TierPlan(step, self._first, self._taken)
+
+    def report_tier(self, report: TierReport) -> list[Resolved]:
+        """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
+        rank = report.transfers.rank
+        if len(self._ranges) < self._ranks:
+            self._ranges.setdefault(rank, report.next_generation)
+            if len(self._ranges) == self._ranks:
+                self._open()
+        if rank == 0 and len(self._ranges) == self._ranks and not self.demotion.is_open:
+            self._take_in(report)
+        for refusal in report.refused:
+            load = self._ledger.get(refusal.transfer)
+            if load is not None:
+                self._refused += len(set(refusal.slots) - load.refused)
+                load.refused.update(refusal.slots)
+        return self.report(report.transfers)
+
+    def flush(self) -> None:
+        """Write what the host has and the tier has not, beginning with what would be evicted last."""
+        hottest = list(self.host.soonest_evicted())[::-1]
+        keys = (self.host.key(node) for node in hottest)
+        self.demotion.flush([key for key in keys if key is not None and not self._stores.is_covered(key)])
+
+    @property
+    def is_flushed(self) -> bool:
+        return not self.demotion.num_waiting and not self.has_transfers
+
+    def reset(self) -> None:
+        super().reset()
+        self._found.clear()
+        self._was_reset = len(self._ranges) < self._ranks
+        self._first = self._next = (self._next // RANGE + 1) * RANGE
+
+    # Details
+
+    def _open(self) -> None:
+        """All ranks have reported: generations begin beyond what any of them has used."""
+        self._next = max(*self._ranges.values(), self._next)
+        if self._was_reset:
+            self._first = self._next
+
+    def _take_in(self, report: TierReport) -> None:
+        if report.portion == self._taken + 1:
+            self._taken += 1
+            for each in self._found.take_in(found for found in report.found if found.label.generation >= self._first):
+                self._generations[each.slot] = each.generation
+        self.demotion.is_open = report.is_scanned and report.portion == self._taken
+
+    def _failed_often(self) -> None:
+        logger.error(
+            "%d copies of the tier have failed in a row: it is left alone for %.0f s", FAILURES_IN_A_ROW, PAUSE_SECONDS
+        )
+        self.is_off, self._paused_at = True, self._now
+
+    def _labelled(self, plan: TransferPlan) -> TransferPlan:
+        transfer = self._ledger.get(plan.id)
+        if transfer is None or plan.failed:
+            return plan
+        if plan.direction is Direction.STORE:
+            self._give_generations(plan.copies)
+        return plan._replace(
+            copies=tuple(copy._replace(labels=tuple(self._labels(transfer, copy))) for copy in plan.copies)
+        )
+
+    def _give_generations(self, copies: Sequence[GroupCopy]) -> None:
+        """One for each chunk, whatever its groups, and one for each piece of a checkpoint: in the order of a chain."""
+        first, chunks = self._next, 0
+        for copy in (each for each in copies if self.planner.pieces[each.group].in_chunk):
+            width = self.planner.pieces[copy.group].host_blocks
+            chunks = len(copy.host_blocks) // width
+            for at, slot in enumerate(copy.host_blocks):
+                self._generations[slot] = first + at // width
+        self._next += chunks
+        for copy in (each for each in copies if not self.planner.pieces[each.group].in_chunk):
+            width = self.planner.pieces[copy.group].host_blocks
+            for at, slot in enumerate(copy.host_blocks):
+                self._generations[slot] = self._next + at // width
+            self._next += len(copy.host_blocks) // width
+
+    def _labels(self, transfer: Transfer, copy: GroupCopy) -> Iterator[Label]:
+        piece = self.planner.pieces[copy.group]
+        if piece.in_chunk:
+            parents = [transfer.parent_key or b"", *transfer.keys]
+            for at, slot in enumerate(copy.host_blocks):
+                chunk, place = divmod(at, piece.host_blocks)
+                yield Label(*(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK), self._generations[slot])
+            return
+        boundary = self._boundary_key(transfer)
+        for at, slot in enumerate(copy.host_blocks):
+            key, _, block = self._piece_key(slot)
+            yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations[slot])
+
+    def _boundary_key(self, transfer: Transfer) -> bytes:
+        """That of the chunk at whose end a checkpoint is that is stored. Nobody asks for it in a load."""
+        if not transfer.is_store:
+            return b""
+        return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.parent_key or b""
+
+    def _piece_key(self, slot: int) -> tuple[bytes, int, int]:
+        key = self.pool.checkpoints.key_of(slot)
+        if not isinstance(key, tuple):
+            raise TypeError(f"the piece in slot {slot} has the key {key!r}")
+        chunk, group, block = key
+        return chunk, group, block

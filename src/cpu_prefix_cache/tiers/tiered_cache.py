@@ -1,0 +1,326 @@
+"""TieredCache: a CPUPrefixCache with a tier below it. To an engine it is a CPUPrefixCache that sometimes says Pending.
+
+    lookup      the host has less of the prompt than the tier, and reading it saves time (time_saved.py):
+                noted as a *want*, and answered Pending until its deadline
+    step        wants become promotions, first come, first served: chunks in slices, then the checkpoint
+    report      of the tier: what was read is committed to the host, the good leading chunks of each slice
+    lookup      a hit on the host; or, after the deadline, what the host has by then
+    admit       the want is over
+
+    want        noted --slices are read--> over --> admitted
+                  `--- its deadline passes ----------^
+
+A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
+has of it already is kept there by a pin, its lease, until the request is admitted, or some time after the deadline.
+
+The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.plan import Direction, StepPlan
+from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
+from cpu_prefix_cache.messages.stats import TierStatistics
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.stores import Chain
+from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
+from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.prefix_cache import PENDING_GRACE_SECONDS, CPUPrefixCache
+from cpu_prefix_cache.tiers.tier_cache import TierCache
+from cpu_prefix_cache.tiers.time_saved import Candidate, best
+
+SLICE_BYTES = 32 << 20  # of one read: large enough for eight threads, small enough to be committed early
+PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
+LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
+REMEMBERED_SECONDS = 60.0  # a want whose request has gone
+USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
+MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
+LEAST_SIZE = 2  # times the host's blocks: a smaller tier holds little but what the host has too
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """A request that waits until the host has its first `stop` chunks, and the checkpoint after `depth` of them, if one
+    is needed. `host_end` is how many tokens it had before.
+    """
+
+    keys: Sequence[bytes]
+    stop: int
+    depth: int
+    host_end: int
+    deadline: float
+    resident: int = 0  # chunks that the host has, and the lease keeps
+    lease: Pin | None = None
+    blocks: int = 0  # host blocks that were promoted for it
+    is_over: bool = False  # nothing more comes
+
+
+class TieredCache(CPUPrefixCache):
+    """A CPUPrefixCache of `host_blocks` blocks with a tier of `slots` slots, whose planner is `in_pages`.
+
+    `below_offload` and `below_policy` are the tier's. Offload None: "eager" for a large tier (`TierCache`), and where
+    the host's policy is not LRU, because then lazy cannot tell in time what the host evicts next. `thresholds` hold
+    back what is written to the tier. `options` are those of CPUPrefixCache.
+
+    Besides `step` and `report`, the ranks' tiers are told `plan_below` in each step, and say `report_below`.
+
+    Raises ConfigurationError for a tier smaller than twice the host, and like CPUPrefixCache.
+    """
+
+    def __init__(
+        self,
+        planner: HybridChunkPlanner,
+        device: Device,
+        *,
+        host_blocks: int,
+        slots: int,
+        below_offload: str | None = None,
+        below_policy: str = "lru",
+        ranks: int = 1,
+        thresholds: Thresholds = NO_THRESHOLDS,
+        **options: Any,
+    ) -> None:
+        if slots < LEAST_SIZE * host_blocks:
+            raise ConfigurationError(
+                f"a tier needs at least {LEAST_SIZE * host_blocks} slots, twice the host's blocks, because it holds "
+                f"what the host has too; got {slots}"
+            )
+        super().__init__(planner, device, host_blocks=host_blocks, ranks=ranks, declines=False, **options)
+        self.below = TierCache(
+            *(planner, self.pool),
+            slots=slots,
+            ranks=ranks,
+            offload=below_offload or ("eager" if options.get("policy", "lru") != "lru" else None),
+            policy=below_policy,
+            thresholds=thresholds,
+        )
+        self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
+        self._admitted_wants: list[Want] = []  # since the last step
+        self._slices: dict[Any, tuple[Transfer, Want]] = {}  # promotions by id
+        self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
+        slice_blocks = max(1, SLICE_BYTES // planner.host_block_bytes)
+        self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
+        self._now = 0.0
+        self._tier_hit_tokens = self._asked = self._late = self._declined = 0
+
+    # Questions
+
+    def lookup(self, request: Request, n0: int, now: float) -> Answer:
+        """As in CPUPrefixCache, and notes what the tier has beyond that: then the answer is Pending."""
+        self.passed(now)
+        answer = super().lookup(request, n0, now)
+        if isinstance(answer, Pending) or self.is_off:
+            return answer
+        want = self._wants.get(request.id)
+        if want is None:
+            want = self._new_want(request, answer.boundary if isinstance(answer, Hit) else n0)
+        if want is None or want.is_over:
+            return answer
+        if now < want.deadline:
+            return Pending(want.deadline)
+        self._late += 1
+        want.is_over = True
+        return answer
+
+    def _new_want(self, request: Request, host_end: int) -> Want | None:
+        candidates = self._candidates(request, host_end) if self.below.can_be_read else []
+        if not candidates:
+            return None
+        rate, queue = self.below.load_rate, self.below.queue_bytes
+        prefill = self._break_even.prefill_tokens_per_second
+        chosen = best(candidates, prefill=prefill, rate=rate, queue_bytes=queue)
+        if chosen is None:
+            self._declined += 1
+            self._wants[request.id] = want = Want((), 0, 0, host_end, self._now, is_over=True)
+            return want
+        self._asked += 1
+        seconds = 2 * (queue + chosen.num_bytes) / (rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
+        depth = chosen.boundary // self.planner.grid_tokens
+        stop = -(-(chosen.boundary + self.planner.lookahead_tokens) // self.planner.grid_tokens)
+        want = Want(tuple(request.keys[:stop]), stop, depth, host_end, self._now + seconds)
+        self._wants[request.id] = want
+        deepest = self.below.pool.find(request.keys[stop - 1])
+        self.below.pool.touch(deepest, request.keys, self._now, request.num_tokens)
+        return want
+
+    def _candidates(self, request: Request, host_end: int) -> list[Candidate]:
+        """Where the tier could bring this request, the deepest first, as far as it fits into the budget."""
+        keys, grid, lower = request.keys, self.planner.grid_tokens, self.below
+        boundary = lower.coordinator.longest_boundary(keys, host_end, request.num_tokens)
+        here = self.pool.resident_run(keys, 0, boundary // grid)
+        found: list[Candidate] = []
+        while boundary > host_end and len(found) < MOST_CANDIDATES:
+            depth = boundary // grid
+            blocks = (depth - here) * self.planner.host_blocks_per_chunk
+            blocks += self.coordinator.num_blocks(depth) if self.planner.needs_checkpoint(depth) else 0
+            if blocks <= self._budget:
+                size = blocks * self.planner.host_block_bytes
+                found.append(Candidate(boundary, boundary - host_end, size))
+                if not self.planner.has_checkpoints:
+                    break  # the gain is proportional to the tokens: the deepest, or none
+            if self.planner.has_checkpoints:
+                boundary = lower.coordinator.longest_boundary(keys, host_end, boundary)
+            else:
+                boundary = (here + self._budget // self.planner.host_blocks_per_chunk) * grid
+        return found
+
+    # Events
+
+    def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
+        if now is not None:
+            self.passed(now)
+        is_new = request.id not in self._running
+        super().admit(request, n0, boundary, now)
+        want = self._wants.pop(request.id, None)
+        if want is not None:
+            self._tier_hit_tokens += max(0, (boundary or 0) - want.host_end)
+            self._admitted_wants.append(want)
+        elif is_new:
+            self.below.pool.touch(None, request.keys, now, request.num_tokens)
+        if is_new and boundary is not None and boundary > n0:
+            self.below.demotion.used(self.planner.full_chunks(boundary))
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`. Asked for where no requests come: leases and pauses end by it."""
+        self._now = max(self._now, now)
+        self.below.passed(self._now)
+
+    def step(self) -> StepPlan:
+        while self._admitted_wants:
+            self._end_want(self._admitted_wants.pop())
+        for id, want in list(self._wants.items()):
+            if self._now >= want.deadline + REMEMBERED_SECONDS:
+                del self._wants[id]
+            if want.lease is not None and self._now >= want.deadline + LEASE_SECONDS:
+                self._end_want(want)
+            elif not want.is_over:
+                self._advance(want)
+        return super().step()
+
+    def plan_below(self) -> TierPlan:
+        """What every rank does with its tier in this step. Asked for after `step`."""
+        return self.below.plan()
+
+    def catch_up(self) -> None:
+        super().catch_up()
+        self.below.catch_up()
+
+    def report_below(self, report: TierReport) -> None:
+        """The tier of a rank has finished transfers."""
+        for ended in self.below.report_tier(report):
+            if ended.direction is Direction.LOAD:
+                store, want = self._slices.pop(ended.request_id)
+                self._completion.promoted(store, ended.ok, ended.good)
+                if not want.is_over:
+                    self._advance(want)
+
+    def flush(self) -> None:
+        """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""
+        self.below.flush()
+
+    @property
+    def is_flushed(self) -> bool:
+        return self.below.is_flushed
+
+    def reset(self) -> None:
+        super().reset()
+        self.below.reset()
+        for want in self._wants.values():
+            self._end_want(want)
+
+    @property
+    def has_transfers(self) -> bool:
+        return super().has_transfers or self.below.has_transfers
+
+    def tier_statistics(self) -> TierStatistics:
+        """What the tier holds and has done so far. O(1)."""
+        return replace(
+            self.below.tier_statistics(),
+            hit_tokens=self._tier_hit_tokens,
+            asked=self._asked,
+            late=self._late,
+            declined=self._declined,
+        )
+
+    def check_valid(self) -> None:
+        super().check_valid()
+        self.below.check_valid()
+        for transfer, _ in self._slices.values():
+            assert transfer in list(self._ledger), "a promotion was resolved before the tier had read it"
+
+    # Details
+
+    def _committed(self, store: Transfer) -> None:
+        super()._committed(store)
+        self.below.demotion.arrived(store.keys)
+
+    def _end_want(self, want: Want) -> None:
+        want.is_over = True
+        want.blocks = 0
+        if want.lease is not None:
+            self.pool.unpin(want.lease)
+            want.lease = None
+
+    def _advance(self, want: Want) -> None:
+        """Keep what the host has of it by now, and read more, if there is room."""
+        keys = want.keys
+        resident = self.pool.resident_run(keys, 0, want.stop)
+        self._keep(want, resident)
+        covered = self._stores.covered_run(keys, resident, want.stop)
+        while covered < want.stop:
+            chunks = min(want.stop - covered, self._slice_chunks, self._room_chunks())
+            end = self.below.pool.resident_run(keys, covered, covered + chunks)
+            if chunks and end == covered:
+                want.stop = covered  # the tier has lost it
+            if end == covered or not self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end])):
+                break
+            covered = end
+        if covered == want.stop:
+            awaits_checkpoint = want.depth <= want.stop and self._awaits_checkpoint(want)
+            want.is_over = resident == want.stop and not awaits_checkpoint
+
+    def _awaits_checkpoint(self, want: Want) -> bool:
+        """Whether the checkpoint is still to come: it is being written, or there was no room for it. Reads it."""
+        key = checkpoint_key(want.keys[want.depth - 1]) if want.depth else b""
+        if not want.depth or key in self._ledger.writing:
+            return bool(want.depth)
+        checkpoint = self.below.checkpoint_at(want.keys, want.depth)
+        if checkpoint is None or self.pool.find(key) is not None:
+            return False
+        self._read(want, Chain(want.keys[want.depth - 1], (), checkpoint))
+        return True
+
+    def _keep(self, want: Want, resident: int) -> None:
+        """Let the lease keep the first `resident` chunks, and the checkpoint."""
+        keys = [want.keys[resident - 1]] if resident else []
+        keys += [checkpoint_key(want.keys[want.depth - 1])] if 0 < want.depth <= resident else []
+        nodes = tuple(node for node in map(self.pool.find, keys) if node is not None)
+        if nodes and (want.lease is None or want.lease.blocks != nodes):
+            before, want.lease = want.lease, self.pool.pin(*nodes)
+            if before is not None:
+                self.pool.unpin(before)
+
+    def _room_chunks(self) -> int:
+        """How many chunks may be promoted now."""
+        width = self.planner.host_blocks_per_chunk
+        if not width:
+            return self._slice_chunks
+        room = self._budget - sum(want.blocks for want in self._wants.values())
+        return max(0, self.pool.available(room // width))
+
+    def _read(self, want: Want, chain: Chain) -> bool:
+        """Begin to promote a chain. Whether there was room for it."""
+        store = self._stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
+        if store is None:
+            return False
+        self._slices[store.id] = store, want
+        self.below.read(store.id, chain, store.nodes)
+        want.blocks += sum(1 for node in store.nodes for _ in self.pool.all_blocks_of(node))
+        return True

@@ -1,0 +1,108 @@
+"""A slab spoken to in single letters: slot 3 holds "a". And what slabs of tests are made of."""
+
+import mmap
+import os
+
+import torch
+
+from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.model.planner import Piece
+from cpu_prefix_cache.slab.namespace import namespace_of
+from cpu_prefix_cache.slab.slab import Slab
+
+BLOCK = 8192
+SLOTS = 16
+POISON = 0xEE
+
+FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=BLOCK)
+WINDOW = Group(name="window", kind=GroupKind.WINDOW, window_tokens=32, block_tokens=16, block_bytes=BLOCK)
+
+PIECES = (Piece(FULL, 1, 2, BLOCK + 100), Piece(WINDOW, 1, 1, BLOCK), Piece(WINDOW, 1, 2, 2 * BLOCK))
+
+
+def planner(*groups, **more):
+    return HybridChunkPlanner(groups or [FULL], max_model_len=4096, **more)
+
+
+def namespace(**fields):
+    same = {"model": "m", "revision": "r", "dtype": "bf16", "hash": "sha256", "ranks": 1}
+    return namespace_of(fields.pop("planner", planner()), **{**same, **fields})
+
+
+def open_slab(path, named=None, **fields):
+    same = {"rank": 0, "ranks": 1, "slots": SLOTS, "slot_bytes": BLOCK, "nbytes": 10**6}
+    return Slab(str(path), named or namespace(), **{**same, **fields})
+
+
+def key_of(letter):
+    return letter.encode() * 32
+
+
+def label(letter, generation, place=0, group=0, block=CHUNK):
+    return Label(key_of(letter), b"", group, place, block, generation)
+
+
+def region(blocks, block_bytes=BLOCK):
+    """Page-aligned, like a host region; poisoned."""
+    made = torch.frombuffer(mmap.mmap(-1, blocks * block_bytes), dtype=torch.uint8).view(blocks, block_bytes)
+    return made.fill_(POISON)
+
+
+def page(content=b""):
+    """An aligned view of a slot's size, poisoned behind `content`."""
+    memory = mmap.mmap(-1, BLOCK)
+    memory[:] = bytes([POISON]) * BLOCK
+    memory[: len(content)] = content
+    return memoryview(memory)
+
+
+class Letters:
+    """The slab at `path`. A letter's generation is that of the session plus its number."""
+
+    def __init__(self, path, **fields):
+        self.slab = open_slab(path, **fields)
+        self.first = self.slab.next_generation
+
+    def label(self, letter, **fields):
+        return label(letter, self.first + ord(letter), **fields)
+
+    def put(self, letters, slot=0):
+        slots = range(slot, slot + len(letters))
+        views = [page(letter.encode() * BLOCK) for letter in letters]
+        self.slab.write(slots, views, [self.label(letter) for letter in letters])
+
+    def get(self, letters, slot=0):
+        """What is served: a letter, "." for what is refused."""
+        slots = range(slot, slot + len(letters))
+        views = [page() for _ in letters]
+        refused = self.slab.read(slots, views, [self.label(letter) for letter in letters])
+        served = zip(slots, views, strict=True)
+        return "".join("." if slot in refused else _letter_in(view) for slot, view in served)
+
+    @property
+    def kept(self):
+        """The letters that a restart would find, by slot."""
+        found = map(self.slab.record, range(self.slab.slots))
+        return "".join("." if record is None else chr(record.label.key[0]) for record in found)
+
+    def file(self, name):
+        return os.path.join(self.slab.folder, name)
+
+    def damage(self, slot, at=0, name="blocks", width=BLOCK):
+        """Flip one bit of a slot."""
+        with open(self.file(name), "r+b") as file:
+            file.seek(slot * width + at)
+            byte = file.read(1)[0]
+            file.seek(slot * width + at)
+            file.write(bytes([byte ^ 1]))
+
+    def reopen(self, path, **fields):
+        """As after a restart. Labels keep their generations."""
+        self.slab.close()
+        self.slab = open_slab(path, **fields)
+
+
+def _letter_in(view):
+    letters = set(bytes(view))
+    return chr(letters.pop()) if len(letters) == 1 else "?"

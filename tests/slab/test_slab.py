@@ -1,0 +1,326 @@
+"""What is served is what was written under that label. Everything else is refused."""
+
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+
+from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.slab import slab as slab_module
+from tests.slab.small_slab import BLOCK, SLOTS, Letters, page
+
+
+@pytest.fixture
+def letters(tmp_path):
+    made = Letters(tmp_path)
+    yield made
+    made.slab.close()
+
+
+def test_what_was_written_is_served(letters):
+    letters.put("abcd", slot=2)
+    assert letters.get("abcd", slot=2) == "abcd"
+    assert letters.kept == "..abcd" + "." * (SLOTS - 6)
+
+
+def test_it_is_served_after_a_restart(letters, tmp_path):
+    letters.put("abc")
+    letters.reopen(tmp_path)
+    assert letters.get("abc") == "abc"
+
+
+def test_a_slot_holds_what_was_written_last(letters):
+    letters.put("a")
+    letters.put("b")
+    assert letters.get("b") == "b"
+
+
+def test_slots_in_any_order_go_where_they_belong(letters):
+    slots, names = [9, 3, 4, 5, 0, 15], "abcdef"
+    letters.slab.write(slots, [page(name.encode() * BLOCK) for name in names], [letters.label(n) for n in names])
+    assert letters.kept == "e..bcd...a.....f"
+    views = [page() for _ in names]
+    assert letters.slab.read(slots, views, [letters.label(name) for name in names]) == []
+    assert [bytes(view) for view in views] == [name.encode() * BLOCK for name in names]
+
+
+def test_a_run_longer_than_one_call_takes_several(letters, monkeypatch):
+    monkeypatch.setattr(slab_module, "CALL_BYTES", 3 * BLOCK)
+    letters.put("abcdefgh", slot=1)
+    assert letters.get("abcdefgh", slot=1) == "abcdefgh"
+
+
+def test_an_empty_slot_is_refused(letters):
+    assert letters.get("a") == "."
+
+
+# Damage
+
+
+def test_a_truncated_file_is_refused(letters):  # S8.1
+    letters.put("abcd")
+    os.truncate(letters.file("blocks"), 2 * BLOCK + BLOCK // 2)
+    assert letters.get("abcd") == "ab.."
+    assert letters.kept[:4] == "ab.."
+
+
+def test_what_the_buffer_holds_is_not_taken_for_what_was_read(letters):  # S8.1
+    letters.put("a")
+    os.truncate(letters.file("blocks"), BLOCK // 2)
+    assert letters.slab.read([0], [page(b"a" * BLOCK)], [letters.label("a")]) == [0]
+
+
+def test_a_file_truncated_while_nothing_ran_is_refused(letters, tmp_path):  # S8.1
+    letters.put("abcd")
+    letters.slab.close()
+    os.truncate(letters.file("blocks"), BLOCK + 1)
+    letters.slab = Letters(tmp_path).slab
+    assert letters.get("abcd") == "a..."
+
+
+@pytest.mark.parametrize("at", [0, 1, BLOCK // 2, BLOCK - 1])
+def test_a_flipped_bit_is_refused(letters, at):  # S8.2
+    letters.put("abc")
+    letters.damage(1, at)
+    assert letters.get("abc") == "a.c"
+
+
+def test_a_damaged_record_is_refused(letters):  # S8.2
+    letters.put("abc")
+    letters.damage(1, 30, "records", 128)
+    assert letters.get("abc") == "a.c"
+
+
+def test_a_refused_slot_is_not_found_by_a_restart(letters, tmp_path):  # S8.6
+    letters.put("abc")
+    letters.damage(1)
+    letters.get("abc")
+    letters.damage(1)  # whole again, and yet not found
+    letters.reopen(tmp_path)
+    assert letters.kept[:3] == "a.c"
+    assert letters.get("abc") == "a.c"
+
+
+def test_bytes_of_another_key_are_refused(letters):  # S8.4
+    letters.put("ab")
+    with open(letters.file("blocks"), "r+b") as file:
+        first, second = file.read(BLOCK), file.read(BLOCK)
+        file.seek(0)
+        file.write(second + first)
+    assert letters.get("ab") == ".."
+
+
+def test_the_record_of_another_slot_is_refused(letters):  # S8.4
+    letters.put("ab")
+    with open(letters.file("records"), "r+b") as file:
+        first, second = file.read(128), file.read(128)
+        file.seek(0)
+        file.write(second + first)
+    assert letters.get("ab") == ".."
+    assert letters.get("ba") == ".."
+
+
+@pytest.mark.parametrize(
+    "fields", [{"key": b"x" * 32}, {"group": 1}, {"place": 1}, {"block": 0}, {"block": 1}, {"key": b"a" * 31}]
+)
+def test_each_field_of_the_label_counts(letters, fields):  # S8.4
+    letters.put("a")
+    assert letters.slab.read([0], [page()], [letters.label("a")._replace(**fields)]) == [0]
+
+
+def test_a_piece_that_checkpoints_share_has_any_of_their_parents(letters):
+    letters.put("a")
+    assert letters.slab.read([0], [page()], [letters.label("a")._replace(parent=b"p" * 32)]) == []
+
+
+# Generations
+
+
+def test_a_slot_rewritten_between_plan_and_read_is_refused(letters):  # S8.24
+    letters.put("a")
+    planned = letters.label("a")
+    later = planned._replace(generation=planned.generation + 1)
+    letters.slab.write([0], [page(b"b" * BLOCK)], [later])
+    assert letters.slab.read([0], [page()], [planned]) == [0]
+    assert letters.slab.read([0], [page()], [later]) == []  # which costs the later one nothing
+
+
+def test_an_older_copy_of_the_files_is_refused(letters, tmp_path):
+    letters.put("ab")
+    letters.slab.close()
+    older = tmp_path / "older"
+    shutil.copytree(letters.slab.folder, older)
+    letters.reopen(tmp_path)
+    letters.first += 1  # the same keys, written later
+    letters.put("a")
+    letters.slab.close()
+    for name in ("blocks", "records"):
+        shutil.copy(older / name, letters.file(name))
+    letters.reopen(tmp_path)
+    assert letters.get("a") == "."
+
+
+def test_another_ranks_files_are_refused(tmp_path):  # S8.22
+    one, other = Letters(tmp_path, rank=0, ranks=2), Letters(tmp_path, rank=1, ranks=2)
+    one.put("ab")
+    other.put("ab")  # the same keys in the same slots, and other bytes: its share of the heads
+    one.slab.close()
+    other.slab.close()
+    for name in ("blocks", "records"):
+        shutil.copy(other.file(name), one.file(name))
+    one.reopen(tmp_path, rank=0, ranks=2)
+    assert one.kept == "." * SLOTS
+    assert one.get("ab") == ".."
+
+
+def test_nothing_below_the_floor_is_served(letters, tmp_path):
+    letters.put("ab")
+    letters.slab.advance(letters.label("b").generation)
+    assert letters.get("ab") == ".b"
+    letters.reopen(tmp_path)
+    assert letters.slab.floor == letters.label("b").generation
+    assert letters.get("ab") == ".b"
+
+
+def test_the_floor_only_rises(letters):
+    letters.put("a")
+    letters.slab.advance(letters.first + 1)
+    letters.slab.advance(letters.first)
+    assert letters.slab.floor == letters.first + 1
+
+
+def test_a_floor_that_cannot_be_kept_clears_what_is_below(letters, tmp_path, monkeypatch):
+    letters.put("ab")
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.EIO, "the disk is broken")))
+    letters.slab.advance(letters.label("b").generation)
+    monkeypatch.undo()
+    letters.reopen(tmp_path)
+    assert letters.slab.floor == 0
+    assert letters.get("ab") == ".b"
+
+
+def test_each_opening_begins_a_range_of_generations(letters, tmp_path):
+    assert letters.slab.next_generation == 1 << 32
+    letters.reopen(tmp_path)
+    assert letters.slab.next_generation == 2 << 32
+    letters.slab.advance(7 << 32)
+    letters.reopen(tmp_path)
+    assert letters.slab.next_generation == 8 << 32
+
+
+def test_no_record_has_the_next_generation(letters, tmp_path):
+    letters.first = 9 << 32  # another rank was opened more often
+    letters.put("a")
+    letters.reopen(tmp_path)
+    assert letters.slab.next_generation == 10 << 32
+
+
+# Writes that fail
+
+
+def broken(monkeypatch, call, result):
+    def instead(file, views, *rest):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(os, call, instead)
+
+
+@pytest.mark.parametrize("result", [OSError(errno.EIO, "the disk is broken"), OSError(errno.ENOSPC, "no room")])
+def test_a_store_that_fails_leaves_no_record(letters, monkeypatch, tmp_path, result):  # S8.5
+    letters.put("abcd")
+    broken(monkeypatch, "pwritev", result)
+    with pytest.raises(OSError, match=r"disk|room"):
+        letters.put("ef", slot=1)
+    monkeypatch.undo()
+    letters.reopen(tmp_path)
+    assert letters.kept[:4] == "a..d"
+    assert letters.get("ef", slot=1) == ".."
+
+
+def test_a_short_write_is_a_failed_store(letters, monkeypatch):  # S8.23
+    broken(monkeypatch, "pwritev", BLOCK)
+    with pytest.raises(OSError, match="8192 of 16384"):
+        letters.put("ab")
+    monkeypatch.undo()
+    assert letters.kept[:2] == ".."
+
+
+def test_a_store_that_fails_in_its_second_run_leaves_no_record(letters, monkeypatch):  # S8.5
+    real, calls = os.pwritev, []
+
+    def second_fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "the disk is broken")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", second_fails)
+    with pytest.raises(OSError, match="broken"):
+        letters.slab.write([0, 5], [page(), page()], [letters.label("a"), letters.label("b")])
+    assert letters.kept == "." * SLOTS
+
+
+def test_a_slot_is_storable_again_after_a_failure(letters, monkeypatch):  # S8.20
+    broken(monkeypatch, "pwritev", OSError(errno.ENOSPC, "no room"))
+    with pytest.raises(OSError, match="room"):
+        letters.put("a")
+    monkeypatch.undo()
+    letters.put("a")
+    assert letters.get("a") == "a"
+
+
+def test_a_disk_that_cannot_be_read_is_said(letters, monkeypatch):
+    letters.put("a")
+    broken(monkeypatch, "preadv", OSError(errno.EIO, "the disk is broken"))
+    with pytest.raises(OSError, match="broken"):
+        letters.get("a")
+
+
+# Callers
+
+
+@pytest.mark.parametrize("slots", [[-1], [SLOTS], [0, 1]])
+def test_slots_out_of_range_are_the_callers_mistake(letters, slots):
+    for act in (letters.slab.write, letters.slab.read):
+        with pytest.raises(MisuseError):
+            act(slots, [page()], [letters.label("a")])
+
+
+def test_a_view_of_another_size_is_the_callers_mistake(letters):  # S8.3
+    for act in (letters.slab.write, letters.slab.read):
+        with pytest.raises(MisuseError):
+            act([0], [page()[:-1]], [letters.label("a")])
+
+
+def test_a_key_too_long_changes_nothing(letters):
+    letters.put("a")
+    with pytest.raises(MisuseError, match="32 bytes"):
+        letters.slab.write([0], [page()], [letters.label("b")._replace(key=b"k" * 33)])
+    assert letters.get("a") == "a"
+
+
+def test_threads_share_a_slab(letters):
+    def work(slot):
+        for _ in range(20):
+            letters.put("abc"[slot % 3], slot=slot)
+            if letters.get("abc"[slot % 3], slot=slot) != "abc"[slot % 3]:
+                wrong.append(slot)
+
+    wrong = []
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_after_close_no_other_file_is_written(letters):
+    letters.slab.close()
+    letters.slab.close()
+    with pytest.raises((OSError, ValueError)):
+        letters.put("a")
