@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test lint mutants test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -12,6 +12,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
+
+# What is slow and strong, and not in CI: writers of the file tier are killed 200 times, 20 times in `make test`.
+test-long: $(VENV)/installed
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -35,6 +39,7 @@ test-engines: $(VENV)/installed
 # On a machine with a CUDA device, in an environment that has torch and Triton for it.
 test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu tests/copier/test_contract.py
+	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.tier_round_trip
 
 # Where vLLM is installed for a GPU, too.
 test-vllm-gpu:

@@ -27,7 +27,7 @@ from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Windo
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request
-from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics, TierStatistics
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
@@ -39,6 +39,8 @@ from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 __all__ = [
     "BlockPool",
@@ -53,6 +55,7 @@ __all__ = [
     "Device",
     "Direction",
     "EngineSteps",
+    "FileTier",
     "Group",
     "GroupCopy",
     "GroupKind",
@@ -86,6 +89,8 @@ __all__ = [
     "State",
     "StepPlan",
     "Thresholds",
+    "TierStatistics",
+    "TieredCache",
     "TransferPlan",
     "Wait",
     "Window",

@@ -327,26 +327,29 @@ class BlockPool:
             self._policy.announced([node])
         return [*chunks, node]
 
-    def claim(self, blocks: Sequence[int], needs: Sequence[PieceNeed] | None = None) -> int:
-        """Take free blocks that hold a chunk already: all of its blocks, in order. Its node, to be committed.
+    def claim(self, chunks: Sequence[Sequence[int]]) -> list[int]:
+        """Take free blocks that hold chunks already, of each chunk all its blocks in order. Their nodes.
 
-        With `needs`, a checkpoint: the blocks of the pieces that no other checkpoint has, in the order of its needs.
-
-        Raises MisuseError when one of them is not free, or they are too few or too many.
+        Raises MisuseError, and changes nothing, when a block is not free, or a chunk has too few or too many.
         """
-        wanted = self.blocks_per_chunk if needs is None else self.checkpoints.num_missing(needs)
-        if len(blocks) != wanted:
-            raise MisuseError(f"{wanted} blocks make this node, got {len(blocks)}")
+        if any(len(blocks) != self.blocks_per_chunk for blocks in chunks):
+            raise MisuseError(f"a chunk takes {self.blocks_per_chunk} blocks, got {chunks}")
+        self._free.remove(block for blocks in chunks for block in blocks)
+        nodes = [blocks[0] if blocks else self._new_number() for blocks in chunks]
+        self._move(nodes, FREE, WRITING)
+        for node, blocks in zip(nodes, chunks, strict=True):
+            self._keep_rest(node, blocks[1:])
+        return nodes
+
+    def claim_checkpoint(self, blocks: Sequence[int], needs: Sequence[PieceNeed]) -> int:
+        """The same for a checkpoint: the blocks of the pieces that no other checkpoint has, in the order of `needs`."""
+        if len(blocks) != self.checkpoints.num_missing(needs):
+            raise MisuseError(f"this checkpoint takes {self.checkpoints.num_missing(needs)} blocks, got {blocks}")
         self._free.remove(blocks)
-        if needs is not None:
-            node = self._new_number()
-            self._state[node] = WRITING
-            self.checkpoints.add(node, needs)
-            self.checkpoints.fill(node, blocks)
-            return node
-        node = blocks[0] if blocks else self._new_number()
-        self._move((node,), FREE, WRITING)
-        self._keep_rest(node, blocks[1:])
+        node = self._new_number()
+        self._state[node] = WRITING
+        self.checkpoints.add(node, needs)
+        self.checkpoints.fill(node, blocks)
         return node
 
     def commit(self, nodes: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:

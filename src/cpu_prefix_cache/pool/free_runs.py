@@ -9,7 +9,8 @@
 ([0, 1, 2, 3], [7], 0)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -36,15 +37,7 @@ class FreeRuns:
 
     def put(self, blocks: Iterable[int]) -> None:
         """Add `blocks`, in ascending order."""
-        first = end = -1
-        for block in blocks:
-            if block == end:
-                end += 1
-                continue
-            if end > first:
-                self._put_run(first, end)
-            first, end = block, block + 1
-        if end > first:
+        for first, end in _runs(blocks):
             self._put_run(first, end)
 
     def take(self, count: int) -> list[int]:
@@ -63,18 +56,27 @@ class FreeRuns:
         taken.sort()
         return taken
 
-    def remove(self, blocks: Sequence[int]) -> None:
-        """Remove these very blocks. Raises MisuseError, and removes nothing, when one of them is not here."""
-        absent = [block for block in blocks if block not in self]
-        if absent or len(set(blocks)) < len(blocks):
-            raise MisuseError(f"blocks {list(blocks)} are not all free, or one comes twice")
-        for block in blocks:
-            first, length = self._length_at.peekitem(self._length_at.bisect_right(block) - 1)
-            self._drop_run(first, length)
-            if block > first:
-                self._add_run(first, block - first)
-            if block + 1 < first + length:
-                self._add_run(block + 1, first + length - block - 1)
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Remove these very blocks. Raises MisuseError, and removes nothing, when one of them is not here or twice."""
+        runs = list(_runs(sorted(blocks)))
+        places = [self._place(first, end) for first, end in runs]
+        if None in places or any(run[0] < before[1] for before, run in pairwise(runs)):
+            raise MisuseError(f"blocks of {runs} are not free, or come twice")
+        for first, end in runs:
+            start, length = self._length_at.peekitem(self._length_at.bisect_right(first) - 1)
+            self._drop_run(start, length)
+            if first > start:
+                self._add_run(start, first - start)
+            if end < start + length:
+                self._add_run(end, start + length - end)
+
+    def _place(self, first: int, end: int) -> int | None:
+        """The first block of the run of free blocks that has all of [first, end)."""
+        at = self._length_at.bisect_right(first) - 1
+        if at < 0:
+            return None
+        start, length = self._length_at.peekitem(at)
+        return start if end <= start + length else None
 
     def __iter__(self) -> Iterator[int]:
         """Every free block, ascending."""
@@ -108,3 +110,21 @@ class FreeRuns:
         del self._length_at[first]
         self._by_length.remove((length, first))
         self._count -= length
+
+
+def _runs(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Ascending blocks as ranges of neighbours.
+
+    >>> list(_runs([1, 2, 3, 7]))
+    [(1, 4), (7, 8)]
+    """
+    first = end = -1
+    for block in blocks:
+        if block == end:
+            end += 1
+            continue
+        if end > first:
+            yield first, end
+        first, end = block, block + 1
+    if end > first:
+        yield first, end

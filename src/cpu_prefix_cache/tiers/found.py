@@ -11,6 +11,7 @@ taken in.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -18,7 +19,6 @@ from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.tier import Found
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
@@ -34,67 +34,68 @@ class FoundBefore:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._pieces: dict[Hashable, Found] = {}  # by the key of the piece
-        self._boundaries: dict[bytes, None] = {}  # keys of chunks whose checkpoint may be complete
+        self._boundaries: list[bytes] = []  # keys of chunks whose checkpoint may be complete with this portion
         self.chunks = 0
-        self._last = self._pool.root  # what was taken in last
-        self._touch = self._pool.touch(None)
 
     def take_in(self, found: Iterable[Found]) -> Iterator[TakenIn]:
         """The slots that are in use now."""
+        run: list[Found] = []  # each the child of the one before it
+        boundaries = dict.fromkeys(self._boundaries)  # a checkpoint's pieces come in one portion, or in two
         for each in found:
-            if each.label.block == CHUNK:
-                yield from self._take_chunk(each)
-            else:
+            if each.label.block != CHUNK:
                 self._pieces[each.label.key, each.label.group, each.label.block] = each
-                self._boundaries[each.label.parent] = None
-        for boundary in list(self._boundaries):
+                boundaries[each.label.parent] = None
+                continue
+            if run and each.label.parent != run[-1].label.key:
+                yield from self._take_run(run)
+                run = []
+            run.append(each)
+        yield from self._take_run(run)
+        for boundary in boundaries:
             yield from self._take_checkpoint(boundary)
+        self._boundaries = [each for each in boundaries if each not in self._boundaries]
 
     def clear(self) -> None:
         """Forget what is not taken in yet."""
         self._pieces.clear()
         self._boundaries.clear()
-        self._last, self._touch = self._pool.root, self._pool.touch(None)
 
-    def _take_chunk(self, found: Found) -> Iterator[TakenIn]:
-        key, above = found.label.key, found.label.parent
-        parent = self._pool.find(above) if above else self._pool.root
-        if parent is None or self._pool.find(key) is not None:
+    def _take_run(self, run: Sequence[Found]) -> Iterator[TakenIn]:
+        """Those that are here already, from another slot, are left out: the rest hangs below them."""
+        new = [each for each in run if self._pool.find(each.label.key) is None]
+        if new != list(run) and len(new) > 1:
+            for each in new:
+                yield from self._take_run([each])
             return
-        node = self._claim(found.slots)
-        if node is not None:
-            self._commit(node, key, parent)
-            self.chunks += 1
-            yield from (TakenIn(slot, found.label.generation) for slot in found.slots)
+        if not new:
+            return
+        above = new[0].label.parent
+        parent = self._pool.find(above) if above else self._pool.root
+        if parent is None:
+            return
+        try:
+            nodes = self._pool.claim([each.slots for each in new])
+        except MisuseError:  # a slot is in use: what it held is written over
+            if len(new) > 1:
+                for each in new:
+                    yield from self._take_run([each])
+            return
+        self._pool.commit(nodes, [each.label.key for each in new], parent, self._pool.touch(None))
+        self.chunks += len(new)
+        yield from (TakenIn(slot, each.label.generation) for each in new for slot in each.slots)
 
     def _take_checkpoint(self, boundary: bytes) -> Iterator[TakenIn]:
-        chunk = self._pool.find(boundary)
-        if chunk is None:
+        chunk, key = self._pool.find(boundary), checkpoint_key(boundary)
+        if chunk is None or self._pool.find(key) is not None:
             return
         depth = self._pool.depth(chunk)
         path = self._pool.path(chunk, self._coordinator.planner.reach(depth))
-        tail = tuple(key for key in map(self._pool.key, path) if key is not None)
-        needs = self._coordinator.needs(CheckpointAt(depth, tail))
+        needs = self._coordinator.needs(CheckpointAt(depth, tuple(key for key in map(self._pool.key, path) if key)))
         missing = [need.key for need in self._pool.checkpoints.missing(needs)]
-        key = checkpoint_key(boundary)
-        if not needs or self._pool.find(key) is not None or any(each not in self._pieces for each in missing):
+        if not needs or any(each not in self._pieces for each in missing):
             return
         found = [self._pieces.pop(each) for each in missing]
-        del self._boundaries[boundary]
-        node = self._claim([slot for each in found for slot in each.slots], needs)
-        if node is not None:
-            self._commit(node, key, chunk)
+        with suppress(MisuseError):  # a slot is in use: what it held is written over
+            node = self._pool.claim_checkpoint([slot for each in found for slot in each.slots], needs)
+            self._pool.commit([node], [key], chunk, self._pool.touch(None))
             yield from (TakenIn(slot, each.label.generation) for each in found for slot in each.slots)
-
-    def _claim(self, slots: Sequence[int], needs: Sequence[PieceNeed] | None = None) -> int | None:
-        """None where a slot is in use: another copy of the same bytes was taken in before."""
-        try:
-            return self._pool.claim(slots, needs)
-        except MisuseError:
-            return None
-
-    def _commit(self, node: int, key: bytes, parent: int) -> None:
-        if parent != self._last:
-            self._touch = self._pool.touch(None)
-        self._pool.commit([node], [key], parent, self._touch)
-        self._last = node

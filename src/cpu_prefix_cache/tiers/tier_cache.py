@@ -214,7 +214,9 @@ class TierCache(CPUPrefixCache):
             self._taken += 1
             for each in self._found.take_in(found for found in report.found if found.label.generation >= self._first):
                 self._generations[each.slot] = each.generation
-        self.demotion.is_open = report.is_scanned and report.portion == self._taken
+        if report.is_scanned and report.portion == self._taken:
+            self.demotion.is_open = True
+            self._found.clear()
 
     def _failed_often(self) -> None:
         logger.error(
