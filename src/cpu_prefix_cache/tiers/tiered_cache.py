@@ -16,7 +16,6 @@ has of it already is kept there by a pin, its lease, until the request is admitt
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,14 +50,15 @@ class Want:
     is needed. `host_end` is how many tokens it had before.
     """
 
-    keys: Sequence[bytes]
+    request: Request
     stop: int
     depth: int
     host_end: int
     deadline: float
+    has_begun: bool = False
     resident: int = 0  # chunks that the host has, and the lease keeps
     lease: Pin | None = None
-    blocks: int = 0  # host blocks that were promoted for it
+    blocks: int = 0  # host blocks that were promoted for it, and have landed
     is_over: bool = False  # nothing more comes
 
 
@@ -103,7 +103,8 @@ class TieredCache(CPUPrefixCache):
         )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._admitted_wants: list[Want] = []  # since the last step
-        self._slices: dict[Any, tuple[Transfer, Want]] = {}  # promotions by id
+        self._slices: dict[Any, tuple[Transfer, Want, int]] = {}  # promotions in flight by id, and their blocks
+        self._blocks_in_flight = 0  # of these
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
         slice_blocks = max(1, SLICE_BYTES // planner.host_block_bytes)
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
@@ -138,16 +139,13 @@ class TieredCache(CPUPrefixCache):
         chosen = best(candidates, prefill=prefill, rate=rate, queue_bytes=queue)
         if chosen is None:
             self._declined += 1
-            self._wants[request.id] = want = Want((), 0, 0, host_end, self._now, is_over=True)
+            self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
             return want
         self._asked += 1
         seconds = 2 * (queue + chosen.num_bytes) / (rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
         depth = chosen.boundary // self.planner.grid_tokens
         stop = -(-(chosen.boundary + self.planner.lookahead_tokens) // self.planner.grid_tokens)
-        want = Want(tuple(request.keys[:stop]), stop, depth, host_end, self._now + seconds)
-        self._wants[request.id] = want
-        deepest = self.below.pool.find(request.keys[stop - 1])
-        self.below.pool.touch(deepest, request.keys, self._now, request.num_tokens)
+        want = self._wants[request.id] = Want(request, stop, depth, host_end, self._now + seconds)
         return want
 
     def _candidates(self, request: Request, host_end: int) -> list[Candidate]:
@@ -201,6 +199,7 @@ class TieredCache(CPUPrefixCache):
             if want.lease is not None and self._now >= want.deadline + LEASE_SECONDS:
                 self._end_want(want)
             elif not want.is_over:
+                self._begin(want)
                 self._advance(want)
         return super().step()
 
@@ -216,7 +215,9 @@ class TieredCache(CPUPrefixCache):
         """The tier of a rank has finished transfers."""
         for ended in self.below.report_tier(report):
             if ended.direction is Direction.LOAD:
-                store, want = self._slices.pop(ended.request_id)
+                store, want, blocks = self._slices.pop(ended.request_id)
+                self._blocks_in_flight -= blocks
+                want.blocks += blocks if ended.ok and not want.is_over else 0
                 self._completion.promoted(store, ended.ok, ended.good)
                 if not want.is_over:
                     self._advance(want)
@@ -252,7 +253,7 @@ class TieredCache(CPUPrefixCache):
     def check_valid(self) -> None:
         super().check_valid()
         self.below.check_valid()
-        for transfer, _ in self._slices.values():
+        for transfer, _, _ in self._slices.values():
             assert transfer in list(self._ledger), "a promotion was resolved before the tier had read it"
 
     # Details
@@ -268,9 +269,16 @@ class TieredCache(CPUPrefixCache):
             self.pool.unpin(want.lease)
             want.lease = None
 
+    def _begin(self, want: Want) -> None:
+        """The request uses what the tier has of it, once."""
+        if not want.has_begun:
+            want.has_begun = True
+            deepest = self.below.pool.find(want.request.keys[want.stop - 1])
+            self.below.pool.touch(deepest, want.request.keys, self._now, want.request.num_tokens)
+
     def _advance(self, want: Want) -> None:
         """Keep what the host has of it by now, and read more, if there is room."""
-        keys = want.keys
+        keys = want.request.keys
         resident = self.pool.resident_run(keys, 0, want.stop)
         self._keep(want, resident)
         covered = self._stores.covered_run(keys, resident, want.stop)
@@ -288,19 +296,19 @@ class TieredCache(CPUPrefixCache):
 
     def _awaits_checkpoint(self, want: Want) -> bool:
         """Whether the checkpoint is still to come: it is being written, or there was no room for it. Reads it."""
-        key = checkpoint_key(want.keys[want.depth - 1]) if want.depth else b""
+        key = checkpoint_key(want.request.keys[want.depth - 1]) if want.depth else b""
         if not want.depth or key in self._ledger.writing:
             return bool(want.depth)
-        checkpoint = self.below.checkpoint_at(want.keys, want.depth)
+        checkpoint = self.below.checkpoint_at(want.request.keys, want.depth)
         if checkpoint is None or self.pool.find(key) is not None:
             return False
-        self._read(want, Chain(want.keys[want.depth - 1], (), checkpoint))
+        self._read(want, Chain(want.request.keys[want.depth - 1], (), checkpoint))
         return True
 
     def _keep(self, want: Want, resident: int) -> None:
         """Let the lease keep the first `resident` chunks, and the checkpoint."""
-        keys = [want.keys[resident - 1]] if resident else []
-        keys += [checkpoint_key(want.keys[want.depth - 1])] if 0 < want.depth <= resident else []
+        keys = [want.request.keys[resident - 1]] if resident else []
+        keys += [checkpoint_key(want.request.keys[want.depth - 1])] if 0 < want.depth <= resident else []
         nodes = tuple(node for node in map(self.pool.find, keys) if node is not None)
         if nodes and (want.lease is None or want.lease.blocks != nodes):
             before, want.lease = want.lease, self.pool.pin(*nodes)
@@ -312,7 +320,7 @@ class TieredCache(CPUPrefixCache):
         width = self.planner.host_blocks_per_chunk
         if not width:
             return self._slice_chunks
-        room = self._budget - sum(want.blocks for want in self._wants.values())
+        room = self._budget - self._blocks_in_flight - sum(want.blocks for want in self._wants.values())
         return max(0, self.pool.available(room // width))
 
     def _read(self, want: Want, chain: Chain) -> bool:
@@ -320,7 +328,8 @@ class TieredCache(CPUPrefixCache):
         store = self._stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
         if store is None:
             return False
-        self._slices[store.id] = store, want
+        blocks = sum(1 for node in store.nodes for _ in self.pool.all_blocks_of(node))
+        self._slices[store.id] = store, want, blocks
+        self._blocks_in_flight += blocks
         self.below.read(store.id, chain, store.nodes)
-        want.blocks += sum(1 for node in store.nodes for _ in self.pool.all_blocks_of(node))
         return True
