@@ -283,7 +283,7 @@ class HostCache:
             ready_bytes=self._ready_bytes,
             reported_not_on_device=self._not_on_device,
             unknown_request=self._unknown,
-            tier=None if self._tier is None else self._tier.cache.tier_statistics(),
+            tier=None if self._tier is None else self._tier.statistics(),
         )
 
     def reset(self) -> None:

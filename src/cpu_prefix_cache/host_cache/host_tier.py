@@ -8,8 +8,10 @@ close     what only the host has is written, for some seconds at most
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.slab.settings import FileTier
@@ -80,6 +82,10 @@ class HostTier:
 
     def ended(self, id: Hashable) -> None:
         self._computed.pop(id, None)
+
+    def statistics(self) -> TierStatistics:
+        seen = self._rank.statistics()
+        return replace(self.cache.tier_statistics(), read_seconds=seen.read_seconds, write_seconds=seen.write_seconds)
 
     def drain(self) -> None:
         self._rank.drain()

@@ -58,3 +58,5 @@ class TierStatistics:
     asked: int = 0  # requests that waited for a promotion
     late: int = 0  # of these, those whose deadline passed first
     declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing
+    read_seconds: float = 0.0  # in which something was being read on this rank; known only where both halves are
+    write_seconds: float = 0.0
