@@ -4,13 +4,15 @@ Asks questions about documents in several rounds, with a device pool too small f
 evicted in one round is loaded from the host in the next. Every answer is compared with that of the same engine without
 a cache. Run it without options, or see --help.
 
+With --tier file:PATH:SIZE, what host memory cannot hold is kept in files in the folder PATH, and a second run finds the
+prefixes of the first.
+
 Exit status: 0 all answers agree (in half precision differences are allowed, and printed); 1 they do not; 2 invalid
 options; 3 with --corrupt, if there was nothing to corrupt or the damage was not detected.
 """
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +40,8 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
+from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.slab.settings import parse_tier
 
 # In standard deviations of the logits. Two correct float32 runs with the same prefill cuts differ by 1e-6; with one
 # zeroed block of 16 tokens among 3,500 they differ by 1e-2 and more.
@@ -122,6 +126,7 @@ class Round:
     bytes_loaded: int
     differences: int
     near_ties: int
+    tier_hit_tokens: int | None  # of those on the host; None without a tier
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,11 +141,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     check_options(options)
+    options.tier = None if options.tier is None else parse_tier(options.tier)
     model, tokenizer, arch = load_model(options)
     model.to(options.device)
     prompts, source = load_prompts(options, tokenizer, model.config.get_text_config().max_position_embeddings)
     generator, reference, damage = build_generators(options, model, tokenizer)
     print(f"model: {arch}, {model.dtype} on {model.device}; input: {source}")
+    try:
+        rounds, checks = ask(prompts, generator, reference, options.max_new_tokens, damage)
+        print_table(rounds)
+        control = judge_control(checks) if options.corrupt else None
+        if options.json:
+            write_json(options, arch, generator, rounds, control)
+    finally:
+        generator.close()
+    return verdict(checks, control, exact=next(model.parameters()).dtype == torch.float32)
+
+
+def ask(
+    prompts: Sequence[Sequence[Sequence[int]]],
+    generator: PrefixCachedGenerator,
+    reference: PrefixCachedGenerator,
+    max_new_tokens: int,
+    damage: Sequence[CorruptingCopier],
+) -> tuple[list[Round], list[Check]]:
+    """Answer all prompts, round by round."""
     rounds: list[Round] = []
     checks: list[Check] = []
     total = sum(map(len, prompts))
@@ -149,19 +174,20 @@ def run(options: argparse.Namespace) -> int:
             before = generator.statistics()
             answered = []
             for prompt in requests:
-                answered.append(check(prompt, generator, reference, options.max_new_tokens, damage))
+                answered.append(check(prompt, generator, reference, max_new_tokens, damage))
                 bar.update()
             checks += answered
-            rounds.append(summary(number, answered, before, generator.statistics()))
-    print_table(rounds)
-    control = judge_control(checks) if options.corrupt else None
-    if options.json:
-        write_json(options, arch, generator, rounds, control)
-    return verdict(checks, control, exact=next(model.parameters()).dtype == torch.float32)
+            tier_hits = sum(each.answer.tier_hit_tokens for each in answered) if generator.tier_statistics() else None
+            rounds.append(summary(number, answered, before, generator.statistics(), tier_hits))
+    return rounds, checks
 
 
 def summary(
-    number: int, checks: Sequence[Check], before: CacheStatistics | None, after: CacheStatistics | None
+    number: int,
+    checks: Sequence[Check],
+    before: CacheStatistics | None,
+    after: CacheStatistics | None,
+    tier_hits: int | None,
 ) -> Round:
     answers = [each.answer for each in checks]
     host_hits = [answer.ttft_seconds for answer in answers if answer.host_hit_tokens]
@@ -182,6 +208,7 @@ def summary(
         bytes_loaded=after.bytes_loaded - before.bytes_loaded if after and before else 0,
         differences=sum(not each.agrees for each in checks),
         near_ties=sum(not each.agrees and each.near_tie for each in checks),
+        tier_hit_tokens=tier_hits,
     )
 
 
@@ -227,6 +254,7 @@ def build_generators(
         host_bytes=options.host_bytes,
         offload=options.offload,
         policy=options.policy,
+        below=options.tier,
         wrap_copier=corrupt_first_load if options.corrupt else None,
     )
     reference = PrefixCachedGenerator(model, tokenizer, device_blocks=options.device_blocks, prefix_caching=False)
@@ -337,15 +365,18 @@ def verdict(checks: Sequence[Check], control: str | None, *, exact: bool) -> int
 
 
 def print_table(rounds: Sequence[Round]) -> None:
+    has_tier = any(line.tier_hit_tokens is not None for line in rounds)
+    tier = "  of it from tier" if has_tier else ""
     print(
-        "\nround  requests  prompt tokens = computed + on device + on host   stored   loaded   TTFT median"
+        f"\nround  requests  prompt tokens = computed + on device + on host{tier}   stored   loaded   TTFT median"
         "  host hits   no cache  logit error"
     )
     for line in rounds:
         host_hit = "-" if line.ttft_ms_median_host_hit is None else f"{line.ttft_ms_median_host_hit:.1f} ms"
+        tier = f"  {line.tier_hit_tokens:15}" if has_tier else ""
         print(
             f"{line.round:5}  {line.requests:8}  {line.prompt_tokens:13}  {line.computed_tokens:9}"
-            f"  {line.device_hit_tokens:9}  {line.host_hit_tokens:8}  {line.bytes_stored / 1e6:4.0f} MB"
+            f"  {line.device_hit_tokens:9}  {line.host_hit_tokens:8}{tier}  {line.bytes_stored / 1e6:4.0f} MB"
             f"  {line.bytes_loaded / 1e6:4.0f} MB  {line.ttft_ms_median:8.1f} ms  {host_hit:>9}"
             f"  {line.ttft_ms_median_no_cache:6.1f} ms  {line.max_logit_error:11.1e}"
         )
@@ -382,6 +413,14 @@ def write_json(
         "bytes_loaded": statistics.bytes_loaded if statistics else 0,
         "evictions": statistics.pool.evictions if statistics else 0,
     }
+    tier = generator.tier_statistics()
+    if tier is not None:
+        report["tier"] = {
+            "mode": tier.mode,
+            "found": tier.found,
+            "hit_tokens": tier.hit_tokens,
+            "refused": tier.refused,
+        }
     if control is not None:
         report["control"] = control
     options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -406,7 +445,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--offload", choices=(*OFFLOAD_MODES, "off"), default="lazy")
     parser.add_argument("--policy", choices=POLICIES, default="lru")
     parser.add_argument("--device-blocks", type=int, default=512, help="blocks of 16 tokens in the device pool")
-    parser.add_argument("--host-bytes", type=parse_bytes, default="2GiB", help="host memory, such as 2GiB or 500MB")
+    parser.add_argument("--host-bytes", type=size, default="2GiB", help="host memory, such as 2GiB or 500MB")
+    parser.add_argument("--tier", metavar="file:PATH:SIZE", help="files below host memory, such as file:/nvme/kv:64GiB")
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=12)
@@ -416,13 +456,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from "2GiB", "500MB" or "1000000". KiB, MiB, GiB count by 1,024, kB, MB and GB by 1,000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 2GiB")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+def size(text: str) -> int:
+    """Bytes, for argparse."""
+    try:
+        return parse_bytes(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def one_line(error: Exception) -> str:

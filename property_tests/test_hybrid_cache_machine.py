@@ -175,7 +175,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         assert self.cache.statistics() == before  # rule 5
         could = self.slow_boundary(prompt, n0, num_tokens)
         if isinstance(answer, Pending):
-            assert self.now < answer.deadline and could > n0
+            self.check_pending(id, answer.deadline, n0, could)
             return False
         assert answer == (Hit(could, n0) if could > n0 else Miss())
         assert self.cache.lookup(request, n0 + 1, self.now) == answer  # rule 10
@@ -204,6 +204,9 @@ class HybridCacheMachine(PrefixCacheMachine):
         if boundary > n0:
             self.start_load(sequence, boundary)
         return True
+
+    def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
+        assert self.now < deadline and could > n0
 
     def working_memory(self, n0: int, node: int | None) -> list[dict[tuple[int, int, int], Any]]:
         work: list[dict[tuple[int, int, int], Any]] = [{} for _ in self.ranks]

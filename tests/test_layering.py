@@ -19,7 +19,7 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
     "plots": {"messages"},
-    "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache"},
+    "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache", "tiers"},
 }
 BOTH = {
     *("copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"),
@@ -28,7 +28,7 @@ OTHERS = {  # rooms of what copies, of both halves together, of the tests of oth
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "slab": {"copier", "memory", "messages", "model"},
-    "bench": {"copier", "memory", "messages", "model", "plots"},
+    "bench": {"copier", "memory", "messages", "model", "plots", "replay", "slab"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
     "testing": {"messages", "offload"},

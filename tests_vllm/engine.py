@@ -58,8 +58,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector.vllm.device import _place
 from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
+from connector.vllm.rank_tier import Onlooker
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.slab.records import SIZE
+from cpu_prefix_cache.slab.sizing import SMALL_FILES_BYTES
+from tests_vllm.fake_tier import FakeTier
 
 BLOCK = 4
 MAX_MODEL_LEN = 256
@@ -425,6 +429,7 @@ class FakeRank:
     sharers: int = 1
     pace: float | None = None  # so many steps after their own copies end, or NEVER; None: when their time has come
     lost_reports: float = 0.1
+    tier: FakeTier | Onlooker | None = None
     ready: int = 0
     computes: bool = False  # the step under way
     timed: int | None = None
@@ -460,6 +465,16 @@ class FakeRank:
                 self._write(self.copies[transfer.id])
         self.done = {id for id in self.done if id >= plan.resolved_below}
         self.failed = {id for id in self.failed if id >= plan.resolved_below}
+        if self.tier is not None:
+            self.tier.run(metadata.tier)
+            if isinstance(self.tier, FakeTier):
+                self._check_tier_apart(self.tier)
+
+    def _check_tier_apart(self, tier: FakeTier) -> None:
+        for copy in self.copies.values():
+            blocks = {("host", block) for block in tier.written_by_loads}
+            assert blocks.isdisjoint(copy.reads | copy.writes), "used while the tier writes it"
+            assert copy.writes.isdisjoint(("host", block) for block in tier.read_by_stores), "written while it is saved"
 
     def poll(self) -> KVConnectorOutput:
         """Let time pass: finish what is due. A report may be lost, as the next one repeats it; a request id may not."""
@@ -482,12 +497,13 @@ class FakeRank:
                     failed.add(request)
         self.ready = min(self.host_blocks, self.ready + 16)
         report = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), self.ready)
+        below = () if self.tier is None else (self.tier.report(),)
         # vLLM delivers both or neither: without its request ids a report may still come late.
         lost = not received and self.computes and self.random.random() < self.lost_reports
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
-            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.timed),
+            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.timed, below),
         )
 
     def _new_copy(self, transfer: object, epoch: int) -> Copy:
@@ -544,7 +560,7 @@ class Engine:
     `groups` is the model: one group of full attention if it is not said. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
-    blocks are.
+    blocks are. `tier` is what the operator says of a tier of `tier_slots` slots, `tier_faults` what becomes of it.
     """
 
     def __init__(
@@ -563,6 +579,9 @@ class Engine:
         failure_rate: float = 0.0,
         slowest: int = 6,
         asynchronous: bool = False,
+        tier: dict[str, object] | None = None,
+        tier_slots: int = 2000,
+        tier_faults: dict[str, object] | None = None,
         **options: object,
     ) -> None:
         init_none_hash(sha256)
@@ -580,11 +599,16 @@ class Engine:
         config.cache_config.prefix_match_unit = match_unit
         if caches.has_mamba_layers:
             config.cache_config.mamba_cache_mode = "align"
-        planner = planner_for(config, caches)
+        planner = planner_for(config, caches, in_pages=tier is not None)
         self.grid, self.hash_tokens = resolve_kv_cache_block_sizes(caches, config)
         sharers = ranks if tensor_parallel and all(group.replicated for group in planner.groups) else 1
         extra = config.kv_transfer_config.kv_connector_extra_config
         extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
+        if tier is not None:
+            path, slabs = folder / "tier", ranks // sharers
+            path.mkdir()
+            size = slabs * (tier_slots * (planner.host_block_bytes + SIZE) + SMALL_FILES_BYTES)
+            extra["tier"] = {"kind": "file", "path": str(path), "bytes": size, "revision": "random"} | tier
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
         manager = StructuredOutputManager(config)
         sizes = {"block_size": self.grid, "hash_block_size": self.hash_tokens}
@@ -600,6 +624,11 @@ class Engine:
             FakeRank(rank, random.Random((seed, rank).__hash__()), *usual, hosts[rank // sharers], sharers)
             for rank in range(ranks)
         ]
+        self.below = None if tier is None else self.half.tier.below
+        for rank in self.ranks if tier is not None else ():
+            rank.tier = Onlooker(rank.rank)
+            if rank.rank % sharers == 0:
+                rank.tier = FakeTier(rank.rank, random.Random(seed + rank.rank), rank.host, **tier_faults or {})
         self.requests: dict[str, Request] = {}
         self.finished: list[list[int]] = []  # the tokens of requests that ended by themselves
         self.admitted: list[tuple[int, int]] = []  # tokens that were on the device, and tokens after the load
@@ -698,6 +727,8 @@ class Engine:
         return found
 
     def check_nothing_leaked(self) -> None:
+        if self.below is not None:
+            self._let_the_tier_rest()
         pool, statistics = self.pool, self.cache.statistics()
         assert not self.requests
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # S7.4
@@ -709,6 +740,17 @@ class Engine:
         assert not (self.half._remembered or self.half._load_failed)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         self.cache.check_valid()
+
+    def _let_the_tier_rest(self) -> None:
+        """Leases of requests that have gone end by themselves."""
+        self.now += 120
+        self.step()
+        self.drain()
+        below = self.below.statistics()
+        assert (below.storing, below.loading) == (0, 0)
+        assert (below.pool.pinned, below.pool.writing, below.pool.retired) == (0, 0, 0)
+        assert not (self.cache._wants or self.cache._slices)
+        assert not any(rank.tier.moves for rank in self.ranks if isinstance(rank.tier, FakeTier))
 
     # One step
 
@@ -742,6 +784,8 @@ class Engine:
             else:
                 self._check_sources(transfer)
         self.counts["loads cancelled"] += len(metadata.plan.cancelled)
+        for transfer in metadata.tier.step.transfers if metadata.tier is not None else ():
+            self.counts["reads planned" if transfer.direction is Direction.LOAD else "writes planned"] += 1
 
     def _check_sources(self, store: object) -> None:
         """What is stored is there before the step computes anything, and is what the block's hash says."""
@@ -793,7 +837,7 @@ class Engine:
     def _watch_lookup(self, lookup: Callable, request: object, n0: int, now: float) -> object:
         answer = lookup(request, n0, now)
         best = longest_boundary(self.cache, request, n0)
-        expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0}
+        expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0 or self.below is not None}
         assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
         assert not isinstance(answer, Hit) or answer.boundary == best
         assert not isinstance(answer, Pending) or answer.deadline > now

@@ -30,7 +30,7 @@ TOUCHED = {
     "ParallelConfig": {
         *("rank", "world_size", "local_world_size", "tensor_parallel_size", "pipeline_parallel_size"),
         *("data_parallel_rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
-        "distributed_executor_backend",
+        *("distributed_executor_backend", "data_parallel_index"),
     },
     "SpeculativeConfig": {"num_speculative_tokens", "use_eagle"},
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},

@@ -19,14 +19,29 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from connector.vllm import CPUPrefixCacheConnector
 from connector.vllm.messages import StepMetadata
-from connector.vllm.metrics import KINDS, METRICS, PREFIX, CacheCounts, CacheStats, Kind, TransferTimes
+from connector.vllm.metrics import (
+    KINDS,
+    METRICS,
+    PREFIX,
+    STATES,
+    TIER_METRICS,
+    CacheCounts,
+    CacheStats,
+    Kind,
+    TierMoves,
+    TransferTimes,
+)
 from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
+from cpu_prefix_cache.slab.slab_copier import SlabStatistics
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests_vllm.engine import ATTENTION, BLOCK, Engine, one_group, vllm_config
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
 CHUNK_BYTES = 2 * ATTENTION.page_size_bytes
 ENGINES = {0: ["llama", "0"], 1: ["llama", "1"]}
+OF_HOST = [key for metric in METRICS for key, _ in metric.series()]
+OF_TIER = [key for metric in TIER_METRICS for key, _ in metric.series()]
 
 
 class Board:
@@ -49,7 +64,7 @@ class Board:
     def shows(self, key, engine=0, suffix=None):
         """The value of a series: of a histogram, how many observations, or `suffix`."""
         name, _, value = key.partition(":")
-        metric = next(metric for metric in METRICS if metric.name == name)
+        metric = next(metric for metric in (*METRICS, *TIER_METRICS) if metric.name == name)
         default = {Kind.COUNT: "_total", Kind.LEVEL: "", Kind.TIMES: "_count"}[metric.kind]
         labels = {"model_name": "llama", "engine": str(engine)} | ({metric.label: value} if metric.label else {})
         return self.registry.get_sample_value(PREFIX + name + (suffix or default), labels)
@@ -137,7 +152,7 @@ FROM = {
 
 
 def test_the_table_above_is_complete():
-    assert set(FROM) == {key for key, kind in KINDS.items() if kind is not Kind.TIMES}
+    assert set(FROM) == {key for key in OF_HOST if KINDS[key] is not Kind.TIMES}
     assert len(set(FROM.values())) == len(FROM)
 
 
@@ -177,7 +192,14 @@ def test_each_engine_has_its_own_numbers(board):
 
 
 def test_every_series_is_there_before_anything_has_happened(board):
-    assert [board.shows(key) for key in KINDS] == [0] * len(KINDS)
+    assert [board.shows(key) for key in OF_HOST] == [0] * len(OF_HOST)
+
+
+def test_series_of_a_tier_are_there_if_there_is_one(tmp_path, board):
+    assert {board.shows(key) for key in OF_TIER} == {None}
+    with_tier = Board(vllm_config(tmp_path, cpu_bytes_to_use=2**20, tier={"kind": "file"}))
+    assert [with_tier.shows(key) for key in KINDS] == [0] * len(KINDS)
+    assert [*OF_HOST, *OF_TIER] == list(KINDS)
 
 
 # In an engine
@@ -261,6 +283,57 @@ def test_a_step_in_which_nothing_happens_reports_nothing(start):
     for _ in range(5):
         watched.engine.step()
     assert watched.reports[before:] == [None] * 5
+
+
+# A tier
+
+
+@pytest.fixture
+def start_with_tier(tmp_path):
+    board = Board(vllm_config(tmp_path, cpu_bytes_to_use=2**20, tier={"kind": "file"}))
+    return partial(Watched, tmp_path, board, host_blocks=60, tier_slots=500)
+
+
+def test_hits_of_the_tier_are_those_that_came_from_it(start_with_tier):
+    watched = start_with_tier(tier={"offload": "eager"})
+    watched.engine.drain()
+    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 1, 0]
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("tier_capacity_blocks", "tier_resident_blocks", "tier_hit_tokens") == [500, 7, 0]
+    watched.flood()
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("tier_hit_tokens", "hit_tokens", "tier_requests:asked") == [7 * BLOCK, 7 * BLOCK, 1]
+    assert watched.shows("tier_requests:late", "tier_refused_slots", "tier_failed_transfers") == [0, 0, 0]
+
+
+def test_what_goes_wrong_in_a_tier_is_counted(start_with_tier):
+    watched = start_with_tier(tier={"offload": "eager"}, tier_faults=dict(refusal_rate=1.0))
+    watched.engine.run(PROMPT, max_tokens=1)
+    watched.flood()
+    watched.engine.run(PROMPT, max_tokens=1)
+    assert watched.shows("tier_refused_slots", "tier_hit_tokens") == [7, 0]
+    watched.engine.ranks[0].tier.failure_rate = 1.0
+    for at in range(2 * FAILURES_IN_A_ROW):
+        watched.engine.run([at, *PROMPT], max_tokens=1)
+    assert watched.shows("tier_failed_transfers") == [FAILURES_IN_A_ROW]
+    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 0, 1]
+    watched.flood()
+    watched.engine.now += PAUSE_SECONDS  # what has left meanwhile is counted now
+    watched.engine.step()
+    assert watched.shows("tier_unsaved_chunks")[0] > 0
+
+
+def test_what_a_rank_has_moved_is_told_once():
+    moves = TierMoves()
+    moved = SlabStatistics(100, 200, 0.5, 0.25, 0, None, None)
+    assert moves.take(moved).data == {
+        "tier_transferred_bytes:read": 100,
+        "tier_transferred_bytes:write": 200,
+        "tier_transfer_seconds:read": 0.5,
+        "tier_transfer_seconds:write": 0.25,
+    }
+    assert moves.take(moved) is None
+    assert moves.take(moved._replace(bytes_read=160)).data == {"tier_transferred_bytes:read": 60}
 
 
 # Times
@@ -438,6 +511,12 @@ def test_the_log_says_what_matters(tmp_path):
     ]
     logging.log(lambda text, *args: lines.append(text % args))
     assert len(lines) == 1, "the same interval was told twice"
+    logging.observe({"tier_hit_tokens": 64, "tier_transferred_bytes:read": 3 * 10**9, "tier_capacity_blocks": 10})
+    logging.observe({"tier_state:paused": 1, "tier_unsaved_chunks": 2})
+    logging.log(lambda text, *args: lines.append(text % args))
+    assert lines[1].endswith(
+        "tier_hit_tokens=64, tier_read_gb=3.0, tier_write_gb=0.0, tier_unsaved_chunks=2, tier_state_paused=1"
+    )
 
 
 # In a MultiConnector

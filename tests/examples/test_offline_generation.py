@@ -191,6 +191,10 @@ def test_a_control_that_differs_before_the_damage_proves_nothing(example):
         (["--device-blocks", "999999999"], "ask for at most"),
         (["--json", "/no/such/folder/x.json"], "not a file that can be written"),
         (["--max-new-tokens", "8190"], "more than the model's 8192"),
+        (["--tier", "disk:/x:1GiB"], "unknown kind of tier"),
+        (["--tier", "file:/no/such/folder:1TB"], "does not exist"),
+        (["--tier", "file:/tmp:1MiB"], "give the tier at least"),
+        (["--tier", "file:/tmp:1GiB", "--offload", "off"], "below host memory"),
     ],
 )
 @pytest.mark.usefixtures("small_model")
@@ -214,6 +218,51 @@ def test_a_prompt_longer_than_the_model_is_refused(example, tmp_path, capsys, ch
     prompts.write_text(json.dumps({"prompt": "x" * 9000}) + "\n")
     assert example.main(["--model", str(checkpoint), "--prompts", str(prompts), "--device-blocks", "1000"]) == 2
     assert "more than the model's 8192" in capsys.readouterr().err
+
+
+TIERS = ["full", "swa", "hybrid", "mla"]
+
+
+def with_tier(arch, folder, *options):
+    blocks = "72" if arch in ("full", "mla") else "88"
+    tier = ["--tier", f"file:{folder}:64MiB", "--host-bytes", "16MiB", "--offload", "eager"]
+    return [*SMALL, "--device-blocks", blocks, "--arch", arch, *tier, *options]
+
+
+@pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize("arch", TIERS)
+def test_a_second_run_finds_in_the_files_what_the_first_had(example, tmp_path, capsys, arch):
+    options = with_tier(arch, tmp_path)
+    reports = []
+    for _ in range(2):
+        status, report = run(example, tmp_path, *options)
+        assert status == 0
+        reports.append(report)
+        assert "on host  of it from tier" in capsys.readouterr().out
+    first, again = reports
+    assert first["tier"]["found"] == 0 < again["tier"]["found"]
+    assert first["rounds"][0]["tier_hit_tokens"] == 0
+    of_host = again["rounds"][0]["host_hit_tokens"]
+    assert 0 < again["rounds"][0]["tier_hit_tokens"] <= of_host
+    assert 2 * of_host > again["rounds"][0]["prompt_tokens"] - again["rounds"][0]["device_hit_tokens"]
+    assert all(line["max_logit_error"] <= example.TOLERANCE for report in reports for line in report["rounds"])
+    assert again["tier"]["refused"] == 0
+
+
+@pytest.mark.usefixtures("small_model")
+@pytest.mark.parametrize("arch", TIERS)
+def test_with_a_tier_a_corrupted_piece_is_caught_too(example, tmp_path, arch):
+    options = with_tier(arch, tmp_path)
+    run(example, tmp_path, *options)
+    status, report = run(example, tmp_path, *options, "--corrupt", "chunk")
+    assert (status, report["control"]) == (1, "caught")
+
+
+@pytest.mark.usefixtures("small_model")
+def test_without_a_tier_the_table_has_no_column_for_it(example, tmp_path, capsys):
+    _, report = run(example, tmp_path, *SMALL, "--rounds", "1", "--documents", "1")
+    assert "tier" not in report and report["rounds"][0]["tier_hit_tokens"] is None
+    assert "tier" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "number"), [("2GiB", 1 << 31), ("500MB", 500_000_000), ("64k", 64_000), ("7", 7)])

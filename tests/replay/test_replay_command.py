@@ -23,6 +23,8 @@ MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
+TOKEN = ["--bytes-per-token", "2048"]
+RATES = ["--prefill-rate", "1000", "--host-rate", "1"]
 
 
 @pytest.fixture
@@ -109,6 +111,47 @@ def test_json_of_two_tiers_names_both(trace, tmp_path):
     assert result["block_hit_ratio"] == 5 / 12
 
 
+def test_a_tier_below_has_columns_and_json_of_its_own(trace, capsys, tmp_path):
+    out = tmp_path / "out.json"
+    below = ["--below", "50", "--below-offload", "eager"]
+    assert main(["replay", trace, "--policy", "lru,min", "--capacity", "3", *below, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "above a tier of 50 blocks with LRU; eager stores\n" in printed
+    assert "unsaved: blocks that left the host before" in printed and "prefill saved" not in printed
+    result, known = json.loads(out.read_text())["results"]
+    assert (result["below_capacity_blocks"], result["below_offload"]) == (50, "eager")
+    assert sum(result["block_hit_ratio_by_tier"].values()) == pytest.approx(result["block_hit_ratio"]) == 5 / 12
+    assert result["block_hit_ratio_by_tier"]["below"] == 3 / 12
+    assert "below_capacity_blocks" not in known and known["block_hit_ratio"] == 5 / 12
+
+
+def test_three_tiers_have_at_eviction_and_rates(trace, capsys, tmp_path):
+    tiers = ["--capacity", "2,3", "--device-capacity", "3", "--below", "6GB"]
+    rates = [*RATES, "--below-rate", "0.5"]
+    assert main(["replay", trace, "--policy", "lru,arc", *tiers, *TOKEN, *rates]) == 0
+    printed = capsys.readouterr().out
+    assert "reading is as fast as computing at 0.00 GB/s" in printed
+    assert "those blocks are missed" in printed
+    lines = [line for line in printed.splitlines() if line.startswith(("lru", "arc"))]
+    assert len(lines) == 4 and all(" s " in line for line in lines)
+
+
+def test_prefill_saved_is_shown_without_a_tier_below_too(trace, capsys):
+    assert main(["replay", trace, "--policy", "lru", "--capacity", "100", *TOKEN, *RATES]) == 0
+    assert rows(capsys)["lru", "100"]["prefill saved"] == f"{5 * 512 * (1e-3 - 2048 / 1e9):.1f} s"
+
+
+def test_the_rate_of_a_tier_is_read_from_what_bench_writes(trace, capsys, tmp_path):
+    measured = tmp_path / "rates.json"
+    measured.write_text(json.dumps({"read_gb_per_s": 0.125}))
+    options = ["--policy", "lru", "--capacity", "3", "--below", "50", *TOKEN, *RATES, "--below-rate"]
+    assert main(["replay", trace, *options, str(measured)]) == 0
+    assert "0.12 GB/s from below" in capsys.readouterr().out
+    measured.write_text("{}")
+    assert main(["replay", trace, *options, str(measured)]) == 2
+    assert "is not what `bench --tier PATH --json FILE` writes" in capsys.readouterr().err
+
+
 def test_bytes_are_capacities_and_are_counted(trace, capsys):
     main(["replay", trace, "--policy", "lru", "--capacity", "100MiB", "--bytes-per-token", "2048"])
     assert rows(capsys)["lru", "100"]["stored bytes"] == "7.0 MiB"
@@ -180,6 +223,17 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
         (["--capacity", "9" * 400], "at most 15 digits"),
         (["--capacity", "9" * 400 + "GiB", "--bytes-per-token", "1"], "at most 15 digits"),
         (["--tp", "2"], "--tp is for --model"),
+        (["--below-offload", "lazy"], "--below-offload is for a tier below the host: give --below"),
+        (["--below", "7", "--capacity", "4"], "needs at least 8"),
+        (["--below", "1GiB"], "--bytes-per-token or --model"),
+        (["--below-rate", "7"], "--below-rate is for a tier below"),
+        (["--prefill-rate", "7"], "give --host-rate, too"),
+        (["--capacity", "4", "--below", "50", "--prefill-rate", "7", "--host-rate", "1"], "give --below-rate, too"),
+        (["--prefill-rate", "7", "--host-rate", "1"], "rates are in bytes"),
+        (
+            ["--capacity", "4", "--below", "50", *TOKEN, *RATES, "--below-rate", "fast"],
+            "must be a number above 0, got 'fast', or the file of",
+        ),
         (["--bytes-per-token", "2", "--kv-dtype", "fp8"], "--kv-dtype is for --model"),
     ],
 )
@@ -195,6 +249,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
         *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
+        *(["--host-rate", "0"], ["--prefill-rate", "nan"], ["--below-offload", "never"]),
     ],
     ids=str,
 )

@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.slab.settings import FileTier, parse_bytes, parse_tier
+from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.slab.settings import FileTier, parse_tier
 from cpu_prefix_cache.slab.sizing import num_slots
 from tests.slab.small_slab import BLOCK, Letters, namespace, open_slab
 

@@ -17,7 +17,7 @@ Before each forward pass the host cache copies, and the engine waits for it.
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from connector.transformers.checkpoints import Checkpoints
 from connector.transformers.continuing import Continuation, check_continues
+from connector.transformers.identity import model_name, weights_revision
 from connector.transformers.paged import BlockTable, PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.working import WorkingState
@@ -44,7 +45,11 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, Loading, Wait
 from cpu_prefix_cache.messages.errors import InternalError
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.pool.coordinator import new_pool
+from cpu_prefix_cache.slab.settings import FileTier
+
+OPENING = "opening"  # state of a tier
 
 
 class PromptRefused(PrefixCacheError):
@@ -73,6 +78,8 @@ class ByteTokenizer:
 class Generation:
     """The answer to one prompt. `device_hit_tokens + host_hit_tokens + computed_tokens == prompt_tokens`.
 
+    Of the host hit the tier below had `tier_hit_tokens`, and the host had not.
+
     `first_logits` are those of the first generated token, float32 [vocabulary]. `cuts` are the token positions at
     which prefill chunks ended; the last one is `prompt_tokens`. `ttft_seconds` is the time to the first token.
     """
@@ -86,6 +93,7 @@ class Generation:
     ttft_seconds: float
     cuts: tuple[int, ...]
     first_logits: torch.Tensor = field(repr=False)
+    tier_hit_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -125,6 +133,10 @@ class PrefixCachedGenerator:
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     prefix_caching        False: every prompt is computed from its first token, for comparison
     wrap_copier           for tests: see HostCache
+    below                 a tier of files for what the host cannot hold, also from before a restart (docs/tiers.md).
+                          Without a `model` it gets the name of this one, and a digest of its weights as `revision`
+
+    `close` it: with a tier below, that writes what only the host has, and lets another process have the files.
 
     Raises ConfigurationError with a message that says what would work.
     """
@@ -145,6 +157,7 @@ class PrefixCachedGenerator:
         checkpoint_interval: int | None = None,
         prefix_caching: bool = True,
         wrap_copier: CopierWrapper | None = None,
+        below: FileTier | None = None,
     ) -> None:
         if offload not in (*OFFLOAD_MODES, "off"):
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}, off; got {offload!r}")
@@ -165,7 +178,7 @@ class PrefixCachedGenerator:
         self.pool = new_pool(self.planner, device_blocks, on_device=True)
         self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
         self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
-        self._hasher = ChainHasher(block_tokens)
+        self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
         self._host: HostCache | None = None
@@ -184,8 +197,12 @@ class PrefixCachedGenerator:
                 thresholds=Thresholds(store_after, min_store_tokens),
                 checkpoint_interval=checkpoint_interval,
                 wrap_copier=wrap_copier,
+                below=None if below is None else _named(below, model),
             )
             self._host.prepare()
+            _take_in(self._host)
+        elif below is not None:
+            raise ConfigurationError("a tier is below host memory: give host_bytes, and an offload other than off")
         self._served = 0
 
     def generate(self, prompts: Iterable[str | Sequence[int]], max_new_tokens: int = 16) -> Iterator[Generation]:
@@ -210,7 +227,9 @@ class PrefixCachedGenerator:
         begin = time.perf_counter()
         sequence, device_hit = self._admit(tokens)
         try:
+            in_tier = self._tier_hits()
             host_hit = self._load(sequence, device_hit)
+            in_tier = self._tier_hits() - in_tier
             hit = sequence.table.length
             *ends, last = (end for end in cuts or self._usual_cuts(hit, len(tokens), sequence.kept) if end > hit)
             for end in ends:
@@ -231,6 +250,7 @@ class PrefixCachedGenerator:
             ttft_seconds=ttft,
             cuts=(*ends, last),
             first_logits=logits.float(),
+            tier_hit_tokens=in_tier,
         )
 
     def cuts_without_cache(self, generation: Generation) -> list[int]:
@@ -242,6 +262,19 @@ class PrefixCachedGenerator:
     def statistics(self) -> CacheStatistics | None:
         """Statistics of the host cache; None without one."""
         return None if self._host is None else self._host.statistics().cache
+
+    def tier_statistics(self) -> TierStatistics | None:
+        """Statistics of the tier below the host cache; None without one."""
+        return None if self._host is None else self._host.statistics().tier
+
+    def close(self) -> None:
+        """Write to the tier what only the host has, and give the memory back. Nothing is generated any more."""
+        if self._host is not None:
+            self._host.close()
+
+    def _tier_hits(self) -> int:
+        tier = self.tier_statistics()
+        return 0 if tier is None else tier.hit_tokens
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -472,6 +505,17 @@ def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
     finally:  # also after an interrupt, wait for the transfers and resolve them
         ended = host.wait()
     return ended
+
+
+def _take_in(host: HostCache) -> None:
+    """Wait until a tier has told all that it holds from before, so that the first prompt finds it."""
+    while (tier := host.statistics().tier) is not None and tier.state == OPENING:
+        _copy(host)
+
+
+def _named(below: FileTier, model: PreTrainedModel) -> FileTier:
+    """The tier of this model, unless it is said whose it is."""
+    return below if below.model else replace(below, model=model_name(model), revision=weights_revision(model))
 
 
 def _max_model_len(model: PreTrainedModel) -> int:

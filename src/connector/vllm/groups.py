@@ -26,8 +26,10 @@ from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPl
 Fields = dict[str, Any]
 
 
-def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HybridChunkPlanner:
-    """The planner of this model, for one rank as the scheduler sees it.
+def planner_for(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False
+) -> HybridChunkPlanner:
+    """The planner of this model, for one rank as the scheduler sees it. With `in_pages` host blocks are whole pages.
 
     Raises ConfigurationError for an unknown kind of KV state, and for one that cannot be kept as configured.
     """
@@ -40,7 +42,8 @@ def planner_for(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Hybr
     pages = versions.layer_pages(kv_cache_config)
     groups = [_group(at, group, pages, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
     _check_lengths([group for group in groups if group.kind is not GroupKind.NONE], grid)
-    return HybridChunkPlanner(groups, max_model_len=vllm_config.model_config.max_model_len, grid_tokens=grid)
+    length = vllm_config.model_config.max_model_len
+    return HybridChunkPlanner(groups, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
 
 
 def _check_lengths(groups: Sequence[Group], grid: int) -> None:

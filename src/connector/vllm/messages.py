@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from cpu_prefix_cache import RankReport, StepPlan
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 
 
 @dataclass
@@ -20,6 +21,7 @@ class StepMetadata(KVConnectorMetadata):
     destinations    load id -> its device blocks, for releases of vLLM that are told of failed loads by blocks
     is_awaited      whether requests wait for a copy to end, or for the device blocks that it holds
     timed           the number of this step, if its duration is measured (to learn how fast prompts are computed)
+    tier            what the ranks do with the tier below host memory, after `plan`; None if there is none
     """
 
     plan: StepPlan | None = None
@@ -28,11 +30,12 @@ class StepMetadata(KVConnectorMetadata):
     destinations: Mapping[int, Sequence[int]] = field(default_factory=dict)
     is_awaited: bool = False
     timed: int | None = None
+    tier: TierPlan | None = None
 
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """What ranks have copied. vLLM aggregates those of one step, in any order.
+    """What ranks have copied, and their tiers. vLLM aggregates those of one step, in any order.
 
     Without `__len__`, because vLLM tests it for truth. `timed` is that of the step's metadata: several steps may be in
     flight, and vLLM drops empty outputs, so the scheduler half cannot count outputs to know the step.
@@ -40,6 +43,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
     reports: tuple[RankReport, ...]
     timed: int | None = None
+    tier: tuple[TierReport, ...] = ()
 
     def aggregate(self, other: "WorkerReports") -> "WorkerReports":
-        return WorkerReports(self.reports + other.reports, self.timed)
+        return WorkerReports(self.reports + other.reports, self.timed, self.tier + other.tier)

@@ -2,24 +2,32 @@
 
     in the scheduler   CacheCounts       the cache's statistics: counts since the last report, and present levels
     in each worker     TransferTimes     the seconds and GB/s of each transfer that succeeded on this rank
+                       TierMoves         what the tier of this rank has read and written
     between processes  CacheStats        a report of either; vLLM aggregates those of all ranks, both halves, and steps
     in the frontend    CachePromMetrics  the same numbers under the names in METRICS
 
-A report is a flat dict: for each series a number, or a list of observations.
+A report is a flat dict: for each series a number, or a list of observations. Series of a tier below host memory exist
+only where there is one.
 """
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from connector.vllm.tier_options import TIER
 from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+
+if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
+    from cpu_prefix_cache.slab.slab_copier import SlabStatistics
 
 PREFIX = "vllm:cpu_prefix_cache_"
 DIRECTIONS = tuple(direction.value for direction in Direction)
+TIER_DIRECTIONS = ("read", "write")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GB_PER_SECOND = (
     0.1,
@@ -110,8 +118,41 @@ METRICS = (
         *("direction", DIRECTIONS, GB_PER_SECOND),
     ),
 )
-KINDS = {key: metric.kind for metric in METRICS for key, _ in metric.series()}
-TROUBLES = ("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off")
+STATES = ("opening", "open", "paused")
+TIER_METRICS = (
+    Metric("tier_hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that came from the tier by way of host."),
+    Metric(
+        "tier_transferred_bytes",
+        Kind.COUNT,
+        "Bytes that all ranks together have read from the tier, or written to it.",
+        *("direction", TIER_DIRECTIONS),
+    ),
+    Metric(
+        "tier_transfer_seconds",
+        Kind.COUNT,
+        "Seconds in which the tier was read, or written, added up over ranks.",
+        *("direction", TIER_DIRECTIONS),
+    ),
+    Metric(
+        "tier_requests",
+        Kind.COUNT,
+        "Requests of which the tier had more than the host: waited for it, waited in vain, or would have computed "
+        "sooner.",
+        *("outcome", ("asked", "late", "declined")),
+    ),
+    Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
+    Metric("tier_unsaved_chunks", Kind.COUNT, "Chunks that left the host before they could be written to the tier."),
+    Metric("tier_failed_transfers", Kind.COUNT, "Reads and writes of the tier that failed."),
+    Metric("tier_found_chunks", Kind.COUNT, "Chunks that were there from before the start."),
+    Metric("tier_resident_blocks", Kind.LEVEL, "Slots of the tier that are found by key, each of a host block's size."),
+    Metric("tier_capacity_blocks", Kind.LEVEL, "All slots of the tier."),
+    Metric("tier_state", Kind.LEVEL, "1 for the state that the tier is in, else 0.", *("state", STATES)),
+)
+KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in metric.series()}
+TROUBLES = (
+    *("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off"),
+    *("tier_refused_slots", "tier_unsaved_chunks", "tier_failed_transfers", "tier_state:paused"),
+)
 
 
 class CacheStats(KVConnectorStats):
@@ -147,6 +188,11 @@ class CacheStats(KVConnectorStats):
             summary[f"{word}_gb_per_second"] = round(self._rate(direction), 1)
         if self.data.get("capacity_blocks"):
             summary["resident_share"] = round(self.data["resident_blocks"] / self.data["capacity_blocks"], 3)
+        if self.data.get("tier_capacity_blocks"):
+            summary["tier_hit_tokens"] = self.data.get("tier_hit_tokens", 0)
+            for direction in TIER_DIRECTIONS:
+                num_bytes = self.data.get(f"tier_transferred_bytes:{direction}", 0)
+                summary[f"tier_{direction}_gb"] = round(num_bytes / 1e9, 3)
         return summary | {key.replace(":", "_"): self.data[key] for key in TROUBLES if self.data.get(key)}
 
     def _rate(self, direction: str) -> float:
@@ -197,7 +243,26 @@ class CacheCounts:
             "transfers_in_flight:store": statistics.storing,
             "transfers_in_flight:load": statistics.loading,
             "off": int(self._cache.is_off),
+            **(_tier_numbers(self._cache) if isinstance(self._cache, TieredCache) else {}),
         }
+
+
+def _tier_numbers(cache: TieredCache) -> dict[str, int]:
+    statistics = cache.tier_statistics()
+    below = statistics.cache
+    return {
+        "tier_hit_tokens": statistics.hit_tokens,
+        "tier_requests:asked": statistics.asked,
+        "tier_requests:late": statistics.late,
+        "tier_requests:declined": statistics.declined,
+        "tier_refused_slots": statistics.refused,
+        "tier_unsaved_chunks": statistics.unsaved,
+        "tier_failed_transfers": below.stores_failed + below.loads_failed,
+        "tier_found_chunks": statistics.found,
+        "tier_resident_blocks": below.pool.cached,
+        "tier_capacity_blocks": below.pool.capacity,
+        **{f"tier_state:{state}": int(state == statistics.state) for state in STATES},
+    }
 
 
 class TransferTimes:
@@ -222,8 +287,29 @@ class TransferTimes:
         return stats
 
 
+class TierMoves:
+    """What the tier of a rank has moved since the last call."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def take(self, statistics: "SlabStatistics") -> CacheStats | None:
+        """None when nothing was moved."""
+        now: dict[str, float] = {
+            "tier_transferred_bytes:read": statistics.bytes_read,
+            "tier_transferred_bytes:write": statistics.bytes_written,
+            "tier_transfer_seconds:read": statistics.read_seconds,
+            "tier_transfer_seconds:write": statistics.write_seconds,
+        }
+        before, self._before = self._before, now
+        new = {key: value - before.get(key, 0) for key, value in now.items() if value != before.get(key, 0)}
+        return CacheStats(new) if new else None
+
+
 class CachePromMetrics(KVConnectorPromMetrics):
-    """METRICS in vLLM's metric classes, which show them in /metrics. All series exist from the start, at 0."""
+    """METRICS in vLLM's metric classes, which show them in /metrics, and TIER_METRICS if there is a tier. All series
+    exist from the start, at 0.
+    """
 
     def __init__(
         self,
@@ -234,7 +320,8 @@ class CachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
-        for metric in METRICS:
+        has_tier = TIER in vllm_config.kv_transfer_config.kv_connector_extra_config
+        for metric in (*METRICS, *TIER_METRICS) if has_tier else METRICS:
             shown = self._show(metric)
             for engine, labels in per_engine_labelvalues.items():
                 for key, own in metric.series():

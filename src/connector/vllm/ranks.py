@@ -1,5 +1,7 @@
 """Collective decisions of an engine's ranks, so that no rank waits forever for one that has failed."""
 
+from typing import Any
+
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, in_the_same_node_as
 
@@ -27,6 +29,21 @@ def as_on_the_first_stage(numbers: list[int]) -> list[int]:
     """The `numbers` of the pipeline's first stage. Each rank calls this with its own."""
     first: list[int] = get_pp_group().broadcast_object(numbers, src=0)
     return first
+
+
+def as_on_the_first(value: Any) -> Any:
+    """The `value` of the engine's first rank. Each rank calls this with its own."""
+    return get_tp_group().broadcast_object(get_pp_group().broadcast_object(value, src=0), src=0)
+
+
+def largest(number: int) -> int:
+    """The largest `number` of any rank. Each rank calls this with its own."""
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            of_all = [0] * group.world_size
+            torch.distributed.all_gather_object(of_all, number, group=group.cpu_group)
+            number = max(of_all)
+    return number
 
 
 def share_memory() -> bool:

@@ -18,7 +18,7 @@ from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.limits import check_fits
-from cpu_prefix_cache.model.planner import ALIGNMENT, Piece
+from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class Shapes:
     host_block_bytes: int
 
 
-def shapes_of(planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig) -> Shapes:
-    """The shapes of this rank.
+def shapes_of(
+    planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False
+) -> Shapes:
+    """The shapes of this rank. With `in_pages` its host blocks are whole pages, too.
 
     The number of host blocks of a piece is the scheduler's, which sees the first pipeline stage; its bytes are those of
     this rank's layers; and host blocks are as large as the pieces require.
@@ -43,13 +45,14 @@ def shapes_of(planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_co
         for piece, n, own in zip(planner.pieces, counts, own_block_bytes(kv_cache_config), strict=True)
     )
     needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
-    return Shapes(pieces, planned if needed <= planned else -(-needed // ALIGNMENT) * ALIGNMENT)
+    unit = PAGE_BYTES if in_pages else ALIGNMENT
+    return Shapes(pieces, planned if needed <= planned else -(-needed // unit) * unit)
 
 
 def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device: torch.device) -> HostArena:
     """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
-    _agree(parallel, _problem(settings, parallel))
+    agree(parallel, _problem(settings, parallel))
     try:
         arena = HostArena(
             settings.host_bytes // shapes.host_block_bytes,
@@ -58,10 +61,10 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device
             shared_as=_shared_name(vllm_config) if settings.is_shared else None,
         )
     except Exception as error:
-        _agree(parallel, error)
+        agree(parallel, error)
         raise
     try:
-        _agree(parallel, None)
+        agree(parallel, None)
     except BaseException:
         arena.close()
         raise
@@ -85,7 +88,8 @@ def _problem(settings: Settings, parallel: ParallelConfig) -> ConfigurationError
     return None
 
 
-def _agree(parallel: ParallelConfig, problem: Exception | None) -> None:
+def agree(parallel: ParallelConfig, problem: Exception | None) -> None:
+    """Continue on all ranks of an engine or on none, also if it has only one."""
     if parallel.world_size > 1:
         ranks.agree(problem)
     elif problem is not None:

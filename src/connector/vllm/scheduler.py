@@ -3,8 +3,8 @@
     vLLM's call                         becomes
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
-    build_connector_meta                cache.preempted, cache.computed, then cache.step
-    update_connector_output             cache.invalidated, cache.report, cache.goes_on, cache.catch_up
+    build_connector_meta                cache.preempted, cache.computed, then cache.step, and plan_below if it is tiered
+    update_connector_output             cache.invalidated, cache.report, cache.goes_on, cache.catch_up; report_below
     request_finished                    cache.finished
     reset_cache                         cache.reset
 
@@ -39,7 +39,10 @@ from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
+from cpu_prefix_cache.messages.tier import TierPlan
 from cpu_prefix_cache.offload import break_even
+from cpu_prefix_cache.tiers.tier_cache import TierCache
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class SchedulerHalf:
             pool, settings.planner, settings.group_ids, self._unwritten_hashes, settings.hashes_per_chunk
         )
         self.cache = settings.build(self.device)
+        self.tier = self.cache if isinstance(self.cache, TieredCache) else None
         self._counts = CacheCounts(self.cache)
         self.clock = clock
         self._planner = settings.planner
@@ -136,7 +140,8 @@ class SchedulerHalf:
         # Requests that were looked up and not admitted wait for the load of another one, or for device blocks.
         is_awaited = bool(self._on_device)
         tokens = output.total_num_scheduled_tokens
-        return StepMetadata(plan, requests, tokens > 0, destinations, is_awaited, self._begin_timing(tokens))
+        timed = self._begin_timing(tokens)
+        return StepMetadata(plan, requests, tokens > 0, destinations, is_awaited, timed, self._plan_below())
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of the step that begins now, if its duration is to be measured."""
@@ -165,12 +170,20 @@ class SchedulerHalf:
             tokens = 0 if waits else _computed_tokens(request)
             self._remember(request, tokens)
             self.cache.computed(id, tokens)
+        if self.tier is not None:
+            self.tier.passed(self.clock())
         return self.cache.step()
+
+    def _plan_below(self) -> TierPlan | None:
+        return None if self.tier is None else self.tier.plan_below()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.invalid_block_ids:
             self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
+        if self.tier is not None:
+            for below in reports.tier if reports is not None else ():
+                self.tier.report_below(below)
         for report in reports.reports if reports is not None else ():
             for each in self.cache.report(report):
                 if each.request_id in self._admitted and not each.ok:
@@ -194,7 +207,8 @@ class SchedulerHalf:
         self.cache.reset()
 
     def has_transfers(self) -> bool:
-        return self.cache.has_transfers
+        """Whether an idle engine must go on stepping. With a tier also until it is open, and nothing waits for it."""
+        return self.cache.has_transfers or (self.tier is not None and _has_work(self.tier.below))
 
     def take_stats(self) -> CacheStats | None:
         return self._counts.take()
@@ -244,6 +258,11 @@ class SchedulerHalf:
             request = self._admitted[id]
             before = request.num_computed_tokens
             yield from request.block_hashes[before // self._hash_tokens : (before + num_tokens) // self._hash_tokens]
+
+
+def _has_work(below: TierCache) -> bool:
+    """Whether a tier has something to do in the next step although nothing is in flight."""
+    return not below.is_off and (not below.demotion.is_open or below.demotion.num_waiting > 0)
 
 
 class _Everything(Container[bytes]):

@@ -19,8 +19,11 @@ from connector.vllm.groups import (
     planned_group_ids,
     planner_for,
 )
+from connector.vllm.tier_options import TIER, check_options
+from connector.vllm.tier_settings import TierSettings
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner, Thresholds
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 BYTES = "cpu_bytes_to_use"
 NUMBERS = {  # whole numbers: the least that is allowed, and what they count
@@ -31,7 +34,7 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
     "min_store_tokens": (0, "tokens"),
 }
 TEXTS = ("offload", "policy")
-OPTIONS = (*NUMBERS, *TEXTS)
+OPTIONS = (*NUMBERS, *TEXTS, TIER)
 THRESHOLDS = ("store_after", "min_store_tokens")
 LOAD_DEADLINE_SECONDS = 30.0
 STUCK_SECONDS = 300.0  # where vLLM cannot be told of a failed load, the engine stops: not for a pause of the machine
@@ -52,13 +55,14 @@ class Settings:
     hashes_per_chunk: int
     steps: EngineSteps
     publishes_events: bool  # whether vLLM publishes KV events
-    options: Mapping[str, Any]  # the options given, without BYTES
+    tier: TierSettings | None
+    options: Mapping[str, Any]  # the options given, without BYTES and TIER
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
         """Raises ConfigurationError with a message that says what would work."""
         options = checked_options(vllm_config)
-        planner = planner_for(vllm_config, kv_cache_config)
+        planner = planner_for(vllm_config, kv_cache_config, in_pages=TIER in options)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         parallel = vllm_config.parallel_config
         _check_launcher(parallel)
@@ -70,25 +74,30 @@ class Settings:
                 f"{BYTES} must hold a chunk and its checkpoint on all ranks, at least {least} bytes; "
                 f"got {options[BYTES]}"
             )
+        hashes = hash_blocks_per_chunk(vllm_config, kv_cache_config)
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
             host_bytes=options.pop(BYTES) // regions,
             ranks=parallel.world_size,
             is_shared=is_shared,
-            hashes_per_chunk=hash_blocks_per_chunk(vllm_config, kv_cache_config),
+            hashes_per_chunk=hashes,
             steps=_steps(vllm_config, planner, kv_cache_config),
             publishes_events=_publishes_events(vllm_config),
+            tier=_tier(options.pop(TIER, None), vllm_config, planner, hashes, regions),
             options=options,
         )
 
+    @property
+    def host_blocks(self) -> int:
+        return self.host_bytes // self.planner.host_block_bytes
+
     def build(self, device: Device) -> CPUPrefixCache:
+        """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
         thresholds = {name: value for name, value in self.options.items() if name in THRESHOLDS}
         rest = {name: value for name, value in self.options.items() if name not in THRESHOLDS}
-        return CPUPrefixCache(
-            self.planner,
-            device,
-            host_blocks=self.host_bytes // self.planner.host_block_bytes,
+        options: dict[str, Any] = dict(
+            host_blocks=self.host_blocks,
             ready_blocks=0,  # until every rank has reported its region
             ranks=self.ranks,
             steps=self.steps,
@@ -96,6 +105,18 @@ class Settings:
             log_boundaries=self.publishes_events,
             **{"min_load_tokens": None, **rest},
         )
+        if self.tier is None:
+            return CPUPrefixCache(self.planner, device, **options)
+        slots = self.tier.num_slots(self.planner.host_block_bytes, self.host_blocks)
+        return TieredCache(self.planner, device, slots=slots, below_offload=self.tier.said.offload, **options)
+
+
+def _tier(
+    option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hashes: int, regions: int
+) -> TierSettings | None:
+    if option is None:
+        return None
+    return TierSettings.of(option, vllm_config, planner, planner.grid_tokens // hashes, regions)
 
 
 def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> EngineSteps:
@@ -147,6 +168,9 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
     if BYTES not in options:
         raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
     for name, value in options.items():
+        if name == TIER:
+            check_options(value)
+            continue
         if name in TEXTS:
             if type(value) is not str:
                 raise ConfigurationError(f"{name} is a string, got {value!r}")

@@ -53,7 +53,7 @@ def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCop
     >>> from cpu_prefix_cache.model.groups import Group, GroupKind
     >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)
     >>> written_by(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
-    GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7))
+    GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7), labels=())
     """
     here, there = piece.host_blocks, piece.device_blocks
     mine = [at for at, block in enumerate(copy.host_blocks[::here]) if block // here % ranks == rank]

@@ -54,6 +54,24 @@ def view_rows(view: torch.Tensor, num_blocks: int) -> Iterator[torch.Tensor]:
         yield bytes_of.as_strided((num_blocks, width * scale), (stride * scale, 1), offset * scale)
 
 
+def order_of(registered: Registered, num_blocks: int) -> str:
+    """In which order a layer's rows hold what, however many blocks there are: type, block dimension, and the other
+    dimensions with their sizes, the one with the largest stride first.
+
+    >>> order_of(torch.zeros(2, 8, 16, 4, dtype=torch.float16).permute(0, 1, 3, 2), num_blocks=8)
+    'float16 1: 0x2 3x16 2x4'
+    """
+    views = [registered] if isinstance(registered, torch.Tensor) else registered
+    return ", ".join(_order_of_view(view, num_blocks) for view in views)
+
+
+def _order_of_view(view: torch.Tensor, num_blocks: int) -> str:
+    at = _block_dimension(view, num_blocks)
+    sizes = [*view.shape[:at], view.shape[at] // num_blocks, *view.shape[at + 1 :]]
+    inner = sorted((d for d in range(view.ndim) if sizes[d] > 1), key=lambda d: view.stride()[d], reverse=True)
+    return f"{str(view.dtype).removeprefix('torch.')} {at}: {' '.join(f'{d}x{sizes[d]}' for d in inner)}"
+
+
 def _block_dimension(view: torch.Tensor, num_blocks: int) -> int:
     """The dimension that counts blocks: the first, or the second after K and V, if their stride is the larger one."""
     if view.ndim > 2 and view.shape[0] == 2 and view.stride(0) > view.stride(1) and view.shape[1] % num_blocks == 0:

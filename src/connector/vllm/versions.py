@@ -7,6 +7,7 @@ base class only).
     since 0.28    failed loads are reported by request ids
     before 0.28   blocks of windows and states are kept at every boundary; no window keeps extra tokens or is replayed
     before 0.28   with any connector, a Mamba hybrid gets the longest hit of one group instead of the joint hit
+    older ones    chains of block hashes begin at random unless PYTHONHASHSEED is set, also with sha256
 """
 
 import logging
@@ -17,7 +18,7 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ TESTED = ((0, 26), (0, 33))  # the first and the last
 
 # Whether failed loads are reported by request ids.
 TAKES_FAILED_REQUESTS = any(field.name == "failed_recving" for field in fields(KVConnectorOutput))
+
+# Whether a prompt has other hashes in each process, if PYTHONHASHSEED is not set and hashes are cryptographic.
+CHAINS_BEGIN_AT_RANDOM = "DEFAULT_NONE_HASH_SEED" not in vars(kv_cache_utils)
 
 
 def failed_requests(output: KVConnectorOutput) -> set[str]:
@@ -91,6 +95,24 @@ def host_hit_source() -> Any:
     except ImportError:
         return None
     return CacheHitSource.HOST
+
+
+def measures_scales(cache_config: Any) -> bool:
+    """Whether each process measures the scales of a quantized KV cache itself. Later releases cannot."""
+    return bool(vars(cache_config).get("calculate_kv_scales", False))
+
+
+def configured_backend(vllm_config: Any) -> str:
+    """The attention backend that the operator has chosen, if any."""
+    attention = vars(vllm_config).get("attention_config")
+    return "" if attention is None else str(vars(attention).get("backend"))
+
+
+def backend_of(layer: Any) -> str:
+    """The name of the backend that reads and writes a layer's KV. Empty where vLLM has no such layer."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # workers have it already
+
+    return str(layer.get_attn_backend().__name__) if isinstance(layer, AttentionLayerBase) else ""
 
 
 def needs_joint_hits(has_mamba: bool) -> bool:

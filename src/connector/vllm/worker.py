@@ -7,7 +7,8 @@
     build_connector_worker_meta  what this rank has to report to the scheduler half
 
 A step's plan starts before its forward pass: its stores read what earlier steps computed, and nothing in this step
-reads what it loads. vLLM zeroes new blocks before this call, except destinations of loads.
+reads what it loads. vLLM zeroes new blocks before this call, except destinations of loads. What the step does with the
+tier below host memory follows (`rank_tier.py`).
 """
 
 import logging
@@ -25,16 +26,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.vllm import versions
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
-from connector.vllm.metrics import CacheStats, TransferTimes
-from connector.vllm.regions import arena_of, shapes_of
+from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
+from connector.vllm.rank_tier import TierOfRank, tier_of_rank
+from connector.vllm.regions import Shapes, arena_of, shapes_of
 from connector.vllm.retry import RetryingCopier
 from connector.vllm.settings import LOAD_DEADLINE_SECONDS, STUCK_SECONDS, Settings
 from connector.vllm.shares import Share
-from connector.vllm.tensors import Registered, group_rows
+from connector.vllm.tensors import Registered, group_rows, order_of
+from connector.vllm.tier_namespace import row_order
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.messages.tier import TierReport
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -66,6 +71,8 @@ class WorkerHalf:
         self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._fails_by_blocks
         self._worker: CopyWorker | None = None
         self._share: Share | None = None
+        self._tier: TierOfRank | None = None
+        self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
@@ -78,6 +85,7 @@ class WorkerHalf:
         self._times = TransferTimes()
         self._report = RankReport(self._rank)
         self._sent = RankReport(self._rank)
+        self._tier_sent: TierReport | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
         self.close()
@@ -88,12 +96,14 @@ class WorkerHalf:
             for at in planned_group_ids(self._kv_cache_config)
         ]
         parallel = self._vllm_config.parallel_config
-        all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config)
+        in_pages = self._settings.tier is not None
+        all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config, in_pages=in_pages)
         here = [at for at, rows in enumerate(all_tensors) if rows]  # pipeline stages may lack groups
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
         arena = arena_of(self._settings, self._vllm_config, shapes, device)
+        self._tier = self._open_tier(arena, all_shapes, kv_caches)
         choose = partial(
             choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK, loads_first=True
         )
@@ -112,6 +122,19 @@ class WorkerHalf:
             load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else STUCK_SECONDS,
             on_done=self._times.observe,
         )
+
+    def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierOfRank | None:
+        if self._settings.tier is None:
+            return None
+        config = self._kv_cache_config
+        orders = {name: order_of(registered, config.num_blocks) for name, registered in kv_caches.items()}
+        layers = self._vllm_config.compilation_config.static_forward_context
+        try:
+            order = row_order(config, orders, layers)
+            return tier_of_rank(self._settings, self._vllm_config.parallel_config, shapes, arena.blocks, order)
+        except BaseException:
+            arena.close()
+            raise
 
     def begin(self, metadata: StepMetadata) -> None:
         """Start this rank's share of a step's plan, after the GPU work that was launched before."""
@@ -133,6 +156,8 @@ class WorkerHalf:
         # If vLLM cannot be told of a failed load, a cancelled one is finished all the same. Its bytes are from before
         # the reset, like those of running requests.
         self._worker.run(plan if self.can_fail_loads else plan._replace(cancelled=()))
+        if self._tier is not None and metadata.tier is not None:
+            self._tier.run(metadata.tier)
 
     def results(self) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended on this rank since the last call, and those of them that failed."""
@@ -165,16 +190,32 @@ class WorkerHalf:
     def reports(self) -> WorkerReports | None:
         """What this rank has finished. None in a step that computes and is not timed, if nothing is new."""
         is_news = self._report != self._sent or self._report.done or self._report.failed or self._report.late
-        if self._computes and self._timed is None and not is_news:
+        below = None if self._tier is None else self._tier.report()
+        if self._computes and self._timed is None and not is_news and not self._is_news(below):
             return None
-        self._sent = self._report
-        return WorkerReports((self._report,), self._timed)
+        self._sent, self._tier_sent = self._report, below
+        return WorkerReports((self._report,), self._timed, () if below is None else (below,))
+
+    def _is_news(self, below: TierReport | None) -> bool:
+        """Whether there is something to say of the tier, for the first time or until a plan has taken it in."""
+        if below is None:
+            return False
+        ended = below.transfers.done or below.transfers.failed
+        return below != self._tier_sent or bool(ended or below.found)
 
     def take_stats(self) -> CacheStats | None:
-        """The durations of transfers that ended on this rank since the last call."""
-        return self._times.take()
+        """The durations of transfers that ended on this rank since the last call, and what its tier has moved."""
+        times = self._times.take()
+        statistics = None if self._tier is None else self._tier.statistics()
+        moved = None if statistics is None else self._tier_moves.take(statistics)
+        if times is None or moved is None:
+            return moved if times is None else times
+        return times.aggregate(moved)
 
     def close(self) -> None:
+        if self._tier is not None:
+            self._tier.close()  # first: it reads and writes the region, which the worker closes
+            self._tier = None
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -185,8 +226,12 @@ class WorkerHalf:
         Only for NAP_SECONDS if no request waits for a copy, because a new one may arrive.
         """
         end = time.monotonic() + (IDLE_SECONDS if self._waiting or self._is_awaited else NAP_SECONDS)
-        while worker.is_busy and time.monotonic() < end:
+        tier = self._tier
+        before = None if tier is None else tier.report()
+        while (worker.is_busy or (tier is not None and tier.is_busy)) and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
+            if tier is not None and tier.report() != before:
+                return
             report = worker.report()
             if any(id in report.done or id in report.failed for id in self._waiting) or self._ending_soon():
                 return

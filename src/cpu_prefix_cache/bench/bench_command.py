@@ -2,6 +2,9 @@
 
 Measures a CUDA device in some seconds and prints a table. A store copies from the device to host memory, a load from
 host memory to the device. GB are 1e9 bytes.
+
+With --tier PATH a disk is measured instead: what it gives a tier in files, with checksums and O_DIRECT, beside plain
+calls to the system; and with a model, from which rate on reading a prefix takes less time than computing it.
 """
 
 import argparse
@@ -9,21 +12,35 @@ import argparse
 from cpu_prefix_cache.bench.rates import draw, table
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
+from cpu_prefix_cache.replay.options import add_weight_options, rate
+
+TIER_OPTIONS = ("json", "prefill_rate", "model", "bytes_per_token", "tp", "kv_dtype")
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="how fast copies are on this machine",
+        help="how fast copies, and files of a tier, are on this machine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg or .pdf")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA device (default 0)")
+    parser.add_argument("--tier", metavar="PATH[:SIZE]", help="measure a file of SIZE bytes there (default 1GiB)")
+    parser.add_argument("--json", metavar="OUT", help="with --tier: write the rates here, for `replay --below-rate`")
+    parser.add_argument(
+        "--prefill-rate", type=rate, metavar="TOKENS/S", help="with --tier: how fast prompts are computed"
+    )
+    add_weight_options(parser, required=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tier is not None:
+        return _run_tier(args)
+    for name in TIER_OPTIONS:
+        if getattr(args, name) is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for --tier")
     try:
         import torch
 
@@ -43,3 +60,14 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         draw(args.plot, measured.device, measured.rates, measured.limits)
     return 0
+
+
+def _run_tier(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        raise ConfigurationError("--plot draws rates of the link, and --tier measures none")
+    try:
+        from cpu_prefix_cache.bench.tier_bench import run_tier
+    except ImportError as missing:
+        sentence = f"bench --tier needs torch ({missing}): pip install 'cpu-prefix-cache[torch]'"
+        raise ConfigurationError(sentence) from missing
+    return run_tier(args)

@@ -75,8 +75,10 @@ class Completion:
         store.reports[0] = ok and good > 0
         self._device.release(store.hold)
         if store.succeeded and good < len(store.nodes):
-            for follower in store.followers if store.pieces else ():  # it may share pieces that will never come
-                self._cancel(follower)
+            gone = set(store.keys[good:])
+            for follower in store.followers:  # below what will never come, or it may share pieces of it
+                if store.pieces or follower.parent_key in gone:
+                    self._cancel(follower)
             self._pool.abort(store.nodes[good:])
             self._ledger.shorten(store, good)
         self._complete_stores(store)

@@ -1,11 +1,13 @@
 """Replays recorded requests through the cache's own code, to find hit ratios and the memory that a workload needs.
 
 traces             files of requests -> requests with keys, in the order of their timestamps
-tiers              what they are replayed on: a host, or a device and a host
+tiers              what they are replayed on: a host, a device before it, a tier below it
 one_tier           the host pool alone
 two_tiers          a device pool with the host behind it: CPUPrefixCache, lazy or eager
+below              a host, or a device and a host, with a tier below, through the code of `tiers`
 clairvoyant        references: an infinite cache, and one that knows the future
-at_eviction        a reference for two tiers: every block is stored when the device evicts it
+at_eviction        a reference for two tiers: every block is stored when the upper evicts it
+seconds_saved      what hits save in prefill time, with given rates
 outcome report     results of replays; as JSON, as a table and as a plot
 meter              the clock and the progress bar of one replay
 

@@ -1,12 +1,14 @@
-"""Options that the subcommands share: which requests to read, and the bytes of a token's KV."""
+"""Options that the subcommands share: which requests to read, the bytes of a token's KV, and rates."""
 
 import argparse
+import json
 import math
 from pathlib import Path
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
+from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace, read_traces
 
 MOST_DIGITS = 15
@@ -72,6 +74,65 @@ def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:
     if args.bytes_per_token is None:
         return []
     return [Group(name="full", kind=GroupKind.PREFIX, block_tokens=block, block_bytes=args.bytes_per_token * block)]
+
+
+def add_rate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rates_of`: --prefill-rate, --host-rate and --below-rate."""
+    parser.add_argument("--prefill-rate", type=rate, metavar="TOKENS/S", help="show prefill seconds saved")
+    parser.add_argument("--host-rate", type=rate, metavar="GB/S", help="of loads from host memory to the device")
+    parser.add_argument(
+        "--below-rate",
+        metavar="GB/S",
+        help="of reads from the tier below, or the file of `bench --tier PATH --json FILE`",
+    )
+
+
+def rates_of(args: argparse.Namespace, block_bytes: int | None, block_tokens: int, *, has_below: bool) -> Rates | None:
+    """The rates that were given; None without any.
+
+    Raises ConfigurationError when some are missing, or the bytes of a block are not known.
+    """
+    wanted = ["prefill_rate", "host_rate", *(["below_rate"] if has_below else [])]
+    if args.below_rate is not None and not has_below:
+        raise ConfigurationError("--below-rate is for a tier below the host: give --below")
+    missing = [f"--{name.replace('_', '-')}" for name in wanted if getattr(args, name) is None]
+    if len(missing) == len(wanted):
+        return None
+    if missing:
+        raise ConfigurationError(f"prefill seconds saved follow from all rates: give {', '.join(missing)}, too")
+    if block_bytes is None:
+        raise ConfigurationError("rates are in bytes: give the bytes of a token by --bytes-per-token or --model")
+    return Rates(
+        prefill_tokens=args.prefill_rate,
+        host_bytes=args.host_rate * 1e9,
+        below_bytes=_below_rate(args.below_rate) * 1e9 if has_below else None,
+        block_bytes=block_bytes,
+        block_tokens=block_tokens,
+    )
+
+
+def _below_rate(text: str) -> float:
+    """GB/s from a number, or from what `bench --tier` has written."""
+    try:
+        return rate(text)
+    except argparse.ArgumentTypeError as error:
+        if not Path(text).is_file():
+            raise ConfigurationError(f"--below-rate {error}, or the file of `bench --tier PATH --json FILE`") from error
+    try:
+        return rate(str(json.loads(Path(text).read_text())["read_gb_per_s"]))
+    except (OSError, ValueError, KeyError, TypeError, argparse.ArgumentTypeError) as error:
+        raise ConfigurationError(f"--below-rate: {text} is not what `bench --tier PATH --json FILE` writes") from error
+
+
+def rate(text: str) -> float:
+    """A number above 0, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]!r}")
+    return number
 
 
 def positive(text: str) -> int:

@@ -11,7 +11,10 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 class Tally:
     """Counts of one replay. A hit is contiguous from the beginning of the prompt.
 
-    `hit_blocks` and `hit_tokens` are hits in any tier, `loaded_blocks` those that came from the host.
+    `hit_blocks` and `hit_tokens` are hits in any tier, `loaded_blocks` those that came from the host, also if it had
+    them from the tier below, as it had `below_hit_blocks`. `below_loaded_blocks` were read from there, with what they
+    hang below. `unsaved` blocks left the host before they could be written, and `declined` requests were told that
+    reading takes longer than computing.
     """
 
     hit_blocks: int = 0
@@ -20,6 +23,11 @@ class Tally:
     loaded_blocks: int = 0
     evictions: int = 0
     lost_before_store: int = 0
+    below_hit_blocks: int = 0
+    below_loaded_blocks: int = 0
+    below_stored_blocks: int = 0
+    unsaved: int = 0
+    declined: int = 0
 
     def count(self, request: TraceRequest, hit: int, block_tokens: int) -> None:
         """Add a request whose first `hit` blocks were found."""
@@ -41,9 +49,10 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one replay. `device_capacity` and `offload` are None without a device tier. Capacities are blocks.
+    """The result of one replay. `device_capacity` and `offload` are None without a device tier, and `below_capacity`
+    and `below_offload` without one below the host. Capacities are blocks.
 
-    `seconds` is the time of the replay loop alone.
+    `seconds` is the time of the replay loop alone, `seconds_saved` those of prefill; None without rates.
     """
 
     policy: str
@@ -54,9 +63,12 @@ class Outcome:
     ratios: Ratios
     trace_blocks: int
     seconds: float
+    below_capacity: int | None = None
+    below_offload: str | None = None
+    seconds_saved: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        values = {
             "policy": self.policy,
             "capacity_blocks": self.capacity,
             "device_capacity_blocks": self.device_capacity,
@@ -68,6 +80,27 @@ class Outcome:
             "evictions": self.tally.evictions,
             "trace_blocks": self.trace_blocks,
             "seconds": self.seconds,
+        }
+        if self.below_capacity is not None:
+            values |= self._below_as_json()
+        if self.seconds_saved is not None:
+            values["prefill_seconds_saved"] = self.seconds_saved
+        return values
+
+    def _below_as_json(self) -> dict[str, Any]:
+        tally, blocks = self.tally, max(1, self.trace_blocks)
+        return {
+            "below_capacity_blocks": self.below_capacity,
+            "below_offload": self.below_offload,
+            "block_hit_ratio_by_tier": {
+                "device": (tally.hit_blocks - tally.loaded_blocks) / blocks,
+                "host": (tally.loaded_blocks - tally.below_hit_blocks) / blocks,
+                "below": tally.below_hit_blocks / blocks,
+            },
+            "loaded_from_below_blocks": tally.below_loaded_blocks,
+            "stored_below_blocks": tally.below_stored_blocks,
+            "unsaved_blocks": tally.unsaved,
+            "requests_not_worth_reading": tally.declined,
         }
 
 

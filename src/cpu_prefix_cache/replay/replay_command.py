@@ -5,8 +5,8 @@ options -> tiers and policies to replay -> outcomes and references -> table, JSO
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,57 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
+from cpu_prefix_cache.replay.below import replay_host_and_tier, replay_three_tiers
 from cpu_prefix_cache.replay.clairvoyant import Future, replay_ideal, replay_min
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.options import (
+    add_rate_options,
     add_trace_options,
     add_weight_options,
     groups_of,
     natural,
     positive,
+    rates_of,
     trace_of,
 )
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally, as_json
 from cpu_prefix_cache.replay.plot import draw
-from cpu_prefix_cache.replay.report import References, describe_admission, describe_device, describe_trace, notes, table
-from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
+from cpu_prefix_cache.replay.report import (
+    References,
+    describe_admission,
+    describe_below,
+    describe_device,
+    describe_rates,
+    describe_trace,
+    notes,
+    table,
+)
+from cpu_prefix_cache.replay.seconds_saved import Rates
+from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
 from cpu_prefix_cache.replay.units import parse_capacity
+from cpu_prefix_cache.tiers.tiered_cache import LEAST_SIZE
 
 CLAIRVOYANT = "min"
 POLICY_NAMES = (*POLICIES, CLAIRVOYANT)
 # Without --capacity: the number of different blocks of the trace, divided by each of these.
 DEFAULT_PARTS = (32, 16, 8, 4, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What is around each host that is replayed."""
+
+    device: DeviceTier | None
+    below: BelowTier | None
+    rates: Rates | None
+
+    def blocks_beside(self) -> int:
+        """Of device and tier together."""
+        return sum(each.capacity for each in (self.device, self.below) if each is not None)
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -52,6 +79,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     add_trace_options(parser)
     _add_cache_options(parser)
     add_weight_options(parser, required=False)
+    add_rate_options(parser)
     parser.add_argument("--json", metavar="OUT", help="write the results here, too")
     parser.add_argument("--plot", metavar="OUT.png", help="draw hit ratio over capacity (needs matplotlib)")
 
@@ -62,15 +90,16 @@ def run(args: argparse.Namespace) -> int:
     _check_results_can_be_written(args)
     trace = trace_of(args)
     block_bytes = _block_bytes(args, trace)
-    device = _device_tier(args, block_bytes)
+    tiers = Tiers(
+        _device_tier(args, block_bytes),
+        _tier_below(args, block_bytes),
+        rates_of(args, block_bytes, trace.block_tokens, has_below=args.below is not None),
+    )
     hosts = _host_tiers(args, trace, block_bytes)
-    print(describe_trace(trace), flush=True)
-    if device is not None:
-        print(describe_device(device), flush=True)
-    if args.store_after > 1 or args.min_store_tokens:
-        print(describe_admission(hosts[0]), flush=True)
-    outcomes, references = _replay_all(trace, policies, hosts, device)
-    print(f"\n{table(outcomes, references, block_bytes)}\n\n{notes(device is not None)}")
+    _check_below_fits(tiers.below, hosts)
+    print("\n".join(_described(trace, hosts, tiers)), flush=True)
+    outcomes, references = _replay_all(trace, policies, hosts, tiers)
+    print(f"\n{table(outcomes, references, block_bytes)}\n\n{notes(outcomes)}")
     if args.json is not None:
         _write_json(args.json, as_json(trace, references.ideal, outcomes))
     if args.plot is not None:
@@ -78,6 +107,18 @@ def run(args: argparse.Namespace) -> int:
         policies_only = [outcome for outcome in outcomes if outcome.policy != CLAIRVOYANT]
         draw(args.plot, title, references.ideal, policies_only, references.clairvoyant)
     return 0
+
+
+def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers) -> Iterator[str]:
+    yield describe_trace(trace)
+    if tiers.device is not None:
+        yield describe_device(tiers.device)
+    if tiers.below is not None:
+        yield describe_below(tiers.below, hosts)
+    if tiers.rates is not None:
+        yield describe_rates(tiers.rates)
+    if hosts[0].store_after > 1 or hosts[0].min_store_tokens:
+        yield describe_admission(hosts[0], has_below=tiers.below is not None)
 
 
 # What to replay
@@ -91,6 +132,13 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         help="of the host: blocks, or bytes like 10GiB (default: 1/32 to 1/2 of the different blocks of the trace)",
     )
     parser.add_argument("--device-capacity", metavar="N", help="put a device pool of this capacity before the host")
+    parser.add_argument("--below", metavar="N", help="put a tier of this capacity below the host, such as a file")
+    parser.add_argument(
+        "--below-offload",
+        choices=OFFLOAD_MODES,
+        help="when the host's blocks are written to it (default: eager from ten times the host on, else lazy; eager "
+        "where the host is not LRU)",
+    )
     parser.add_argument("--offload", choices=OFFLOAD_MODES, help="when the device's blocks are stored (default: lazy)")
     parser.add_argument(
         "--horizon",
@@ -155,6 +203,23 @@ def _device_tier(args: argparse.Namespace, block_bytes: int | None) -> DeviceTie
     return DeviceTier(parse_capacity(args.device_capacity, block_bytes), **given)
 
 
+def _tier_below(args: argparse.Namespace, block_bytes: int | None) -> BelowTier | None:
+    if args.below is not None:
+        return BelowTier(parse_capacity(args.below, block_bytes), args.below_offload)
+    if args.below_offload is not None:
+        raise ConfigurationError("--below-offload is for a tier below the host: give --below")
+    return None
+
+
+def _check_below_fits(below: BelowTier | None, hosts: Sequence[HostTier]) -> None:
+    largest = max(host.capacity for host in hosts)
+    if below is not None and below.capacity < LEAST_SIZE * largest:
+        raise ConfigurationError(
+            f"a tier below a host of {largest:,} blocks needs at least {LEAST_SIZE * largest:,}, because it holds what "
+            f"the host has too; got --below {below.capacity:,}, so give more, or a smaller --capacity"
+        )
+
+
 def _host_tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> list[HostTier]:
     """A host tier for each capacity; its policy is set later."""
     if args.capacity is None:
@@ -171,37 +236,51 @@ def _host_tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None)
 
 
 def _replay_all(
-    trace: Trace, policies: Sequence[str], hosts: Sequence[HostTier], device: DeviceTier | None
+    trace: Trace, policies: Sequence[str], hosts: Sequence[HostTier], tiers: Tiers
 ) -> tuple[list[Outcome], References]:
     future = Future(trace)
-    clairvoyant = [_clairvoyant(future, host, device) for host in hosts]
+    clairvoyant = [_clairvoyant(future, host, tiers) for host in hosts]
     outcomes = []
     for host, known in zip(hosts, clairvoyant, strict=True):
         outcomes += [
-            known if policy == CLAIRVOYANT else _replay(trace, replace(host, policy=policy), device)
+            known if policy == CLAIRVOYANT else _replay(trace, replace(host, policy=policy), tiers)
             for policy in policies
         ]
-    at_eviction = []
-    if device is not None:
-        sizes = [host.capacity for host in hosts]
-        at_eviction = [(size, Ratios.of(replay_at_eviction(trace, size, device.capacity), trace)) for size in sizes]
+    at_eviction = [_at_eviction(trace, host, tiers) for host in hosts if tiers.blocks_beside()]
     return outcomes, References(Ratios.of(replay_ideal(trace), trace), clairvoyant, at_eviction)
 
 
-def _replay(trace: Trace, host: HostTier, device: DeviceTier | None) -> Outcome:
+def _replay(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
     meter = Meter(f"{host.policy}, {host.capacity:,} blocks", trace.blocks)
-    tally = replay_one_tier(trace, host, meter) if device is None else replay_two_tiers(trace, host, device, meter)
-    return _outcome(trace, host, device, tally, meter)
+    device, below = tiers.device, tiers.below
+    if below is None:
+        tally = replay_one_tier(trace, host, meter) if device is None else replay_two_tiers(trace, host, device, meter)
+    elif device is None:
+        tally = replay_host_and_tier(trace, host, below, meter, tiers.rates)
+    else:
+        tally = replay_three_tiers(trace, host, device, below, meter, tiers.rates)
+    outcome = _outcome(trace, host, tiers, tally, meter)
+    if tiers.rates is None:
+        return outcome
+    return replace(outcome, seconds_saved=tiers.rates.saved(tally.loaded_blocks, tally.below_loaded_blocks))
 
 
-def _clairvoyant(future: Future, host: HostTier, device: DeviceTier | None) -> Outcome:
-    """The outcome of MIN. With a device tier, of one cache as large as both tiers."""
+def _clairvoyant(future: Future, host: HostTier, tiers: Tiers) -> Outcome:
+    """The outcome of MIN. With other tiers, of one cache as large as all of them."""
     meter = Meter(f"{CLAIRVOYANT}, {host.capacity:,} blocks", future.trace.blocks)
-    tally = replay_min(future, host.capacity + (0 if device is None else device.capacity), meter)
-    return _outcome(future.trace, replace(host, policy=CLAIRVOYANT), device, tally, meter)
+    tally = replay_min(future, host.capacity + tiers.blocks_beside(), meter)
+    return _outcome(future.trace, replace(host, policy=CLAIRVOYANT), replace(tiers, below=None), tally, meter)
 
 
-def _outcome(trace: Trace, host: HostTier, device: DeviceTier | None, tally: Tally, meter: Meter) -> Outcome:
+def _at_eviction(trace: Trace, host: HostTier, tiers: Tiers) -> tuple[int, Ratios]:
+    """Of two tiers, the lower of which is the lowest here, and the upper as large as all above that."""
+    lower = host.capacity if tiers.below is None else tiers.below.capacity
+    upper = host.capacity + tiers.blocks_beside() - lower
+    return host.capacity, Ratios.of(replay_at_eviction(trace, lower, upper), trace)
+
+
+def _outcome(trace: Trace, host: HostTier, tiers: Tiers, tally: Tally, meter: Meter) -> Outcome:
+    device, below = tiers.device, tiers.below
     return Outcome(
         policy=host.policy,
         capacity=host.capacity,
@@ -211,6 +290,8 @@ def _outcome(trace: Trace, host: HostTier, device: DeviceTier | None, tally: Tal
         ratios=Ratios.of(tally, trace),
         trace_blocks=trace.blocks,
         seconds=meter.seconds,
+        below_capacity=None if below is None else below.capacity,
+        below_offload=None if below is None else below.mode(host),
     )
 
 

@@ -1,14 +1,15 @@
 """What a replay prints: the trace, a table, and notes on the references in it.
 
-Rows are sorted by capacity. Beside the policies stand references: no cache, a cache without a limit, MIN, and with two
-tiers a host that stores exactly at eviction.
+Rows are sorted by capacity. Beside the policies stand references: no cache, a cache without a limit, MIN, and with
+more than one tier a lowest one that stores exactly at eviction.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios
-from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
+from cpu_prefix_cache.replay.seconds_saved import Rates
+from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace
 from cpu_prefix_cache.replay.units import show_bytes, show_seconds
 
@@ -16,11 +17,21 @@ MIN_NOTE = """\
 min: knows the future, keeps what is used again soonest, and never stores what is used again too late. It is
      a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
 infinite: a cache without a limit."""
-TWO_TIERS_NOTE = """\
-In two tiers, min is one cache as large as device and host together.
-at eviction: a reference; LRU of single blocks, each stored when the device evicts it.
-lost before store: blocks that left the device before the host was offered them."""
+TIERS_NOTE = """\
+With several tiers, min is one cache as large as all of them together.
+at eviction: a reference; LRU of single blocks in two tiers, stored in the lowest when what is above evicts them."""
+DEVICE_NOTE = "lost before store: blocks that left the device before the host was offered them."
+BELOW_NOTE = """\
+from below: blocks of prompts that only the tier below the host had, among the loaded ones. read below: what was read
+     for them. unsaved: blocks that left the host before they could be written to the tier."""
+RATES_NOTE = """\
+prefill saved: the time to compute the loaded tokens, less the time of all loaded bytes on the link from the host. Hits
+     on the device save nothing here, and nothing waits for others."""
+READING_NOTE = """\
+     Less the time of what was read below, too. Where reading would take longer than computing, nothing is read, and
+     those blocks are missed."""
 NONE = Ratios(0.0, 0.0)
+BYTES, DEVICE, BELOW, SAVED = "bytes", "device_capacity", "below_capacity", "seconds_saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +75,10 @@ def _describe_time(guessed: str, span: float) -> str:
     )
 
 
-def describe_admission(host: HostTier) -> str:
+def describe_admission(host: HostTier, *, has_below: bool) -> str:
+    stored = "stored below" if has_below else "stored"
     return (
-        f"stored is what {host.store_after:,} or more prompts of at least {host.min_store_tokens:,} tokens had; "
+        f"{stored} is what {host.store_after:,} or more prompts of at least {host.min_store_tokens:,} tokens had; "
         "the references have no such thresholds"
     )
 
@@ -74,6 +86,20 @@ def describe_admission(host: HostTier) -> str:
 def describe_device(device: DeviceTier) -> str:
     ahead = f", looking {device.looks_ahead:,} blocks ahead" if device.offload == "lazy" else ""
     return f"behind a device of {device.capacity:,} blocks with LRU; {device.offload} stores{ahead}"
+
+
+def describe_below(below: BelowTier, hosts: Sequence[HostTier]) -> str:
+    modes = " or ".join(sorted({below.mode(host) for host in hosts}))
+    others = "; eager where the host is not LRU" if modes != "eager" and below.offload is None else ""
+    return f"above a tier of {below.capacity:,} blocks with LRU; {modes} stores{others}"
+
+
+def describe_rates(rates: Rates) -> str:
+    below = "" if rates.below_bytes is None else f", {rates.below_bytes / 1e9:,.2f} GB/s from below"
+    return (
+        f"rates: prefill {rates.prefill_tokens:,.0f} tokens/s, {rates.host_bytes / 1e9:,.2f} GB/s from the host"
+        f"{below}\nreading is as fast as computing at {rates.even / 1e9:,.2f} GB/s"
+    )
 
 
 def table(outcomes: Sequence[Outcome], references: References, block_bytes: int | None) -> str:
@@ -97,32 +123,58 @@ def table(outcomes: Sequence[Outcome], references: References, block_bytes: int 
     return _aligned(rows)
 
 
-def notes(has_device: bool) -> str:
-    return f"{MIN_NOTE}\n{TWO_TIERS_NOTE}" if has_device else MIN_NOTE
+def notes(outcomes: Sequence[Outcome]) -> str:
+    """What the table's words mean."""
+
+    def has(field: str) -> bool:
+        return any(getattr(outcome, field) is not None for outcome in outcomes)
+
+    texts = {
+        MIN_NOTE: True,
+        TIERS_NOTE: has(DEVICE) or has(BELOW),
+        DEVICE_NOTE: has(DEVICE),
+        BELOW_NOTE: has(BELOW),
+        RATES_NOTE: has(SAVED),
+        READING_NOTE: has(SAVED) and has(BELOW),
+    }
+    return "\n".join(text for text, is_shown in texts.items() if is_shown)
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
     name: str
     cell: Callable[[Outcome, int], str]
-    needs_bytes: bool = False
-    needs_device: bool = False
+    needs: str = ""  # bytes of a block, or that field of an outcome
 
     def is_shown(self, outcomes: Sequence[Outcome], block_bytes: int | None) -> bool:
-        has_device = any(outcome.device_capacity is not None for outcome in outcomes)
-        return (has_device or not self.needs_device) and (block_bytes is not None or not self.needs_bytes)
+        if self.needs == BYTES:
+            return block_bytes is not None
+        return not self.needs or any(getattr(outcome, self.needs) is not None for outcome in outcomes)
 
 
 _COLUMNS = (
     _Column("stored", lambda outcome, _: f"{outcome.tally.stored_blocks:,}"),
-    _Column("stored bytes", lambda outcome, block: show_bytes(outcome.tally.stored_blocks * block), needs_bytes=True),
+    _Column("stored bytes", lambda outcome, block: show_bytes(outcome.tally.stored_blocks * block), BYTES),
     _Column("loaded", lambda outcome, _: f"{outcome.tally.loaded_blocks:,}"),
-    _Column("loaded bytes", lambda outcome, block: show_bytes(outcome.tally.loaded_blocks * block), needs_bytes=True),
+    _Column("loaded bytes", lambda outcome, block: show_bytes(outcome.tally.loaded_blocks * block), BYTES),
     _Column("evictions", lambda outcome, _: f"{outcome.tally.evictions:,}"),
-    _Column("lost before store", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", needs_device=True),
+    _Column("lost before store", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", DEVICE),
+    _Column("from below", lambda outcome, _: _below(outcome, outcome.tally.below_hit_blocks), BELOW),
+    _Column("read below", lambda outcome, _: _below(outcome, outcome.tally.below_loaded_blocks), BELOW),
+    _Column("stored below", lambda outcome, _: _below(outcome, outcome.tally.below_stored_blocks), BELOW),
+    _Column("unsaved", lambda outcome, _: _below(outcome, outcome.tally.unsaved), BELOW),
+    _Column("prefill saved", lambda outcome, _: _seconds(outcome.seconds_saved), SAVED),
     _Column("seconds", lambda outcome, _: f"{outcome.seconds:.3f}"),
     _Column("blocks/s", lambda outcome, _: f"{outcome.trace_blocks / max(outcome.seconds, 1e-9):,.0f}"),
 )
+
+
+def _below(outcome: Outcome, blocks: int) -> str:
+    return "-" if outcome.below_capacity is None else f"{blocks:,}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.1f} s"
 
 
 def _start(name: str, capacity: int | None, ratios: Ratios) -> list[str]:

@@ -51,15 +51,19 @@ def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Me
 class ReplayEngine:
     """An engine that serves one request at a time. Its steps take no time."""
 
+    block_bytes = 1  # nothing is copied
+
     def __init__(self, trace: Trace, host: HostTier, device: DeviceTier) -> None:
         horizon = device.looks_ahead
         self.block_tokens = trace.block_tokens
         self._step_blocks = max(1, horizon // 2)  # blocks that lazy stores have covered before each step
         self._served = 0
         longest = max(len(request.keys) for request in trace.requests)
-        block = Group(name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=1)
+        block = Group(
+            name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=self.block_bytes
+        )
         # if all of the trace fits, the blocks that lazy looks ahead at must be free, as on a larger device
-        self.gpu = BlockPool(min(device.capacity, trace.usable(device.capacity) + horizon))
+        self.gpu = self.new_pool(min(device.capacity, trace.usable(device.capacity) + horizon), device.policy)
         planner = HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens)
         options: dict[str, Any] = dict(
             host_blocks=trace.usable(host.capacity),
@@ -72,6 +76,9 @@ class ReplayEngine:
             thresholds=Thresholds(host.store_after, host.min_store_tokens),
         )
         self.cache = self.new_cache(planner, PooledDevice(self.gpu), options)
+
+    def new_pool(self, capacity: int, policy: str) -> BlockPool:
+        return BlockPool(capacity, policy)
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> CPUPrefixCache:
         return CPUPrefixCache(planner, device, **options)

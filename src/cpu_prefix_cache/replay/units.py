@@ -11,12 +11,9 @@
 import re
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.sizes import MOST_DIGITS, parse_bytes
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-UNIT_BYTES = {
-    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY)},
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", 1)},
-}
 
 
 def parse_capacity(text: str, block_bytes: int | None) -> int:
@@ -24,24 +21,26 @@ def parse_capacity(text: str, block_bytes: int | None) -> int:
 
     Raises ConfigurationError for any other text, for bytes if `block_bytes` is not known, and for less than a block.
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
-    if match is None:
-        raise ConfigurationError(
-            f"a capacity is a number of blocks, or of bytes like 10GiB, in at most 15 digits; got {text[:40]!r}"
-        )
-    number, unit = match.groups()
-    if not unit:
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigurationError(f"a capacity is at least one block, and whole blocks; got {text!r}")
-        return int(number)
-    if unit not in UNIT_BYTES:
-        raise ConfigurationError(f"unknown unit in {text!r}; known are {', '.join(BINARY)} and KB, MB, GB, TB, PB")
+    number = text.strip()
+    if re.fullmatch(r"[\d.]+", number, re.ASCII):
+        return _blocks(number)
+    try:
+        size = parse_bytes(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"a capacity is a number of blocks, or a size: {error}") from error
     if block_bytes is None:
         raise ConfigurationError(f"{text} is in bytes: give the bytes of a token by --bytes-per-token or --model")
-    blocks = int(float(number) * UNIT_BYTES[unit]) // block_bytes
-    if blocks < 1:
+    if size < block_bytes:
         raise ConfigurationError(f"{text} is less than a block, which takes {show_bytes(block_bytes)}")
-    return blocks
+    return size // block_bytes
+
+
+def _blocks(number: str) -> int:
+    if len(number) > MOST_DIGITS:
+        raise ConfigurationError(f"a capacity has at most {MOST_DIGITS} digits, got {len(number)}")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigurationError(f"a capacity is at least one block, and whole blocks; got {number!r}")
+    return int(number)
 
 
 def show_bytes(count: float) -> str:

@@ -37,8 +37,11 @@ class RankTier:
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers. From here on nothing below the plan's first generation is served."""
-        if plan.first_generation > self._slab.floor:
-            self._slab.advance(plan.first_generation)
+        floor = plan.first_generation
+        if plan.step.epoch:  # there was a reset, perhaps before the decider knew what this rank had when it was opened
+            floor = max(floor, self._slab.next_generation)
+        if floor > self._slab.floor:
+            self._slab.advance(floor)
         if self._portions is not None:
             self._portions.take(plan.taken)
         for transfer in plan.step.transfers:

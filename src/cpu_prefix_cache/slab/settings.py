@@ -1,13 +1,12 @@
 """What a user says of a tier in files. Knows no torch, so that the process that decides can read it, too."""
 
-import re
 from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.sizes import parse_bytes
 
 KINDS = ("file",)
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can find a second text for
-POWERS = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +66,3 @@ def parse_tier(text: str) -> FileTier:
     if not path:
         raise ConfigurationError(f"a file tier is given as file:PATH:SIZE, such as file:/nvme/kv:64GiB; got {text!r}")
     return FileTier(path, parse_bytes(size))
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes with an optional unit, binary (GiB) or decimal (GB). Raises ConfigurationError.
-
-    >>> parse_bytes("64GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
-    (68719476736, 1500000000, 4096)
-    """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgtp])(i?))?b?", text.strip().lower(), re.ASCII)
-    if match is None:
-        raise ConfigurationError(f"a size is a number of bytes such as 64GiB or 500GB, got {text[:40]!r}")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** POWERS.get(prefix or "", 0))

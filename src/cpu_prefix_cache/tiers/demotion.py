@@ -53,7 +53,8 @@ class Demotion(Lazy):
         held, _ = self._stores.ledger.held_by_walk()
         budget = self._steps.report_steps * self._step_blocks()
         while self._arrived and held < budget:
-            chain = self._missing_chain(self._arrived[0])
+            key = self._arrived[0]
+            chain = None if self._stores.is_covered(key) else self._missing_chain(key)
             if chain is not None:
                 if held and held + self._stores.device_blocks(chain) > budget:
                     return

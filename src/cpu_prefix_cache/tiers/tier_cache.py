@@ -229,6 +229,8 @@ class TierCache(CPUPrefixCache):
         if transfer is None or plan.failed:
             return plan
         if plan.direction is Direction.STORE:
+            if transfer.is_cancelled:  # by a reset, perhaps: a new label would let a restart serve the old bytes
+                return plan._replace(copies=())
             self._give_generations(plan.copies)
         return plan._replace(
             copies=tuple(copy._replace(labels=tuple(self._labels(transfer, copy))) for copy in plan.copies)

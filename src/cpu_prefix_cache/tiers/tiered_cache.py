@@ -16,6 +16,7 @@ has of it already is kept there by a pin, its lease, until the request is admitt
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ class Want:
     depth: int
     host_end: int
     deadline: float
+    unread: int = 0  # bytes that are still to be asked for
     has_begun: bool = False
     resident: int = 0  # chunks that the host has, and the lease keeps
     lease: Pin | None = None
@@ -102,9 +104,11 @@ class TieredCache(CPUPrefixCache):
             thresholds=thresholds,
         )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
+        self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
         self._slices: dict[Any, tuple[Transfer, Want, int]] = {}  # promotions in flight by id, and their blocks
-        self._blocks_in_flight = 0  # of these
+        self._unread = 0  # bytes that wants which are not over have still to ask for
+        self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
         slice_blocks = max(1, SLICE_BYTES // planner.host_block_bytes)
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
@@ -127,14 +131,14 @@ class TieredCache(CPUPrefixCache):
         if now < want.deadline:
             return Pending(want.deadline)
         self._late += 1
-        want.is_over = True
+        self._over(want)
         return answer
 
     def _new_want(self, request: Request, host_end: int) -> Want | None:
         candidates = self._candidates(request, host_end) if self.below.can_be_read else []
         if not candidates:
             return None
-        rate, queue = self.below.load_rate, self.below.queue_bytes
+        rate, queue = self.below.load_rate, self.below.queue_bytes + self._unread
         prefill = self._break_even.prefill_tokens_per_second
         chosen = best(candidates, prefill=prefill, rate=rate, queue_bytes=queue)
         if chosen is None:
@@ -143,31 +147,36 @@ class TieredCache(CPUPrefixCache):
             return want
         self._asked += 1
         seconds = 2 * (queue + chosen.num_bytes) / (rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
-        depth = chosen.boundary // self.planner.grid_tokens
-        stop = -(-(chosen.boundary + self.planner.lookahead_tokens) // self.planner.grid_tokens)
-        want = self._wants[request.id] = Want(request, stop, depth, host_end, self._now + seconds)
+        depth, stop = chosen.boundary // self.planner.grid_tokens, self._stop(chosen.boundary)
+        want = Want(request, stop, depth, host_end, self._now + seconds, unread=chosen.num_bytes)
+        self._wants[request.id] = want
+        self._open[want] = None
+        self._unread += want.unread
         return want
 
     def _candidates(self, request: Request, host_end: int) -> list[Candidate]:
         """Where the tier could bring this request, the deepest first, as far as it fits into the budget."""
-        keys, grid, lower = request.keys, self.planner.grid_tokens, self.below
-        boundary = lower.coordinator.longest_boundary(keys, host_end, request.num_tokens)
+        keys, grid, lower = request.keys, self.planner.grid_tokens, self.below.coordinator
+        width = self.planner.host_blocks_per_chunk
+        boundary = lower.longest_boundary(keys, host_end, request.num_tokens)
         here = self.pool.resident_run(keys, 0, boundary // grid)
+        most = here + self._budget // width if width else len(keys)  # chunks
         found: list[Candidate] = []
         while boundary > host_end and len(found) < MOST_CANDIDATES:
-            depth = boundary // grid
-            blocks = (depth - here) * self.planner.host_blocks_per_chunk
+            depth, stop = boundary // grid, self._stop(boundary)
+            blocks = max(0, stop - here) * width
             blocks += self.coordinator.num_blocks(depth) if self.planner.needs_checkpoint(depth) else 0
             if blocks <= self._budget:
                 size = blocks * self.planner.host_block_bytes
                 found.append(Candidate(boundary, boundary - host_end, size))
                 if not self.planner.has_checkpoints:
                     break  # the gain is proportional to the tokens: the deepest, or none
-            if self.planner.has_checkpoints:
-                boundary = lower.coordinator.longest_boundary(keys, host_end, boundary)
-            else:
-                boundary = (here + self._budget // self.planner.host_blocks_per_chunk) * grid
+            boundary = lower.longest_boundary(keys, host_end, min(stop - 1, most) * grid + 1)
         return found
+
+    def _stop(self, boundary: int) -> int:
+        """How many chunks resuming there takes: groups that look ahead need some beyond it."""
+        return -(-(boundary + self.planner.lookahead_tokens) // self.planner.grid_tokens)
 
     # Events
 
@@ -193,14 +202,15 @@ class TieredCache(CPUPrefixCache):
     def step(self) -> StepPlan:
         while self._admitted_wants:
             self._end_want(self._admitted_wants.pop())
-        for id, want in list(self._wants.items()):
-            if self._now >= want.deadline + REMEMBERED_SECONDS:
-                del self._wants[id]
-            if want.lease is not None and self._now >= want.deadline + LEASE_SECONDS:
+        may_read = True
+        for want in list(self._open):
+            if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
+                self._late += not want.is_over
                 self._end_want(want)
-            elif not want.is_over:
-                self._begin(want)
-                self._advance(want)
+            elif not want.is_over and (may_read or want.has_begun):
+                may_read = self._advance(want, may_read)
+        while self._wants and self._now >= next(iter(self._wants.values())).deadline + REMEMBERED_SECONDS:
+            del self._wants[next(iter(self._wants))]
         return super().step()
 
     def plan_below(self) -> TierPlan:
@@ -216,11 +226,12 @@ class TieredCache(CPUPrefixCache):
         for ended in self.below.report_tier(report):
             if ended.direction is Direction.LOAD:
                 store, want, blocks = self._slices.pop(ended.request_id)
-                self._blocks_in_flight -= blocks
-                want.blocks += blocks if ended.ok and not want.is_over else 0
+                kept = self._num_blocks(store.nodes[: ended.good]) if ended.ok and want in self._open else 0
+                want.blocks += kept
+                self._promoted += kept - blocks
                 self._completion.promoted(store, ended.ok, ended.good)
                 if not want.is_over:
-                    self._advance(want)
+                    self._advance(want, may_read=False)
 
     def flush(self) -> None:
         """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""
@@ -233,7 +244,7 @@ class TieredCache(CPUPrefixCache):
     def reset(self) -> None:
         super().reset()
         self.below.reset()
-        for want in self._wants.values():
+        for want in list(self._open):
             self._end_want(want)
 
     @property
@@ -255,6 +266,9 @@ class TieredCache(CPUPrefixCache):
         self.below.check_valid()
         for transfer, _, _ in self._slices.values():
             assert transfer in list(self._ledger), "a promotion was resolved before the tier had read it"
+        promoted = sum(blocks for _, _, blocks in self._slices.values()) + sum(want.blocks for want in self._open)
+        assert self._unread == sum(want.unread for want in self._open), "what is to be read is miscounted"
+        assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
 
     # Details
 
@@ -263,11 +277,20 @@ class TieredCache(CPUPrefixCache):
         self.below.demotion.arrived(store.keys)
 
     def _end_want(self, want: Want) -> None:
-        want.is_over = True
+        """Its lease ends. What is being read for it goes on."""
+        self._over(want)
+        self._open.pop(want, None)
+        self._promoted -= want.blocks
         want.blocks = 0
         if want.lease is not None:
             self.pool.unpin(want.lease)
             want.lease = None
+
+    def _over(self, want: Want) -> None:
+        """Nothing more is read for it."""
+        want.is_over = True
+        self._unread -= want.unread
+        want.unread = 0
 
     def _begin(self, want: Want) -> None:
         """The request uses what the tier has of it, once."""
@@ -276,34 +299,44 @@ class TieredCache(CPUPrefixCache):
             deepest = self.below.pool.find(want.request.keys[want.stop - 1])
             self.below.pool.touch(deepest, want.request.keys, self._now, want.request.num_tokens)
 
-    def _advance(self, want: Want) -> None:
-        """Keep what the host has of it by now, and read more, if there is room."""
+    def _advance(self, want: Want, may_read: bool) -> bool:
+        """Keep what the host has of it by now, and read more. Whether those that came later may read, too: this one
+        does not lack room.
+        """
+        self._begin(want)
         keys = want.request.keys
         resident = self.pool.resident_run(keys, 0, want.stop)
         self._keep(want, resident)
         covered = self._stores.covered_run(keys, resident, want.stop)
         while covered < want.stop:
-            chunks = min(want.stop - covered, self._slice_chunks, self._room_chunks())
-            end = self.below.pool.resident_run(keys, covered, covered + chunks)
-            if chunks and end == covered:
-                want.stop = covered  # the tier has lost it
-            if end == covered or not self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end])):
+            end = covered
+            if self.below.can_be_read:
+                end = self.below.pool.resident_run(keys, covered, min(want.stop, covered + self._slice_chunks))
+            if end == covered:
+                want.stop = covered  # the tier has lost it, or is left alone
                 break
+            end = covered + min(end - covered, self._room_chunks() if may_read else 0)
+            if end == covered or not self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end])):
+                return False
             covered = end
-        if covered == want.stop:
-            awaits_checkpoint = want.depth <= want.stop and self._awaits_checkpoint(want)
-            want.is_over = resident == want.stop and not awaits_checkpoint
+        has_room, awaits_checkpoint = True, False
+        if want.depth <= want.stop:
+            has_room, awaits_checkpoint = self._read_checkpoint(want, may_read)
+        if resident == want.stop and not awaits_checkpoint:
+            self._over(want)
+        return may_read and has_room
 
-    def _awaits_checkpoint(self, want: Want) -> bool:
-        """Whether the checkpoint is still to come: it is being written, or there was no room for it. Reads it."""
-        key = checkpoint_key(want.request.keys[want.depth - 1]) if want.depth else b""
-        if not want.depth or key in self._ledger.writing:
-            return bool(want.depth)
-        checkpoint = self.below.checkpoint_at(want.request.keys, want.depth)
+    def _read_checkpoint(self, want: Want, may_read: bool) -> tuple[bool, bool]:
+        """Read its checkpoint, if that is not here. Whether there was room for it, and whether it is still to come."""
+        keys, depth = want.request.keys, want.depth
+        key = checkpoint_key(keys[depth - 1]) if depth else b""
+        if not depth or key in self._ledger.writing:
+            return True, bool(depth)
+        checkpoint = self.below.checkpoint_at(keys, depth) if self.below.can_be_read else None
         if checkpoint is None or self.pool.find(key) is not None:
-            return False
-        self._read(want, Chain(want.request.keys[want.depth - 1], (), checkpoint))
-        return True
+            return True, False
+        has_room = may_read and self._promoted + self.coordinator.num_blocks(depth) <= self._budget
+        return has_room and self._read(want, Chain(keys[depth - 1], (), checkpoint)), True
 
     def _keep(self, want: Want, resident: int) -> None:
         """Let the lease keep the first `resident` chunks, and the checkpoint."""
@@ -320,16 +353,21 @@ class TieredCache(CPUPrefixCache):
         width = self.planner.host_blocks_per_chunk
         if not width:
             return self._slice_chunks
-        room = self._budget - self._blocks_in_flight - sum(want.blocks for want in self._wants.values())
-        return max(0, self.pool.available(room // width))
+        return max(0, self.pool.available((self._budget - self._promoted) // width))
 
     def _read(self, want: Want, chain: Chain) -> bool:
         """Begin to promote a chain. Whether there was room for it."""
         store = self._stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
         if store is None:
             return False
-        blocks = sum(1 for node in store.nodes for _ in self.pool.all_blocks_of(node))
+        blocks = self._num_blocks(store.nodes)
         self._slices[store.id] = store, want, blocks
-        self._blocks_in_flight += blocks
+        self._promoted += blocks
+        asked = min(want.unread, blocks * self.planner.host_block_bytes)
+        want.unread -= asked
+        self._unread -= asked
         self.below.read(store.id, chain, store.nodes)
         return True
+
+    def _num_blocks(self, nodes: Sequence[int]) -> int:
+        return sum(1 for node in nodes for _ in self.pool.all_blocks_of(node))

@@ -1,0 +1,2 @@
+def busy(options, folder):
+    return []

@@ -1,0 +1,89 @@
+"""The tier of one rank as a dict from slots to records: what slab.py promises, without files.
+
+Bytes are served under exactly their label, or refused; what is there when it is opened is told in portions, in the
+order of generations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import Found, TierPlan
+
+RANGE = 1 << 32  # generations
+
+
+@dataclass(eq=False)
+class Record:
+    label: Label
+    content: Any
+    is_intact: bool = True
+
+
+class RankSlots:
+    """The tier of one rank: what its files have, and what it tells of them since it was opened."""
+
+    def __init__(self, planner: HybridChunkPlanner) -> None:
+        pieces = list(enumerate(planner.pieces))
+        self.shapes = {  # by group: groups and places of a node's slots
+            group: [(group, place) for place in range(piece.host_blocks)] for group, piece in pieces
+        }
+        self.shapes[CHUNK] = [each for group, piece in pieces if piece.in_chunk for each in self.shapes[group]]
+        self.records: dict[int, Record] = {}
+        self.floor = self.last = 0
+        self.open(portion=1, scans=False)
+
+    def open(self, *, portion: int, scans: bool) -> None:
+        self.last += 1
+        self.next_generation = self.last * RANGE
+        self.lost = {slot for slot, record in self.records.items() if not record.is_intact}
+        self.portion_size, self.number, self.taken = portion, 0, 0
+        self.old = sorted(
+            {record.label.generation for record in self.records.values() if record.label.generation >= self.floor}
+        )
+        self.scans = scans
+        self.found: tuple[Found, ...] = ()
+
+    def advance(self, plan: TierPlan) -> None:
+        floor = max(plan.first_generation, self.next_generation if plan.step.epoch else 0)
+        self.floor = max(self.floor, floor)
+        self.last = max(self.last, floor // RANGE)
+
+    def portion(self) -> tuple[int, tuple[Found, ...], bool]:
+        if not self.scans:
+            return 0, (), True
+        if self.taken >= self.number and self.old:
+            generations, self.old = self.old[: self.portion_size], self.old[self.portion_size :]
+            self.number += 1
+            self.found = tuple(node for each in generations for node in self.nodes(each))
+        return self.number, self.found, not self.old
+
+    def nodes(self, generation: int) -> Iterator[Found]:
+        """Chunks and pieces of this generation of which all slots are here."""
+        slots: dict[tuple[bytes, int, int], dict[tuple[int, int], int]] = {}
+        for slot, record in self.records.items():
+            label = record.label
+            if label.generation == generation:
+                group = CHUNK if label.block == CHUNK else label.group
+                slots.setdefault((label.key, label.block, group), {})[label.group, label.place] = slot
+        for (_, _, group), places in slots.items():
+            if sorted(places) == self.shapes[group]:
+                ordered = tuple(places[each] for each in self.shapes[group])
+                yield Found(self.records[ordered[0]].label, ordered)
+
+    def read(self, slot: int, label: Label) -> Any:
+        """What it holds, None: refused, and then its record is cleared."""
+        record = self.records.get(slot)
+        is_served = record is not None and record.is_intact and label.generation >= self.floor
+        if is_served and record.label._replace(parent=label.parent) == label:
+            return record.content
+        self.records.pop(slot, None)
+        self.lost.add(slot)
+        return None
+
+    def write(self, slot: int, label: Label, content: Any) -> None:
+        self.records[slot] = Record(label, content)
+        self.last = max(self.last, label.generation // RANGE)
+        self.lost.discard(slot)

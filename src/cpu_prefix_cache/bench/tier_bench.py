@@ -1,0 +1,82 @@
+"""`cpu-prefix-cache bench --tier PATH[:SIZE]`: what the disk under PATH gives a tier in files.
+
+A file of SIZE bytes is made there, filled, read, and removed, also when this is interrupted.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from cpu_prefix_cache.bench.file_rates import FileRate, FileUnderTest, measure_file
+from cpu_prefix_cache.bench.tier_report import as_json, break_even, large, tier_table
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.replay.models import prefix_bytes_per_token
+from cpu_prefix_cache.replay.options import groups_of
+from cpu_prefix_cache.replay.units import show_bytes
+from cpu_prefix_cache.slab.folder import check_path
+
+SLOT_BYTES = (2 << 20, 256 << 10)
+FILE_BYTES = 1 << 30
+LEAST_BYTES = 64 << 20  # what is in flight at once is twice as much
+BLOCK_TOKENS = 16
+BUFFERED = "through the system's cache, which is emptied after each run: the file system refuses O_DIRECT"
+
+
+def run_tier(args: argparse.Namespace) -> int:
+    """Raises ConfigurationError for what cannot be measured."""
+    path, size = path_and_size(args.tier)
+    bytes_per_token = prefix_bytes_per_token(groups_of(args, BLOCK_TOKENS))
+    if args.prefill_rate is not None and not bytes_per_token:
+        raise ConfigurationError("--prefill-rate needs the bytes of a token: give --model or --bytes-per-token")
+    if args.json is not None and not Path(args.json).parent.is_dir():
+        raise ConfigurationError(f"--json cannot be written to {args.json}: there is no such folder")
+    rates, is_direct = measured(path, size)
+    print(f"a file of {show_bytes(size)} in {path}, {'O_DIRECT' if is_direct else BUFFERED}\n{tier_table(rates)}")
+    if bytes_per_token:
+        print(break_even(large(rates, "read"), bytes_per_token, args.prefill_rate))
+    if args.json is not None:
+        write(args.json, json.dumps(as_json(path, rates, is_direct=is_direct), indent=1))
+    return 0
+
+
+def measured(path: str, size: int) -> tuple[list[FileRate], bool]:
+    """The rates by all sizes of slots, and whether they were measured with O_DIRECT."""
+    check_path(path)
+    rates: list[FileRate] = []
+    is_direct = True
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=path) as folder:
+        for slot_bytes in SLOT_BYTES:
+            own = Path(folder) / str(slot_bytes)
+            own.mkdir()
+            file = FileUnderTest(str(own), size, slot_bytes)
+            try:
+                rates += measure_file(file)
+                is_direct = file.is_direct
+            finally:
+                file.close()
+                file.remove()
+    return rates, is_direct
+
+
+def path_and_size(text: str) -> tuple[str, int]:
+    """PATH, or PATH:SIZE where SIZE is one.
+
+    >>> path_and_size("/nvme"), path_and_size("/nvme:2GiB")
+    (('/nvme', 1073741824), ('/nvme', 2147483648))
+    """
+    path, colon, size = text.rpartition(":")
+    if not colon or Path(text).is_dir():
+        return text, FILE_BYTES
+    num_bytes = parse_bytes(size)
+    if num_bytes < LEAST_BYTES:
+        raise ConfigurationError(f"a file of less than {show_bytes(LEAST_BYTES)} measures little, got {text!r}")
+    return path, num_bytes
+
+
+def write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error

@@ -1,0 +1,71 @@
+"""A tier of files below the generator's host memory: found again after a restart, by the same weights alone."""
+
+import pytest
+import torch
+
+from connector.transformers import PrefixCachedGenerator, build_model
+from connector.transformers.identity import model_name, weights_revision
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.slab.settings import FileTier
+
+PROMPT = [at * 7 % 256 for at in range(400)]
+HOST_BYTES, TIER_BYTES = 4 << 20, 32 << 20
+
+
+def model(arch="full", seed=0):
+    return build_model(arch, hidden=64, layers=2 if arch == "full" else 4, seed=seed)
+
+
+def answered(of, folder, **said):
+    below = FileTier(str(folder), TIER_BYTES, **said)
+    generator = PrefixCachedGenerator(of, device_blocks=96, host_bytes=HOST_BYTES, offload="eager", below=below)
+    try:
+        return generator.answer(PROMPT, 4)
+    finally:
+        generator.close()
+
+
+@pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
+def test_a_restarted_generator_finds_the_prefix_in_the_files(tmp_path, arch):
+    first, again = answered(model(arch), tmp_path), answered(model(arch), tmp_path)
+    assert first.tier_hit_tokens == 0 < again.tier_hit_tokens == again.host_hit_tokens
+    assert again.tokens == first.tokens
+    torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_other_weights_find_nothing(tmp_path):
+    answered(model(seed=0), tmp_path)
+    folder = tmp_path / "of the other"  # the first takes all bytes of its folder
+    folder.mkdir()
+    for tier in tmp_path.glob("?" * 32):
+        tier.rename(folder / tier.name)
+    of_first = next(folder.iterdir())
+    below = FileTier(str(folder), 2 * TIER_BYTES)
+    generator = PrefixCachedGenerator(model(seed=1), device_blocks=96, host_bytes=HOST_BYTES, below=below)
+    assert generator.tier_statistics().found == generator.answer(PROMPT, 2).tier_hit_tokens == 0
+    generator.close()
+    assert len(list(folder.iterdir())) == 2 and of_first.exists()
+
+
+def test_whose_it_is_may_be_said(tmp_path):
+    answered(model(seed=0), tmp_path, model="mine", revision="1")
+    assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
+
+
+def test_a_revision_changes_with_weights_and_configuration_alone():
+    same, other, changed = model(), model(seed=1), model()
+    assert weights_revision(same) == weights_revision(model())
+    assert model_name(same) == "llama"
+    same.config._name_or_path = "/somewhere/else"
+    assert weights_revision(same) == weights_revision(model()) and model_name(same) == "/somewhere/else"
+    changed.config.rope_parameters = {**changed.config.rope_parameters, "rope_theta": 7.0}
+    half = model().to(torch.bfloat16)
+    assert len({weights_revision(each) for each in (same, other, changed, half)}) == 4
+    with torch.no_grad():
+        next(reversed(list(same.parameters()))).reshape(-1)[0] += 1
+    assert weights_revision(same) != weights_revision(model())
+
+
+def test_without_host_memory_a_tier_is_below_nothing(tmp_path):
+    with pytest.raises(ConfigurationError, match="below host memory"):
+        PrefixCachedGenerator(model(), device_blocks=8, offload="off", below=FileTier(str(tmp_path), TIER_BYTES))

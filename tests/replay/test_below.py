@@ -1,0 +1,106 @@
+"""A tier below the host, with and without a device before it: what is found, and what reading it saves."""
+
+import pytest
+
+from cpu_prefix_cache.replay.below import ThreeTierEngine, replay_host_and_tier, replay_three_tiers
+from cpu_prefix_cache.replay.clairvoyant import replay_ideal
+from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.replay.seconds_saved import Rates
+from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
+from tests.replay.traces import random_prompts, trace_of
+
+MODES = ("lazy", "eager")
+BLOCK_BYTES, BLOCK_TOKENS = 1000, 100
+
+
+def meter(trace):
+    return Meter("test", trace.blocks)
+
+
+def two(trace, host, below, offload=None, policy="lru", rates=None):
+    return replay_host_and_tier(trace, HostTier(host, policy), BelowTier(below, offload), meter(trace), rates)
+
+
+def three(trace, host, device, below, offload=None, policy="lru", rates=None):
+    tiers = HostTier(host, policy), DeviceTier(device, "eager"), BelowTier(below, offload)
+    return replay_three_tiers(trace, *tiers, meter(trace), rates)
+
+
+def rates(below_bytes, prefill=1_000.0):
+    """Reading is as fast as computing at 10,000 bytes a second."""
+    return Rates(prefill, 1e9, below_bytes, BLOCK_BYTES, BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("offload", MODES)
+def test_a_host_above_a_tier_is_a_device_before_a_host(offload):
+    trace = trace_of(random_prompts(1, 300))
+    tally = two(trace, 8, 30, offload)
+    same = replay_two_tiers(trace, HostTier(30), DeviceTier(8, offload), meter(trace))
+    assert (tally.hit_blocks, tally.below_hit_blocks) == (same.hit_blocks, same.loaded_blocks)
+    assert tally.below_stored_blocks == same.stored_blocks
+    assert tally.loaded_blocks == tally.hit_blocks
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("replay", [two, lambda trace, host, below, *more: three(trace, host, 10, below, *more)])
+def test_with_a_tier_that_holds_everything_nothing_is_computed_twice(replay, policy):
+    trace = trace_of(random_prompts(1, 300))
+    tally = replay(trace, 32, 1_000, "eager", policy)
+    assert tally.hit_blocks == replay_ideal(trace).hit_blocks
+    assert 0 < tally.below_hit_blocks < tally.hit_blocks
+
+
+@pytest.mark.parametrize("offload", MODES)
+def test_what_left_device_and_host_comes_back_from_below(offload):
+    prompts = [letter * 4 for letter in "abcdefghij"]
+    tally = three(trace_of([*prompts, prompts[0]]), 16, 4, 100, offload)
+    assert (tally.hit_blocks, tally.loaded_blocks, tally.below_hit_blocks) == (4, 4, 4)
+
+
+def test_every_request_leaves_the_engine_at_rest():
+    trace = trace_of(["", *random_prompts(2, 80)])
+    engine = ThreeTierEngine(trace, HostTier(12), DeviceTier(9), BelowTier(40))
+    for request in trace.requests:
+        engine.serve(request)
+        engine.tiered.check_valid()
+        now = engine.tiered.statistics()
+        assert now.running == now.storing == now.loading == 0
+
+
+def test_a_prompt_beyond_what_may_be_promoted_is_promoted_in_part():
+    """A quarter of the host may be: the rest is computed."""
+    prompts = ["abcdefgh", "stuvwxyz", "ijklmnop", "12345678", "abcdefgh"]
+    tally = three(trace_of(prompts), 8, 8, 100, "eager")
+    assert tally.below_hit_blocks == 2
+
+
+@pytest.mark.parametrize("replay", [two, lambda trace, host, below, **more: three(trace, host, 4, below, **more)])
+def test_a_tier_slower_than_computing_is_not_read_and_its_blocks_are_missed(replay):
+    trace = trace_of(random_prompts(3, 200, "abc"), BLOCK_TOKENS)
+    always = replay(trace, 12, 1_000)
+    fast, slow = (replay(trace, 12, 1_000, rates=rates(rate, prefill=100.0)) for rate in (1e6, 900.0))
+    assert always.hit_blocks == fast.hit_blocks > slow.hit_blocks
+    assert slow.below_loaded_blocks == 0 < slow.declined
+
+
+def test_what_is_saved_is_counted_by_tokens_and_bytes():
+    some = Rates(prefill_tokens=50, host_bytes=2_000, below_bytes=4_000, block_bytes=BLOCK_BYTES, block_tokens=100)
+    assert some.saved(loaded=10, read=4) == 10 * 100 / 50 - 10 * 1000 / 2000 - 4 * 1000 / 4000
+    assert some.even == 500
+    alone = Rates(50, 2_000, None, BLOCK_BYTES, 100)
+    assert alone.saved(loaded=10, read=0) == 15 and alone.below_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("host", "below", "mode"),
+    [
+        (HostTier(10), BelowTier(99), "lazy"),
+        (HostTier(10), BelowTier(100), "eager"),
+        (HostTier(10, "arc"), BelowTier(20), "eager"),
+        (HostTier(10, "arc"), BelowTier(20, "lazy"), "lazy"),
+        (HostTier(10), BelowTier(20, "eager"), "eager"),
+    ],
+)
+def test_a_tier_is_lazy_below_a_host_of_a_tenth_or_more_with_lru(host, below, mode):
+    assert below.mode(host) == mode

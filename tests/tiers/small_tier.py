@@ -1,0 +1,222 @@
+"""A cache with a tier below its host, spoken to in prompts. A chunk is a letter; "ab!" is the checkpoint at the end of "ab".
+
+Nobody copies bytes between device and host. What the tiers of the ranks do, a test says: `works`, `ends`, or nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpu_prefix_cache import (
+    BlockPool,
+    Direction,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    PooledDevice,
+    RankReport,
+    Request,
+    TieredCache,
+    TierStatistics,
+    TransferPlan,
+)
+from cpu_prefix_cache.messages.request import Answer
+from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from property_tests.engines import cache_options
+from property_tests.strategies import chain
+from property_tests.tier_model import RankSlots
+from tests.story import Engine
+
+GRID = 4
+FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=4096)
+STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=4096)
+
+
+def name_of(key: bytes) -> str:
+    """Keys of checkpoints are made of those of chunks."""
+    return key.decode() if key.isalpha() else "a checkpoint"
+
+
+class Tiered(Engine):
+    """An engine whose host has a tier of `slots` slots. `below`: how the tier is written."""
+
+    def __init__(
+        self,
+        *groups: Group,
+        host: int = 16,
+        slots: int = 64,
+        device: int = 16,
+        ranks: int = 1,
+        below: str | None = "eager",
+        **options: Any,
+    ) -> None:
+        self.planner = HybridChunkPlanner(groups or [FULL], max_model_len=100_000, in_pages=True)
+        self.said = {"host_blocks": host, "slots": slots, "ranks": ranks, "below_offload": below, "offload": "eager"}
+        self.said |= cache_options(**options)
+        self.device_blocks = device
+        self.ranks, self.now = range(ranks), 0.0
+        self.tiers = [RankSlots(self.planner) for _ in self.ranks]
+        self.begins()
+
+    def begins(self) -> None:
+        """The process: with nothing on the device and the host, and what the slots hold."""
+        self.gpu = BlockPool(self.device_blocks)
+        self.cache = TieredCache(self.planner, PooledDevice(self.gpu), **self.said)
+        self.requests, self.slots, self.pins, self.touches = {}, {}, {}, {}
+        self.moving: dict[int, TransferPlan] = {}  # of tiers
+        self.first_generation = 0
+        self.reports_below()
+
+    def restarts(self, portion: int = 100) -> None:
+        for rank in self.ranks:
+            self.tiers[rank].open(portion=portion, scans=rank == 0)
+        self.begins()
+
+    # the host
+
+    def host_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
+        """Put chunks there, and checkpoints at the ends of some, as if a store had landed just now."""
+        pool, coordinator = self.cache.pool, self.cache.coordinator
+        touch = pool.touch(None)
+        for end in range(1, len(prompt) + 1):
+            name = prompt[:end]
+            parent = pool.root if end == 1 else pool.find(name[:-1].encode())
+            if pool.find(name.encode()) is None:
+                pool.commit(pool.allocate(1, [name.encode()]), [name.encode()], parent, touch)
+                self.cache.below.demotion.arrived([name.encode()])
+            key = checkpoint_key(name.encode())
+            if name in checkpoints and pool.find(key) is None:
+                needs = coordinator.needs(coordinator.checkpoint_at(chain(name), end))
+                pool.commit(pool.allocate(0, [key], needs), [key], pool.find(name.encode()), touch)
+                self.cache.below.demotion.arrived([key])
+
+    def host_forgets(self) -> None:
+        """Everything that nobody holds is evicted from the host."""
+        pool = self.cache.pool
+        pool.abort(pool.allocate(pool.available(pool.capacity // max(1, pool.blocks_per_chunk))))
+
+    def tier_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
+        """And the host has not."""
+        self.host_has(prompt, checkpoints)
+        self.works_off()
+        self.host_forgets()
+        assert prompt in self.below, f"the tier has {self.below}"
+        assert not self.host & set(chain_names(prompt))
+
+    @property
+    def below(self) -> set[str]:
+        pool = self.cache.below.pool
+        keys = (pool.key(slot) for slot in range(pool.capacity))
+        return {name_of(key) for key in keys if key is not None}
+
+    def has_checkpoint_below(self, name: str) -> bool:
+        return self.cache.below.pool.find(checkpoint_key(name.encode())) is not None
+
+    def has_checkpoint(self, name: str) -> bool:
+        return self.cache.pool.find(checkpoint_key(name.encode())) is not None
+
+    # requests
+
+    def asks_as(self, id: str, prompt: str, n0: int = 0) -> Answer:
+        return self.cache.lookup(Request(id, chain(prompt), len(prompt) * GRID + 1), n0, self.now)
+
+    def admits(self, id: str, prompt: str) -> Answer:
+        """It is scheduled with what it is given now, and loads it."""
+        answer = self.asks_as(id, prompt)
+        boundary = answer.boundary if isinstance(answer, Hit) else None
+        self.cache.admit(Request(id, chain(prompt), len(prompt) * GRID + 1), 0, boundary, self.now)
+        return answer
+
+    # the tiers
+
+    def steps_below(self) -> list[TransferPlan]:
+        """An engine step, after which the tiers have their plan. What it has of transfers."""
+        self.cache.passed(self.now)
+        self.cache.step()
+        plan: TierPlan = self.cache.plan_below()
+        for rank in self.tiers:
+            rank.advance(plan)
+        self.tiers[0].taken = max(self.tiers[0].taken, plan.taken)
+        self.first_generation = plan.first_generation
+        self.moving |= {transfer.id: transfer for transfer in plan.step.transfers}
+        self.cache.check_valid()
+        return list(plan.step.transfers)
+
+    def reads(self) -> dict[int, list[str]]:
+        """Of each load of the tiers that moves, the chunks that it reads."""
+        loads = {id: each for id, each in self.moving.items() if each.direction is Direction.LOAD}
+        return {id: [name_of(label.key) for copy in load.copies for label in copy.labels] for id, load in loads.items()}
+
+    def writes(self) -> list[str]:
+        """The chunks that are being written."""
+        stores = [each for each in self.moving.values() if each.direction is Direction.STORE]
+        return [name_of(label.key) for store in stores for copy in store.copies for label in copy.labels]
+
+    def ends(self, *ids: int, ok: bool = True) -> None:
+        """These transfers, or all, end on all ranks. Slots that went bad are refused."""
+        transfers = [self.moving.pop(id) for id in ids or list(self.moving)]
+        for rank, tier in enumerate(self.tiers):
+            refused = []
+            for transfer in transfers:
+                pairs = [pair for copy in transfer.copies for pair in zip(copy.host_blocks, copy.labels, strict=True)]
+                if transfer.direction is Direction.LOAD and ok:
+                    lost = tuple(slot for slot, label in pairs if tier.read(slot, label) is None)
+                    refused += [Refusal(transfer.id, lost)] if lost else []
+                elif ok:
+                    for slot, label in pairs:
+                        tier.write(slot, label, label.key)
+            done = {each.id for each in transfers if ok and not each.failed}
+            failed = {each.id for each in transfers} - done
+            self.reports_below(RankReport(rank, frozenset(done), frozenset(failed)), tuple(refused), ranks=[rank])
+
+    def reports_below(
+        self, transfers: RankReport | None = None, refused: tuple[Refusal, ...] = (), ranks: Iterable[int] | None = None
+    ) -> None:
+        for rank in self.ranks if ranks is None else ranks:
+            tier = self.tiers[rank]
+            report = TierReport(transfers or RankReport(rank), refused, tier.next_generation, *tier.portion())
+            self.cache.report_below(report)
+        self.cache.check_valid()
+
+    def measures(self, rate: float, prefill: float) -> None:
+        """Bytes a second that the tier is read, and tokens a second that are computed."""
+        for rank in self.ranks:
+            self.reports_below(RankReport(rank, load_bytes_per_second=rate), ranks=[rank])
+        for _ in range(2):
+            self.cache.prefilled(2_000, 2_000 / prefill)
+
+    def works(self) -> None:
+        """One step, and what it gives the tiers is done."""
+        self.steps_below()
+        self.ends()
+
+    def works_off(self, steps: int = 50) -> None:
+        """Until nothing moves any more."""
+        for _ in range(steps):
+            self.works()
+            if not self.cache.has_transfers:
+                return
+        raise AssertionError("the tier does not come to rest")
+
+    def goes_bad(self, *names: str, rank: int = 0) -> None:
+        """The bytes of these chunks change, under an unchanged label; "ab!": those of the checkpoint's own pieces."""
+        pool = self.cache.below.pool
+        for name in names:
+            key = name.rstrip("!").encode()
+            node = pool.find(checkpoint_key(key) if name.endswith("!") else key)
+            for slot in pool.all_blocks_of(node):
+                self.tiers[rank].records[slot].is_intact = False
+
+    @property
+    def seen(self) -> TierStatistics:
+        return self.cache.tier_statistics()
+
+    def is_at_rest(self) -> bool:
+        below, host = self.cache.below.statistics(), self.cache.statistics()
+        idle = [each.pool.pinned + each.pool.writing + each.pool.retired for each in (below, host)]
+        return idle == [0, 0] and not self.cache.has_transfers
+
+
+def chain_names(prompt: str) -> list[str]:
+    return [prompt[: end + 1] for end in range(len(prompt))]

@@ -1,0 +1,473 @@
+"""What the tier brings to the host, for whom, and for how long. Any order of events: property_tests/test_tier_machine.py.
+
+`S8.n` numbers edge cases that broke the tiers of other caches.
+"""
+
+import pytest
+
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
+from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS
+from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
+
+
+@pytest.fixture(autouse=True)
+def slices_of_two_chunks(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "SLICE_BYTES", 2 * 4096)
+
+
+def with_tier(prompt="abcd", **options):
+    engine = Tiered(**options)
+    engine.tier_has(prompt)
+    return engine
+
+
+def test_what_the_tier_has_is_pending_and_then_a_hit():
+    engine = with_tier("abcd")
+    assert isinstance(engine.asks_as("r", "abcd"), Pending)
+    engine.works()
+    assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
+    assert engine.seen.asked == 1 and engine.seen.late == 0 and engine.seen.refused == 0
+    engine.admits("r", "abcd")
+    assert engine.seen.hit_tokens == 4 * GRID
+    engine.works_off()
+    assert engine.is_at_rest()
+
+
+def test_what_the_host_has_of_it_is_not_read_again():
+    engine = with_tier("abcd")
+    engine.host_has("ab")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["abc", "abcd"]]
+
+
+def test_the_host_gets_the_parents_too_that_only_the_device_has():
+    """The request needs nothing before n0, but the forest is closed."""
+    engine = with_tier("abcd")
+    assert isinstance(engine.asks_as("r", "abcd", n0=2 * GRID), Pending)
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["a", "ab"], ["abc", "abcd"]]
+    engine.ends()
+    assert engine.asks_as("r", "abcd", n0=2 * GRID) == Hit(4 * GRID, start=2 * GRID)
+
+
+def test_two_requests_for_one_prefix_read_it_once():
+    engine = with_tier("abcd")
+    engine.asks_as("one", "abcd")
+    engine.asks_as("other", "abcd")
+    engine.steps_below()
+    assert len(engine.reads()) == 2  # slices
+    engine.ends()
+    assert engine.asks_as("one", "abcd") == engine.asks_as("other", "abcd") == Hit(4 * GRID)
+
+
+def test_slices_are_committed_as_they_come_whatever_their_order():
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    first, second = engine.reads()
+    engine.ends(second)
+    assert not engine.host
+    engine.ends(first)
+    assert engine.host == set(chain_names("abcd"))
+
+
+def test_bytes_that_are_refused_are_not_read_again():  # S8.6
+    engine = with_tier("abcd")
+    engine.goes_bad("abc")
+    engine.asks_as("r", "abcd")
+    engine.works()
+    assert engine.asks_as("r", "abcd") == Hit(2 * GRID)  # the good leading chunks
+    assert engine.below == {"a", "ab"} and engine.seen.refused == 1
+    assert engine.asks_as("later", "abcd") == Hit(2 * GRID)
+    engine.works_off()
+    assert not engine.reads()
+
+
+def test_a_read_that_fails_is_not_tried_again():  # S8.6
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    first, second = engine.reads()
+    engine.ends(first)
+    engine.ends(second, ok=False)
+    assert engine.asks_as("r", "abcd") == Hit(2 * GRID) and engine.below == {"a", "ab"}
+    engine.works_off()
+
+
+def test_what_hangs_below_a_refused_chunk_is_given_up_at_once():
+    """The chunks that were read below it stand in the way of nobody who stores them."""
+    engine = with_tier("abcd")
+    engine.goes_bad("ab")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    first, second = engine.reads()
+    engine.ends(first)
+    assert engine.host == {"a"}
+    engine.starts("s", "abcd", load=False)
+    engine.computes("s")
+    engine.copies()
+    assert engine.host == set(chain_names("abcd"))
+    engine.ends(second)
+    engine.cache.check_valid()
+
+
+def test_one_rank_that_has_lost_its_disk_makes_misses():
+    engine = with_tier("abcd", ranks=2)
+    engine.tiers[1].records.clear()
+    engine.asks_as("r", "abcd")
+    engine.works()
+    assert engine.asks_as("r", "abcd") == Miss()
+    assert not engine.below and not engine.host and engine.seen.refused == 4  # slots, of both slices
+
+
+def test_refused_slots_never_turn_the_cache_off():  # S8.6
+    engine = Tiered()
+    for prompt in "abcdefgh":
+        engine.tier_has(prompt)
+        engine.goes_bad(prompt)
+        engine.asks_as(prompt, prompt)
+        engine.works()
+        assert engine.asks_as(prompt, prompt) == Miss()
+    assert engine.seen.refused == 8 > FAILURES_IN_A_ROW and engine.seen.state == "open" and not engine.cache.is_off
+
+
+def test_waiting_requests_are_promoted_first_come_first_served_and_within_bounds():  # S8.7
+    engine = Tiered(host=16)  # a quarter: 4 chunks
+    prompts = ["abc", "def", "ghi"]
+    for prompt in prompts:
+        engine.tier_has(prompt)
+    for prompt in prompts:
+        assert isinstance(engine.asks_as(prompt, prompt), Pending)
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["a", "ab"], ["abc"], ["d"]]
+    engine.ends()
+    assert engine.steps_below() == []  # what is read and not admitted counts
+    assert engine.admits("abc", "abc") == Hit(3 * GRID)
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["de", "def"], ["g"]]
+    engine.ends()
+    engine.admits("def", "def")
+    engine.works()
+    assert engine.asks_as("ghi", "ghi") == Hit(3 * GRID)
+
+
+def test_who_comes_later_takes_no_room_that_an_earlier_one_waits_for():  # S8.7
+    engine = Tiered(FULL, STATE, host=16, slots=64)
+    engine.tier_has("abc", ["abc"])
+    engine.tier_has("d", ["d"])
+    engine.cache._promoted += 1  # another promotion hangs: the chunks find room, the checkpoint does not
+    for prompt in ("abc", "d"):
+        assert isinstance(engine.asks_as(prompt, prompt), Pending)
+    for tried in range(2):
+        plan, _ = engine.cache.step(), engine.cache.plan_below()
+        assert len(engine.cache._slices) == 2, (tried, plan)
+    engine.cache._promoted -= 1
+    engine.steps_below()
+    assert engine.has_checkpoint("abc") or checkpoint_key(b"abc") in engine.cache._ledger.writing
+
+
+def test_promotions_that_hang_take_no_more_than_their_share():  # S8.7, S8.30
+    engine = Tiered(host=16)
+    for prompt in ("abcd", "efgh", "ijkl"):
+        engine.tier_has(prompt)
+    for prompt in ("abcd", "efgh", "ijkl"):
+        answer = engine.asks_as(prompt, prompt)
+        engine.steps_below()  # nothing ever ends
+        engine.now = answer.deadline + LEASE_SECONDS
+        assert engine.asks_as(prompt, prompt) == Miss()
+    engine.steps_below()
+    assert len(engine.reads()) == 2 and engine.cache.pool.statistics().writing == 4
+    engine.ends()
+    engine.works_off()
+    assert engine.is_at_rest()
+
+
+def test_a_promotion_evicts_nothing_that_another_has_brought():  # S8.8
+    engine = Tiered(host=4)  # of which one chunk may be promoted at a time
+    for prompt in "ab":
+        engine.tier_has(prompt)
+    engine.host_has("wxyz")
+    engine.asks_as("a", "a")
+    engine.works()
+    assert "a" in engine.host and "wxyz" not in engine.host
+    engine.asks_as("b", "b")
+    engine.works()
+    assert "a" in engine.host and "b" not in engine.host
+    assert engine.admits("a", "a") == Hit(GRID)
+    engine.works()
+    assert engine.asks_as("b", "b") == Hit(GRID)
+
+
+def test_a_promotion_evicts_nothing_of_its_own_request():  # S8.9
+    engine = Tiered(host=16)
+    engine.tier_has("abcdefg")
+    engine.host_has("abcde")  # the oldest
+    engine.host_has("tuvwxyz")
+    engine.host_has("mnop")  # the host is full
+    assert isinstance(engine.asks_as("r", "abcdefg"), Pending)
+    engine.works()
+    assert engine.asks_as("r", "abcdefg") == Hit(7 * GRID)
+
+
+def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
+    engine = with_tier("abcd")
+    answer = engine.asks_as("r", "abcd")
+    engine.steps_below()
+    engine.ends(min(engine.reads()))  # the other slice hangs
+    assert engine.asks_as("r", "abcd") == answer  # the deadline stays
+    engine.now = answer.deadline
+    assert engine.asks_as("r", "abcd") == Hit(2 * GRID)
+    assert engine.asks_as("r", "abcd") == Hit(2 * GRID) and engine.seen.late == 1
+
+
+def test_the_lease_ends_some_time_after_the_deadline_whoever_asks():
+    engine = with_tier("abcd")
+    answer = engine.asks_as("r", "abcd")
+    engine.works()
+    assert engine.cache.statistics().pool.pinned == 1
+    engine.now = answer.deadline + LEASE_SECONDS
+    engine.steps_below()
+    assert engine.is_at_rest() and len(engine.cache._wants) == 1
+    engine.now = answer.deadline + REMEMBERED_SECONDS
+    engine.steps_below()
+    assert not engine.cache._wants
+
+
+@pytest.mark.parametrize("seconds", [LEASE_SECONDS, REMEMBERED_SECONDS, 10 * REMEMBERED_SECONDS])
+def test_nothing_is_read_for_who_never_asks_again(seconds):
+    engine = with_tier("abcd")
+    answer = engine.asks_as("r", "abcd")
+    engine.now = answer.deadline + seconds
+    assert engine.steps_below() == []
+    engine.steps_below()
+    assert engine.is_at_rest() and engine.seen.late == 1
+
+
+def test_an_aborted_requests_promotion_is_committed_all_the_same():
+    engine = with_tier("abcd")
+    answer = engine.asks_as("r", "abcd")
+    engine.steps_below()
+    engine.now = answer.deadline + REMEMBERED_SECONDS
+    engine.steps_below()
+    engine.ends()
+    assert engine.host == set(chain_names("abcd")) and engine.is_at_rest()
+
+
+def test_without_its_checkpoint_nothing_is_hit_beyond_both():  # S8.11
+    engine = Tiered(FULL, STATE)
+    engine.tier_has("abcd", ["ab", "abcd"])
+    engine.goes_bad("abcd!")
+    assert isinstance(engine.asks_as("r", "abcd"), Pending)
+    engine.works()
+    assert set(chain_names("abcd")) <= engine.host and not engine.has_checkpoint("abcd")
+    assert engine.asks_as("r", "abcd") == Miss()
+    assert isinstance(engine.asks_as("later", "abcd"), Pending)  # at the other checkpoint, to which it is no longer far
+    engine.works()
+    assert engine.asks_as("later", "abcd") == Hit(2 * GRID)
+
+
+def test_a_request_waits_for_the_checkpoint_no_longer_than_for_the_chunks():  # S8.12
+    engine = Tiered(FULL, STATE)
+    engine.tier_has("ab", ["ab"])
+    answer = engine.asks_as("r", "ab")
+    engine.steps_below()
+    chunks = [id for id, names in engine.reads().items() if "a" in names]
+    engine.ends(*chunks)
+    assert engine.reads() and engine.asks_as("r", "ab") == answer
+    engine.now = answer.deadline
+    assert engine.asks_as("r", "ab") == Miss()
+    engine.now += LEASE_SECONDS
+    engine.works()
+    assert engine.asks_as("later", "ab") == Hit(2 * GRID)
+
+
+def test_a_promotion_that_never_began_promises_nothing():  # S8.13
+    engine = Tiered(host=8)
+    engine.tier_has("abc")
+    engine.host_has("zyxwvuts")  # the host is full
+    lease = engine.reserves("zyxwvuts")
+    answer = engine.asks_as("r", "ab")
+    assert isinstance(answer, Pending)
+    assert engine.steps_below() == []
+    engine.now = answer.deadline
+    assert engine.admits("r", "ab") == Miss() and engine.seen.hit_tokens == 0
+    engine.cache.release(lease)
+
+
+def test_a_hit_that_needs_chunks_beyond_it_is_promoted_with_them():
+    """Groups that look ahead drop the end of what is there. All of it fits into the share, or less is promoted."""
+    ahead = FULL.__class__(
+        name="ahead", kind=FULL.kind, block_tokens=GRID, block_bytes=4096, lookahead_tokens=1
+    )
+    engine = Tiered(ahead, host=16)
+    engine.tier_has("abcdefgh")
+    assert isinstance(engine.asks_as("r", "abcdefgh"), Pending)
+    engine.works()
+    assert engine.asks_as("r", "abcdefgh") == Hit(3 * GRID) and engine.seen.late == 0
+
+
+def test_a_prompt_larger_than_the_share_is_promoted_in_part():
+    engine = Tiered(host=16)
+    engine.tier_has("abcdefgh")
+    engine.host_has("ab")
+    engine.asks_as("r", "abcdefgh")
+    engine.works()
+    assert engine.asks_as("r", "abcdefgh") == Hit(6 * GRID)
+
+
+def test_reset_during_a_promotion():
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    engine.cache.reset()
+    assert engine.asks_as("r", "abcd") == engine.asks_as("other", "abcd") == Miss()
+    engine.ends()
+    assert not engine.host and not engine.below
+    engine.steps_below()
+    assert engine.is_at_rest()
+
+
+def test_a_tier_that_fails_often_is_left_alone_for_a_pause():
+    engine = Tiered(host=32)
+    prompts = "abcdefg"
+    for prompt in prompts:
+        engine.tier_has(prompt)
+    for prompt in prompts[:FAILURES_IN_A_ROW]:
+        assert isinstance(engine.asks_as(prompt, prompt), Pending)
+        engine.steps_below()
+        engine.ends(ok=False)
+    assert engine.seen.state == "paused" and not engine.cache.is_off
+    assert engine.asks_as("f", "f") == Miss()
+    engine.host_has("xyz")
+    assert engine.steps_below() == []
+    engine.now += PAUSE_SECONDS
+    assert isinstance(engine.asks_as("f2", "f"), Pending) and engine.seen.state == "open"
+    engine.works()
+    assert engine.asks_as("f2", "f") == Hit(GRID)
+    engine.works_off()
+    assert "xyz" in engine.below
+
+
+def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
+    engine = Tiered(host=16)
+    engine.tier_has("abcd")
+    engine.tier_has("efgh")
+    engine.asks_as("first", "abcd")
+    engine.asks_as("second", "efgh")
+    engine.steps_below()
+    engine.cache.below._failed_often()
+    engine.ends()
+    assert engine.asks_as("first", "abcd") == Hit(4 * GRID)
+    engine.admits("first", "abcd")
+    assert engine.steps_below() == []  # there would be room
+    assert engine.asks_as("second", "efgh") == Miss()
+
+
+def test_one_failure_after_a_pause_is_enough_for_another():
+    engine = with_tier("abcd")
+    engine.cache.below._completion._failures_in_a_row.update({"load": 0})
+    for _ in range(2):
+        engine.cache.below._failed_often()
+        assert engine.seen.state == "paused"
+        engine.now += PAUSE_SECONDS
+        engine.cache.passed(engine.now)
+        assert engine.seen.state == "open"
+
+
+# Time saved
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_read():
+    engine = with_tier("abcd")
+    engine.measures(rate=4096.0, prefill=100.0)  # 1 s for a chunk; 0.04 s to compute it
+    assert engine.asks_as("r", "abcd") == engine.asks_as("r", "abcd") == Miss()
+    assert engine.seen.declined == 1 and engine.seen.asked == 0
+
+
+def test_what_is_read_for_others_counts():
+    engine = Tiered(host=64, slots=200)
+    for prompt in ("abcd", "efgh", "ijkl"):
+        engine.tier_has(prompt)
+    engine.measures(rate=1e6, prefill=250.0)  # a prompt takes 0.016 s to read, and 0.064 s to compute
+    assert isinstance(engine.asks_as("one", "abcd"), Pending)
+    assert isinstance(engine.asks_as("two", "efgh"), Pending)  # also before anything is planned
+    assert engine.asks_as("three", "ijkl") == Miss()
+    engine.works()
+    assert isinstance(engine.asks_as("four", "ijkl"), Pending)
+
+
+def test_checkpoints_say_how_far_it_is_read():
+    """The deepest is far beyond the one before it, and its chunks are not worth it; or it costs little more."""
+    engine = Tiered(FULL, STATE, host=64, slots=200)
+    engine.tier_has("abcdefgh", ["a", "abcdefgh"])
+    engine.host_has("abcdefgh")
+    engine.cache.pool.withdraw(engine.cache.pool.find(b"ab"))  # the host has "a" without its checkpoint
+    engine.measures(rate=1e6, prefill=1_000.0)  # a chunk: 0.004 s either way, so only "a" is gained for a checkpoint
+    engine.asks_as("r", "abcdefgh")
+    assert engine.seen.declined == 1
+    engine.cache.prefilled(2_000, 2_000 / 100.0)
+    for _ in range(40):
+        engine.cache.prefilled(2_000, 2_000 / 100.0)
+    assert isinstance(engine.asks_as("s", "abcdefgh"), Pending)
+    engine.works()
+    assert engine.asks_as("s", "abcdefgh") == Hit(8 * GRID)
+
+
+def test_a_tier_smaller_than_twice_the_host_is_refused():
+    with pytest.raises(ConfigurationError, match="at least 32 slots"):
+        Tiered(host=16, slots=31)
+
+
+# Bounded work
+
+
+class Counted(list):
+    """Keys that count how often they are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at):
+        Counted.looks += 1 if isinstance(at, int) else len(range(*at.indices(len(self))))
+        return super().__getitem__(at)
+
+
+def test_a_lookup_never_waits_and_looks_at_few_keys():  # S8.29
+    from cpu_prefix_cache import Request
+
+    letters = 4_000
+    engine = Tiered(host=2 * letters, slots=6 * letters)
+    keys = [b"k%07d" % at for at in range(letters)]
+    pool = engine.cache.below.pool
+    pool.commit(pool.allocate(letters, keys), keys, pool.root, pool.touch(None))
+    request = Request("r", Counted(keys), letters * GRID + 1)
+    Counted.looks = 0
+    assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    assert Counted.looks < 150 and not engine.moving and not engine.cache.has_transfers
+    Counted.looks = 0
+    for _ in range(10):
+        engine.cache.lookup(request, 0, 0.0)
+    assert Counted.looks < 100
+
+
+def test_many_checkpoints_beyond_the_share_cost_a_lookup_little():  # S8.29
+    from cpu_prefix_cache import Request
+
+    letters = 500
+    engine = Tiered(FULL, STATE, host=20, slots=3_000)
+    keys = [b"k%07d" % at for at in range(letters)]
+    lower = engine.cache.below
+    pool = lower.pool
+    pool.commit(pool.allocate(letters, keys), keys, pool.root, pool.touch(None))
+    for depth in range(1, letters + 1):
+        key = checkpoint_key(keys[depth - 1])
+        nodes = pool.allocate(0, [key], lower.coordinator.needs(lower.coordinator.checkpoint_at(keys, depth)))
+        pool.commit(nodes, [key], pool.find(keys[depth - 1]), pool.touch(None))
+    request = Request("r", Counted(keys), letters * GRID + 1)
+    Counted.looks = 0
+    answer = engine.cache.lookup(request, 0, 0.0)
+    assert isinstance(answer, Pending) and Counted.looks < 400

@@ -1,0 +1,456 @@
+"""What is refused of a tier, what identifies the bytes in it, and how ranks share it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import LoRAConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connector.vllm import rank_tier, ranks, regions, versions
+from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.rank_tier import MARK, Onlooker
+from connector.vllm.settings import Settings
+from connector.vllm.tensors import order_of
+from connector.vllm.weights import weights_of
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.model.planner import PAGE_BYTES
+from tests_vllm.engine import full, latent, one_group, vllm_config, window
+from tests_vllm.test_ranks import BLOCKS, latent_caches, plain_caches
+
+HOST, SIZE = 1 << 20, 8 << 20
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    return folder
+
+
+def configure(folder, said=None, *, host=HOST, **parallel):
+    """`said` in place of what an operator says of the tier, or beside it."""
+    config = vllm_config(folder, cpu_bytes_to_use=host, tier=said)
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    config.instance_id, config.cache_config.num_gpu_blocks = "test", BLOCKS
+    return config
+
+
+def tier(path, **more):
+    return {"kind": "file", "path": str(path), "bytes": SIZE, "revision": "1"} | more
+
+
+def settings_of(config, *groups):
+    caches = KVCacheConfig(BLOCKS, [], list(groups)) if groups else one_group(BLOCKS)
+    return Settings.of(config, caches)
+
+
+def build(config, *groups):
+    return settings_of(config, *groups).build(SimpleNamespace(num_blocks=BLOCKS, null_block=0))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (dict(kind="redis"), "unknown kind of tier 'redis'; known is file"),
+        (dict(size=5), "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision"),
+        (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
+        (dict(bytes=0), "bytes of the tier is a whole number, at least 1; got 0"),
+        (dict(bytes=True), "bytes of the tier is a whole number, at least 1; got True"),
+        (dict(bytes=1e12), "bytes of the tier is a whole number, at least 1; got 1000000000000.0"),
+        (dict(path=7), "path of the tier is a text, got 7"),
+        (dict(path=""), "path of the tier is a text, got ''"),
+        (dict(offload="sometimes"), "offload of the tier is one of lazy, eager; got 'sometimes'"),
+        (dict(revision=None), "revision of the tier is a text, got None"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, path, more, sentence):
+    with pytest.raises(ConfigurationError) as refused:
+        settings_of(configure(tmp_path, {**tier(path), **more}))
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("missing", ["kind", "path", "bytes"])
+def test_what_is_missing_is_named(tmp_path, path, missing):
+    said = {name: value for name, value in tier(path).items() if name != missing}
+    with pytest.raises(ConfigurationError, match=f"tier needs {missing}; its keys are kind, path, bytes"):
+        settings_of(configure(tmp_path, said))
+
+
+@pytest.mark.parametrize("said", ["file:/nvme:5GB", ["file"], None])
+def test_a_tier_is_a_dictionary(tmp_path, said):
+    with pytest.raises(ConfigurationError, match="tier is a dictionary with kind, path, bytes; got"):
+        settings_of(configure(tmp_path, said))
+
+
+# What vLLM must be
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_keys_that_are_not_cryptographic_are_refused(tmp_path, path, algorithm):
+    config = configure(tmp_path, tier(path))
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    with pytest.raises(ConfigurationError, match=f"'{algorithm}'; start it with --prefix-caching-hash-algo sha256"):
+        settings_of(config)
+
+
+@pytest.mark.parametrize("seed", [None, "0"])
+@pytest.mark.parametrize("begins_at_random", [True, False])
+def test_hashes_that_begin_at_random_are_refused(tmp_path, path, monkeypatch, begins_at_random, seed):
+    """Releases differ in whether they do without PYTHONHASHSEED."""
+    monkeypatch.setattr(versions, "CHAINS_BEGIN_AT_RANDOM", begins_at_random)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    if begins_at_random and seed is None:
+        with pytest.raises(ConfigurationError, match="set PYTHONHASHSEED=0 in the environment of vLLM"):
+            settings_of(configure(tmp_path, tier(path)))
+    else:
+        assert settings_of(configure(tmp_path, tier(path))).tier is not None
+
+
+def test_scales_that_each_process_measures_are_refused(tmp_path, path, monkeypatch):
+    monkeypatch.setattr(versions, "measures_scales", lambda config: True)
+    with pytest.raises(ConfigurationError, match=r"calculate_kv_scales .* leave it out"):
+        settings_of(configure(tmp_path, tier(path)))
+
+
+def test_adapters_have_names_only_so_a_revision_is_asked_for(tmp_path, path):
+    said = tier(path)
+    config = configure(tmp_path, said)
+    config.lora_config = LoRAConfig(max_lora_rank=8)
+    assert settings_of(config).tier is not None
+    del said["revision"]
+    config.kv_transfer_config.kv_connector_extra_config["tier"] = said
+    with pytest.raises(ConfigurationError, match=r"with LoRA .* give the tier a revision"):
+        settings_of(config)
+
+
+def test_a_tier_that_holds_little_but_what_the_host_has_is_refused(tmp_path, path):
+    config = configure(tmp_path, tier(path, bytes=2 * HOST))  # records need some bytes, too
+    with pytest.raises(ConfigurationError, match=r"the host has 256 blocks, so give the tier at least .* bytes"):
+        build(config)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file"])
+def test_a_path_that_is_no_folder_is_refused(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=rf"path of the tier, .*/{where}, .*; make the folder first"):
+        build(configure(tmp_path, tier(tmp_path / where)))
+
+
+def test_another_size_than_before_is_refused(tmp_path, path):
+    worker_of(configure(tmp_path, tier(path))).close()
+    with pytest.raises(ConfigurationError, match="was made for a tier of 8388608 bytes, and 9000000 are asked for"):
+        build(configure(tmp_path, tier(path, bytes=9_000_000)))
+
+
+# Identity
+
+
+def identity(config, *groups):
+    return settings_of(config, *groups).tier.namespace
+
+
+def test_what_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
+    def of(change=lambda config: None, *groups, **more):
+        config = configure(tmp_path, tier(path, **more))
+        change(config)
+        return identity(config, *groups)
+
+    def set_to(part, name, value):
+        return lambda config: setattr(getattr(config, part), name, value)
+
+    def set_rope(config):
+        config.model_config.hf_config.rope_theta = 5.0
+
+    namespaces = [
+        of(),
+        of(revision="2"),
+        of(model="another"),
+        of(set_to("cache_config", "cache_dtype", "fp8")),
+        of(set_to("cache_config", "prefix_caching_hash_algo", "sha256_cbor")),
+        of(set_to("parallel_config", "tensor_parallel_size", 2)),
+        of(set_to("parallel_config", "pipeline_parallel_size", 2)),
+        of(set_to("model_config", "dtype", torch.bfloat16)),
+        of(set_to("model_config", "quantization", "fp8")),
+        of(set_to("device_config", "device_type", "cuda")),
+        of(set_rope),
+        of(lambda config: None, full(layers=3)),
+        of(lambda config: None, full(), window(8)),
+    ]
+    assert len({each.folder for each in namespaces}) == len(namespaces)
+    assert of() == of() == of(offload="eager", bytes=2 * SIZE)
+
+
+class Model:
+    """A model_config, of a folder or of a hub."""
+
+    def __init__(self, model, revision=None, commit=None):
+        self.model, self.revision = str(model), revision
+        self.hf_config = SimpleNamespace(_commit_hash=commit)
+
+
+def test_weights_in_a_folder_are_known_by_names_sizes_and_times(tmp_path):
+    first, second = tmp_path / "model-1.safetensors", tmp_path / "part" / "model-2.safetensors"
+    second.parent.mkdir()
+    first.write_bytes(b"1")
+    seen = [weights_of(Model(tmp_path))]
+    second.write_bytes(b"2")
+    seen.append(weights_of(Model(tmp_path)))
+    second.write_bytes(b"22")
+    seen.append(weights_of(Model(tmp_path)))
+    time = first.stat().st_mtime_ns + 1
+    __import__("os").utime(first, ns=(time, time))
+    seen.append(weights_of(Model(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_of(Model(tmp_path)) == seen[-1]
+    assert len(set(seen)) == len(seen)
+
+
+def test_weights_of_a_hub_are_known_by_their_commit():
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert weights_of(Model("org/model", commit=commit)) == f"commit {commit}"
+    assert weights_of(Model("org/model", revision=commit)) == f"commit {commit}"
+    for revision in (None, "main"):
+        with pytest.raises(ConfigurationError, match=r"'org/model' has.*give the tier a revision"):
+            weights_of(Model("org/model", revision=revision))
+
+
+def test_each_engine_under_data_parallelism_has_a_folder(tmp_path, path):
+    build(configure(tmp_path, tier(path), data_parallel_index=0))
+    build(configure(tmp_path, tier(path), data_parallel_index=2))
+    assert [each.name for each in path.iterdir()] == ["engine-2"]
+
+
+def test_an_order_is_named_whatever_the_number_of_blocks():
+    def order(blocks):
+        return order_of(torch.zeros(blocks, 2, 4, 16).transpose(1, 2), blocks)
+
+    assert order(8) == order(50) == "float32 0: 2x2 1x4 3x16"
+    assert order_of(torch.zeros(2, 16, 4, 3), 8) == "float32 1: 0x2 1x2 2x4 3x3"  # two kernel blocks to a block
+    assert order_of([torch.zeros(8, 3), torch.zeros(8, 5, dtype=torch.float16)], 8) == "float32 0: 1x3, float16 0: 1x5"
+
+
+# Ranks
+
+
+def worker_of(config, group=None, caches=None):
+    cache_config = one_group(BLOCKS) if group is None else KVCacheConfig(BLOCKS, [], [group])
+    worker = WorkerHalf(Settings.of(config, cache_config), config, cache_config)
+    worker.register_kv_caches(caches or (plain_caches() if group is None else latent_caches(group)))
+    return worker
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Ranks, one after another in this process, that agree with themselves."""
+
+    def agree(problem):
+        if problem is not None:
+            raise problem
+
+    monkeypatch.setattr(ranks, "agree", agree)
+    monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(ranks, "largest", lambda number: number)
+    said = []
+    monkeypatch.setattr(ranks, "as_on_the_first", lambda value: said.append(value) or said[0])
+
+
+def test_host_blocks_are_whole_pages_where_there_is_a_tier(tmp_path, path):
+    odd = full(layers=3)
+    plain = Settings.of(vllm_config(tmp_path, cpu_bytes_to_use=HOST), KVCacheConfig(BLOCKS, [], [odd]))
+    assert plain.planner.host_block_bytes % PAGE_BYTES
+    assert settings_of(configure(tmp_path, tier(path)), odd).planner.host_block_bytes % PAGE_BYTES == 0
+
+
+def test_scheduler_and_ranks_have_the_same_number_of_slots(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    before = build(config).below.pool.capacity
+    worker = worker_of(config)
+    (manifest,) = path.glob("*/rank-0-of-1/manifest.json")
+    assert json.loads(manifest.read_text())["slots"] == before == build(config).below.pool.capacity
+    worker.close()
+
+
+def test_ranks_with_regions_of_their_own_have_slabs_of_their_own(tmp_path, path, together):
+    halves = []
+    for rank in range(2):
+        size = dict(world_size=2, tensor_parallel_size=2, rank=rank)
+        halves.append(worker_of(configure(tmp_path, tier(path), host=HOST, **size)))
+    assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
+    for each in halves:
+        each.close()
+
+
+def test_of_ranks_that_share_a_region_the_first_has_the_slab(tmp_path, path, together):
+    halves = []
+    for rank in range(4):
+        size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
+        config = configure(tmp_path, tier(path), host=HOST, **size)
+        config.instance_id = f"test-{rank}"  # their shared memory is none of this test
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "as_on_the_first_stage", lambda numbers: numbers)
+            halves.append(worker_of(config, latent()))
+    assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
+    assert [isinstance(each._tier, Onlooker) for each in halves] == [False, True, False, True]
+    for each in halves:
+        each.close()
+
+
+def test_an_onlooker_reports_everything_as_done_until_it_is_resolved():
+    onlooker = Onlooker(3)
+    transfers = tuple(TransferPlan(id, Direction.LOAD, (), 0) for id in (4, 5, 6))
+    onlooker.run(TierPlan(StepPlan(0, transfers)))
+    assert onlooker.report().transfers[:3] == RankReport(3, done=frozenset({4, 5, 6}))[:3]
+    onlooker.run(TierPlan(StepPlan(0, (), resolved_below=5, resolved=(6,))))
+    assert onlooker.report().transfers.done == {5}
+    assert onlooker.report().is_scanned and not onlooker.is_busy
+
+
+def test_a_second_process_on_the_path_is_refused_and_leaves_no_region_behind(tmp_path, path, monkeypatch):
+    config, closed = configure(tmp_path, tier(path)), []
+    worker = worker_of(config)
+    close = regions.HostArena.close
+    monkeypatch.setattr(regions.HostArena, "close", lambda arena: closed.append(arena) or close(arena))
+    with pytest.raises(ConfigurationError, match=r"another process uses .*; give each engine a path of its own"):
+        worker_of(config)
+    assert len(closed) == 1
+    worker.close()
+    worker_of(config).close()
+
+
+def test_what_another_rank_refuses_closes_the_slab_again(tmp_path, path, together, monkeypatch):
+    size = dict(world_size=2, tensor_parallel_size=2, rank=0)
+    config, calls = configure(tmp_path, tier(path), host=HOST, **size), []
+
+    def agree(parallel, problem):
+        calls.append(problem)
+        if len(calls) == 2:  # all have the sizes, and one has no slab
+            raise ConfigurationError("another rank has no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_tier, "agree", agree)
+        with pytest.raises(ConfigurationError, match="another rank has no room"):
+            worker_of(config)
+    worker_of(config).close()
+
+
+def test_rows_in_another_order_are_refused(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    worker_of(config).close()
+    turned = {name: view.transpose(1, 2).contiguous().transpose(1, 2) for name, view in plain_caches().items()}
+    with pytest.raises(ConfigurationError, match=r"was written with row order '.*', and this rank has '.*'; delete"):
+        worker_of(config, caches=turned)
+    worker_of(config).close()
+
+
+# A worker's steps
+
+
+def carry_out(worker, plan, ids):
+    """Until these transfers have ended: the last report of the tier."""
+    worker.begin(StepMetadata(StepPlan(0, ()), tier=plan))
+    while True:
+        worker.results()
+        reports = worker.reports()
+        ended = reports.tier[0].transfers
+        if ids <= ended.done | ended.failed:
+            return reports.tier[0]
+        worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
+
+
+def moving(id, direction, slot, block, generation, group=0):
+    label = Label(KEY, b"", group, 0, CHUNK, generation)
+    copies = (GroupCopy(group, (slot,), (block,), (label,)),)
+    return TransferPlan(id, direction, copies, PAGE_BYTES)
+
+
+def test_a_worker_writes_what_its_host_block_holds_and_reads_it_back(tmp_path, path):
+    worker = worker_of(configure(tmp_path, tier(path)))
+    region = worker._worker._arena.blocks
+    region[3] = torch.arange(region.shape[1]) % 251
+    first = worker._tier.report().next_generation
+    store = TierPlan(StepPlan(0, (moving(0, Direction.STORE, 9, 3, first),)))
+    assert carry_out(worker, store, {0}).transfers.done == {0}
+    loads = moving(1, Direction.LOAD, 9, 5, first), moving(2, Direction.LOAD, 8, 6, first)
+    report = carry_out(worker, TierPlan(StepPlan(0, loads, resolved_below=1)), {1, 2})
+    assert (report.transfers.done, [each.slots for each in report.refused]) == ({1, 2}, [(8,)])
+    assert torch.equal(region[5], region[3])
+    moved = worker.take_stats().data
+    assert moved["tier_transferred_bytes:write"] == moved["tier_transferred_bytes:read"] == region.shape[1]
+    assert moved["tier_transfer_seconds:write"] > 0 < moved["tier_transfer_seconds:read"]
+    worker.close()
+
+
+def test_groups_that_a_stage_lacks_are_written_as_zeros(tmp_path, path):
+    """So its records name whole chunks, and nothing of others gets to the disk."""
+    config = configure(tmp_path, tier(path))
+    caches = KVCacheConfig(BLOCKS, [], [full(), window(8)])
+    settings = Settings.of(config, caches)
+    region = torch.full((64, settings.planner.host_block_bytes), 7, dtype=torch.uint8)
+    pieces = list(settings.planner.pieces)
+    lacking = regions.Shapes(
+        (pieces[0], pieces[1].__class__(pieces[1].group, 1, pieces[1].host_blocks, 0)), region.shape[1]
+    )
+    opened = rank_tier.tier_of_rank(settings, config.parallel_config, lacking, region, "some order")
+    first = opened.report().next_generation
+    opened.run(TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first, group=1),))))
+    opened._tier.drain()
+    assert opened.report().transfers.done == {0}
+    assert not region[3].any() and region[4].all()
+    opened.close()
+
+
+def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    assert not list(path.rglob(MARK))
+    later = first + (1 << 32)
+    carry_out(worker, TierPlan(StepPlan(1, (moving(1, Direction.STORE, 2, 3, later),)), first_generation=later), {1})
+    assert list(path.rglob(MARK))
+    worker.close()
+    worker = worker_of(config)
+    assert not list(path.rglob(MARK))
+    loads = moving(0, Direction.LOAD, 1, 5, first), moving(1, Direction.LOAD, 2, 6, later)
+    refused = carry_out(worker, TierPlan(StepPlan(0, loads)), {0, 1}).refused
+    assert sorted(slot for each in refused for slot in each.slots) == [1, 2]
+    worker.close()
+
+
+def test_what_a_worker_has_found_is_said_until_it_is_taken_in(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
+    worker = worker_of(config)
+    worker._tier._tier._portions._scan.wait()
+
+    def says(taken):
+        """In a step that computes."""
+        plan = TierPlan(StepPlan(0, ()), taken=taken)
+        worker.begin(StepMetadata(StepPlan(0, ()), computes=True, tier=plan))
+        worker.results()
+        reports = worker.reports()
+        return reports and len(reports.tier[0].found)
+
+    assert [says(0), says(0), says(1), says(1)] == [1, 1, 0, None]
+    worker.close()
+
+
+def test_reports_of_ranks_are_put_together():
+    one, other = (TierReport(RankReport(rank)) for rank in range(2))
+    both = WorkerReports((one.transfers,), 5, (one,)).aggregate(WorkerReports((other.transfers,), 5, (other,)))
+    assert both == WorkerReports((one.transfers, other.transfers), 5, (one, other))
