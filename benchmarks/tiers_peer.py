@@ -180,7 +180,7 @@ class LMCacheFiles:
         config = LMCacheEngineConfig.from_defaults(
             local_cpu=False,
             local_disk=str(self._folder),
-            max_local_disk_size=2 * options["blocks"] * options["block_bytes"] / 1024**3,
+            max_local_disk_size=1 << 20,  # GiB: what it removes it goes on counting, and then it stores no more
             extra_config={"use_odirect": True, "disk_io_threads": 8} if self.is_direct else {},
         )
         loop = asyncio.new_event_loop()

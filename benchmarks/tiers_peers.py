@@ -71,8 +71,9 @@ def measured(running: list[Contestant], runs: int) -> dict[str, dict[str, list[d
 
 
 def table(found: dict[str, dict[str, list[dict[str, Any]]]], gb: float) -> list[dict[str, Any]]:
+    print("GB/s: median, slowest, fastest; and processor ms/GB")
     print(
-        f"{'':17} {'write':>6} {'slowest':>8} {'fastest':>8} {'ms/GB':>6}   {'read':>6} ... {'':>22} out of the cache"
+        f"{'':17} " + "   ".join(f"{what:<31}" for what in ("until on the disk", "from the disk", "out of the cache"))
     )
     rows = []
     for name, by_command in found.items():
@@ -81,7 +82,7 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]], gb: float) -> list[
         for command in (WRITE, READ, WARM):
             results = by_command.get(command)
             if results is None:
-                cells.append("-")
+                cells.append(f"{'-':<31}")
                 continue
             rates = [gb / each["seconds"] for each in results]
             row[f"{command}_gb_per_s"] = median(rates)

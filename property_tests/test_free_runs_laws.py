@@ -1,8 +1,10 @@
 """FreeRuns against a set of integers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 
 
@@ -11,7 +13,15 @@ def test_free_runs_are_a_set_that_gives_out_neighbours(data: st.DataObject) -> N
     runs, free, taken = FreeRuns(), set(range(20)), set()
     runs.put(range(20))
     for _ in range(data.draw(st.integers(0, 20))):
-        if taken and data.draw(st.booleans()):
+        if free and data.draw(st.sampled_from([False, False, True])):
+            these = data.draw(st.lists(st.sampled_from(sorted(free | taken)), max_size=6))
+            if len(set(these)) == len(these) and set(these) <= free:
+                runs.remove(these)
+                taken, free = taken | set(these), free - set(these)
+            else:
+                with pytest.raises(MisuseError):
+                    runs.remove(these)
+        elif taken and data.draw(st.booleans()):
             back = data.draw(st.sets(st.sampled_from(sorted(taken)), min_size=1))
             runs.put(sorted(back))
             taken, free = taken - back, free | back

@@ -93,6 +93,25 @@ class PoolMachine(RuleBasedStateMachine):
         names = self.names_of(pick(self.requests[-6:], which)[0])[:count]
         self.allocate(len(names), names)
 
+    @rule(which=st.lists(positions, min_size=1, max_size=3))
+    def free_blocks_are_claimed(self, which: list[int]) -> None:
+        """These very ones, because they hold chunks already. If one is not free, or comes twice, nothing changes."""
+        free = list(self.pool.free)
+        fit = which[: len(free) // self.per_chunk]
+        chunks = [[free.pop(position % len(free)) for _ in range(self.per_chunk)] for position in fit]
+        used = [block for block in range(self.pool.ready) if block not in self.pool.free]
+        before = list(self.pool.free), self.pool.statistics()
+        for bad in (chunks[0] if chunks else [-1], used[: self.per_chunk], [*free[:4], 0, 1, 2, 3][:4]):
+            with pytest.raises(MisuseError):
+                self.pool.claim([*chunks, bad])
+            assert before == (list(self.pool.free), self.pool.statistics())
+        nodes = self.pool.claim(chunks)
+        assert nodes == [blocks[0] for blocks in chunks]
+        for node, blocks in zip(nodes, chunks, strict=True):
+            assert list(self.pool.blocks_of([node])) == blocks
+            self.model.chunks.append(Chunk(node))
+            self.write(node, "unfinished")
+
     def names_of(self, prompt: str) -> list[str]:
         """What is missing of a prompt."""
         return [prompt[:end] for end in range(len(self.model.longest(prompt)) + 1, len(prompt) + 1)]

@@ -1,6 +1,6 @@
-"""A cache with a tier below its host, spoken to in prompts. A chunk is a letter; "ab!" is the checkpoint at the end of "ab".
+"""A cache with a tier below its host, spoken to in prompts. A chunk is a letter; "ab!" is the checkpoint after "ab".
 
-Nobody copies bytes between device and host. What the tiers of the ranks do, a test says: `works`, `ends`, or nothing.
+Nobody copies bytes between device and host. What the ranks' tiers do, a test says: `works`, `tier_ends`, or nothing.
 """
 
 from collections.abc import Iterable
@@ -39,20 +39,26 @@ def name_of(key: bytes) -> str:
 
 
 class Tiered(Engine):
-    """An engine whose host has a tier of `slots` slots. `below`: how the tier is written."""
+    """An engine whose host has a tier of `slots` slots, four times as many by default. `below`: how it is written."""
 
     def __init__(
         self,
         *groups: Group,
         host: int = 16,
-        slots: int = 64,
+        slots: int | None = None,
         device: int = 16,
         ranks: int = 1,
         below: str | None = "eager",
         **options: Any,
     ) -> None:
         self.planner = HybridChunkPlanner(groups or [FULL], max_model_len=100_000, in_pages=True)
-        self.said = {"host_blocks": host, "slots": slots, "ranks": ranks, "below_offload": below, "offload": "eager"}
+        self.said = {
+            "host_blocks": host,
+            "slots": slots or 4 * host,
+            "ranks": ranks,
+            "below_offload": below,
+            "offload": "eager",
+        }
         self.said |= cache_options(**options)
         self.device_blocks = device
         self.ranks, self.now = range(ranks), 0.0
@@ -66,7 +72,8 @@ class Tiered(Engine):
         self.requests, self.slots, self.pins, self.touches = {}, {}, {}, {}
         self.moving: dict[int, TransferPlan] = {}  # of tiers
         self.first_generation = 0
-        self.reports_below()
+        for _ in range(2):  # what rank 0 has found counts when all ranks have reported
+            self.reports_below()
 
     def restarts(self, portion: int = 100) -> None:
         for rank in self.ranks:
@@ -79,15 +86,19 @@ class Tiered(Engine):
         """Put chunks there, and checkpoints at the ends of some, as if a store had landed just now."""
         pool, coordinator = self.cache.pool, self.cache.coordinator
         touch = pool.touch(None)
+        new = []
         for end in range(1, len(prompt) + 1):
             name = prompt[:end]
             parent = pool.root if end == 1 else pool.find(name[:-1].encode())
             if pool.find(name.encode()) is None:
                 pool.commit(pool.allocate(1, [name.encode()]), [name.encode()], parent, touch)
-                self.cache.below.demotion.arrived([name.encode()])
+                new.append(name.encode())
+        if new:
+            self.cache.below.demotion.arrived(new)
+        for name in checkpoints:
             key = checkpoint_key(name.encode())
-            if name in checkpoints and pool.find(key) is None:
-                needs = coordinator.needs(coordinator.checkpoint_at(chain(name), end))
+            if pool.find(key) is None:
+                needs = coordinator.needs(coordinator.checkpoint_at(chain(name), len(name)))
                 pool.commit(pool.allocate(0, [key], needs), [key], pool.find(name.encode()), touch)
                 self.cache.below.demotion.arrived([key])
 
@@ -99,6 +110,7 @@ class Tiered(Engine):
     def tier_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
         """And the host has not."""
         self.host_has(prompt, checkpoints)
+        self.cache.flush()
         self.works_off()
         self.host_forgets()
         assert prompt in self.below, f"the tier has {self.below}"
@@ -153,7 +165,7 @@ class Tiered(Engine):
         stores = [each for each in self.moving.values() if each.direction is Direction.STORE]
         return [name_of(label.key) for store in stores for copy in store.copies for label in copy.labels]
 
-    def ends(self, *ids: int, ok: bool = True) -> None:
+    def tier_ends(self, *ids: int, ok: bool = True) -> None:
         """These transfers, or all, end on all ranks. Slots that went bad are refused."""
         transfers = [self.moving.pop(id) for id in ids or list(self.moving)]
         for rank, tier in enumerate(self.tiers):
@@ -189,13 +201,14 @@ class Tiered(Engine):
     def works(self) -> None:
         """One step, and what it gives the tiers is done."""
         self.steps_below()
-        self.ends()
+        self.tier_ends()
 
     def works_off(self, steps: int = 50) -> None:
         """Until nothing moves any more."""
         for _ in range(steps):
-            self.works()
-            if not self.cache.has_transfers:
+            is_idle = not self.moving and not self.steps_below()
+            self.tier_ends()
+            if is_idle:
                 return
         raise AssertionError("the tier does not come to rest")
 

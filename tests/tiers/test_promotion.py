@@ -1,11 +1,13 @@
-"""What the tier brings to the host, for whom, and for how long. Any order of events: property_tests/test_tier_machine.py.
+"""What the tier brings to the host, for whom, and for how long. Any order: property_tests/test_tier_machine.py.
 
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
@@ -51,7 +53,7 @@ def test_the_host_gets_the_parents_too_that_only_the_device_has():
     assert isinstance(engine.asks_as("r", "abcd", n0=2 * GRID), Pending)
     engine.steps_below()
     assert list(engine.reads().values()) == [["a", "ab"], ["abc", "abcd"]]
-    engine.ends()
+    engine.tier_ends()
     assert engine.asks_as("r", "abcd", n0=2 * GRID) == Hit(4 * GRID, start=2 * GRID)
 
 
@@ -61,7 +63,7 @@ def test_two_requests_for_one_prefix_read_it_once():
     engine.asks_as("other", "abcd")
     engine.steps_below()
     assert len(engine.reads()) == 2  # slices
-    engine.ends()
+    engine.tier_ends()
     assert engine.asks_as("one", "abcd") == engine.asks_as("other", "abcd") == Hit(4 * GRID)
 
 
@@ -70,9 +72,9 @@ def test_slices_are_committed_as_they_come_whatever_their_order():
     engine.asks_as("r", "abcd")
     engine.steps_below()
     first, second = engine.reads()
-    engine.ends(second)
+    engine.tier_ends(second)
     assert not engine.host
-    engine.ends(first)
+    engine.tier_ends(first)
     assert engine.host == set(chain_names("abcd"))
 
 
@@ -93,8 +95,8 @@ def test_a_read_that_fails_is_not_tried_again():  # S8.6
     engine.asks_as("r", "abcd")
     engine.steps_below()
     first, second = engine.reads()
-    engine.ends(first)
-    engine.ends(second, ok=False)
+    engine.tier_ends(first)
+    engine.tier_ends(second, ok=False)
     assert engine.asks_as("r", "abcd") == Hit(2 * GRID) and engine.below == {"a", "ab"}
     engine.works_off()
 
@@ -106,13 +108,13 @@ def test_what_hangs_below_a_refused_chunk_is_given_up_at_once():
     engine.asks_as("r", "abcd")
     engine.steps_below()
     first, second = engine.reads()
-    engine.ends(first)
+    engine.tier_ends(first)
     assert engine.host == {"a"}
     engine.starts("s", "abcd", load=False)
     engine.computes("s")
     engine.copies()
     assert engine.host == set(chain_names("abcd"))
-    engine.ends(second)
+    engine.tier_ends(second)
     engine.cache.check_valid()
 
 
@@ -145,12 +147,12 @@ def test_waiting_requests_are_promoted_first_come_first_served_and_within_bounds
         assert isinstance(engine.asks_as(prompt, prompt), Pending)
     engine.steps_below()
     assert list(engine.reads().values()) == [["a", "ab"], ["abc"], ["d"]]
-    engine.ends()
+    engine.tier_ends()
     assert engine.steps_below() == []  # what is read and not admitted counts
     assert engine.admits("abc", "abc") == Hit(3 * GRID)
     engine.steps_below()
     assert list(engine.reads().values()) == [["de", "def"], ["g"]]
-    engine.ends()
+    engine.tier_ends()
     engine.admits("def", "def")
     engine.works()
     assert engine.asks_as("ghi", "ghi") == Hit(3 * GRID)
@@ -182,7 +184,7 @@ def test_promotions_that_hang_take_no_more_than_their_share():  # S8.7, S8.30
         assert engine.asks_as(prompt, prompt) == Miss()
     engine.steps_below()
     assert len(engine.reads()) == 2 and engine.cache.pool.statistics().writing == 4
-    engine.ends()
+    engine.tier_ends()
     engine.works_off()
     assert engine.is_at_rest()
 
@@ -218,7 +220,7 @@ def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
     engine = with_tier("abcd")
     answer = engine.asks_as("r", "abcd")
     engine.steps_below()
-    engine.ends(min(engine.reads()))  # the other slice hangs
+    engine.tier_ends(min(engine.reads()))  # the other slice hangs
     assert engine.asks_as("r", "abcd") == answer  # the deadline stays
     engine.now = answer.deadline
     assert engine.asks_as("r", "abcd") == Hit(2 * GRID)
@@ -254,12 +256,14 @@ def test_an_aborted_requests_promotion_is_committed_all_the_same():
     engine.steps_below()
     engine.now = answer.deadline + REMEMBERED_SECONDS
     engine.steps_below()
-    engine.ends()
-    assert engine.host == set(chain_names("abcd")) and engine.is_at_rest()
+    engine.tier_ends()
+    assert engine.host == set(chain_names("abcd"))
+    engine.works_off()
+    assert engine.is_at_rest()
 
 
 def test_without_its_checkpoint_nothing_is_hit_beyond_both():  # S8.11
-    engine = Tiered(FULL, STATE)
+    engine = Tiered(FULL, STATE, host=32)
     engine.tier_has("abcd", ["ab", "abcd"])
     engine.goes_bad("abcd!")
     assert isinstance(engine.asks_as("r", "abcd"), Pending)
@@ -277,7 +281,7 @@ def test_a_request_waits_for_the_checkpoint_no_longer_than_for_the_chunks():  # 
     answer = engine.asks_as("r", "ab")
     engine.steps_below()
     chunks = [id for id, names in engine.reads().items() if "a" in names]
-    engine.ends(*chunks)
+    engine.tier_ends(*chunks)
     assert engine.reads() and engine.asks_as("r", "ab") == answer
     engine.now = answer.deadline
     assert engine.asks_as("r", "ab") == Miss()
@@ -293,7 +297,7 @@ def test_a_promotion_that_never_began_promises_nothing():  # S8.13
     lease = engine.reserves("zyxwvuts")
     answer = engine.asks_as("r", "ab")
     assert isinstance(answer, Pending)
-    assert engine.steps_below() == []
+    engine.works()
     engine.now = answer.deadline
     assert engine.admits("r", "ab") == Miss() and engine.seen.hit_tokens == 0
     engine.cache.release(lease)
@@ -301,10 +305,7 @@ def test_a_promotion_that_never_began_promises_nothing():  # S8.13
 
 def test_a_hit_that_needs_chunks_beyond_it_is_promoted_with_them():
     """Groups that look ahead drop the end of what is there. All of it fits into the share, or less is promoted."""
-    ahead = FULL.__class__(
-        name="ahead", kind=FULL.kind, block_tokens=GRID, block_bytes=4096, lookahead_tokens=1
-    )
-    engine = Tiered(ahead, host=16)
+    engine = Tiered(replace(FULL, lookahead_tokens=1), host=16)
     engine.tier_has("abcdefgh")
     assert isinstance(engine.asks_as("r", "abcdefgh"), Pending)
     engine.works()
@@ -326,7 +327,7 @@ def test_reset_during_a_promotion():
     engine.steps_below()
     engine.cache.reset()
     assert engine.asks_as("r", "abcd") == engine.asks_as("other", "abcd") == Miss()
-    engine.ends()
+    engine.tier_ends()
     assert not engine.host and not engine.below
     engine.steps_below()
     assert engine.is_at_rest()
@@ -340,7 +341,7 @@ def test_a_tier_that_fails_often_is_left_alone_for_a_pause():
     for prompt in prompts[:FAILURES_IN_A_ROW]:
         assert isinstance(engine.asks_as(prompt, prompt), Pending)
         engine.steps_below()
-        engine.ends(ok=False)
+        engine.tier_ends(ok=False)
     assert engine.seen.state == "paused" and not engine.cache.is_off
     assert engine.asks_as("f", "f") == Miss()
     engine.host_has("xyz")
@@ -361,7 +362,7 @@ def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
     engine.asks_as("second", "efgh")
     engine.steps_below()
     engine.cache.below._failed_often()
-    engine.ends()
+    engine.tier_ends()
     assert engine.asks_as("first", "abcd") == Hit(4 * GRID)
     engine.admits("first", "abcd")
     assert engine.steps_below() == []  # there would be room
@@ -401,21 +402,20 @@ def test_what_is_read_for_others_counts():
     assert isinstance(engine.asks_as("four", "ijkl"), Pending)
 
 
-def test_checkpoints_say_how_far_it_is_read():
-    """The deepest is far beyond the one before it, and its chunks are not worth it; or it costs little more."""
+@pytest.mark.parametrize(("rate", "chunks"), [(80_000.0, 4), (1e6, 8), (10_000.0, 0)])
+def test_checkpoints_say_how_far_it_is_read(rate, chunks):
+    """The host has the first four chunks: their checkpoint is a block, the other boundary takes four chunks more."""
     engine = Tiered(FULL, STATE, host=64, slots=200)
-    engine.tier_has("abcdefgh", ["a", "abcdefgh"])
-    engine.host_has("abcdefgh")
-    engine.cache.pool.withdraw(engine.cache.pool.find(b"ab"))  # the host has "a" without its checkpoint
-    engine.measures(rate=1e6, prefill=1_000.0)  # a chunk: 0.004 s either way, so only "a" is gained for a checkpoint
-    engine.asks_as("r", "abcdefgh")
-    assert engine.seen.declined == 1
-    engine.cache.prefilled(2_000, 2_000 / 100.0)
-    for _ in range(40):
-        engine.cache.prefilled(2_000, 2_000 / 100.0)
-    assert isinstance(engine.asks_as("s", "abcdefgh"), Pending)
+    engine.tier_has("abcdefgh", ["abcd", "abcdefgh"])
+    engine.host_has("abcd")
+    engine.measures(rate, prefill=100.0)  # 0.16 s to compute four chunks; 0.2 s to read them, 0.016 s, or 1.6 s
+    if not chunks:
+        assert engine.asks_as("r", "abcdefgh") == Miss() and engine.seen.declined == 1
+        return
+    assert isinstance(engine.asks_as("r", "abcdefgh"), Pending)
     engine.works()
-    assert engine.asks_as("s", "abcdefgh") == Hit(8 * GRID)
+    assert engine.asks_as("r", "abcdefgh") == Hit(chunks * GRID)
+    assert ("abcde" in engine.host) == (chunks == 8)
 
 
 def test_a_tier_smaller_than_twice_the_host_is_refused():
@@ -437,8 +437,6 @@ class Counted(list):
 
 
 def test_a_lookup_never_waits_and_looks_at_few_keys():  # S8.29
-    from cpu_prefix_cache import Request
-
     letters = 4_000
     engine = Tiered(host=2 * letters, slots=6 * letters)
     keys = [b"k%07d" % at for at in range(letters)]
@@ -455,8 +453,6 @@ def test_a_lookup_never_waits_and_looks_at_few_keys():  # S8.29
 
 
 def test_many_checkpoints_beyond_the_share_cost_a_lookup_little():  # S8.29
-    from cpu_prefix_cache import Request
-
     letters = 500
     engine = Tiered(FULL, STATE, host=20, slots=3_000)
     keys = [b"k%07d" % at for at in range(letters)]

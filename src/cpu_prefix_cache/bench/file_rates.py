@@ -67,7 +67,7 @@ class FileUnderTest:
         self._arena = HostArena(self._at_once * IN_FLIGHT, slot_bytes)
         self.region = self._arena.blocks
         self.region.copy_(torch.randint(256, (1, slot_bytes), dtype=torch.uint8))  # and takes all pages
-        self._copier = SlabCopier(self._slab, self.region, planner.pieces)
+        self.copier = SlabCopier(self._slab, self.region, planner.pieces)
         self._random = random.Random(0)
         self._generation = self._slab.next_generation
         self._labels: list[Label | None] = [None] * self.slots
@@ -90,9 +90,9 @@ class FileUnderTest:
 
     def read(self) -> Run:
         """Every slot must be as it was written."""
-        before = self._copier.statistics().refused
+        before = self.copier.statistics().refused
         run = self._timed(lambda: self._run(Direction.LOAD))
-        refused = self._copier.statistics().refused - before
+        refused = self.copier.statistics().refused - before
         if refused:
             raise PrefixCacheError(f"{refused} of {self.slots} slots in {self.blocks_file} are not what was written")
         return run
@@ -105,7 +105,7 @@ class FileUnderTest:
         return self._plain(os.preadv)
 
     def close(self) -> None:
-        self._copier.close()
+        self.copier.close()
         self._slab.close()
         self._arena.close()
 
@@ -123,7 +123,7 @@ class FileUnderTest:
             first = at % IN_FLIGHT * self._at_once
             labels = tuple(self._label(slot, is_new=direction is Direction.STORE) for slot in slots)
             copy = GroupCopy(0, slots, tuple(range(first, first + len(slots))), labels)
-            under_way.append(self._copier.submit(direction, [copy], self._copier.here()))
+            under_way.append(self.copier.submit(direction, [copy], self.copier.here()))
         for event in under_way:
             event.until_passed()
 

@@ -192,6 +192,11 @@ class TierCache(CPUPrefixCache):
         self.demotion.flush([key for key in keys if key is not None and not self._stores.is_covered(key)])
 
     @property
+    def has_transfers(self) -> bool:
+        """Whether anything is read or written, or waits to be written as soon as it can be."""
+        return super().has_transfers or (self.demotion.is_open and not self.is_off and self.demotion.num_waiting > 0)
+
+    @property
     def is_flushed(self) -> bool:
         return not self.demotion.num_waiting and not self.has_transfers
 

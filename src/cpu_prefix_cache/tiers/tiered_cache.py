@@ -223,15 +223,16 @@ class TieredCache(CPUPrefixCache):
 
     def report_below(self, report: TierReport) -> None:
         """The tier of a rank has finished transfers."""
-        for ended in self.below.report_tier(report):
-            if ended.direction is Direction.LOAD:
-                store, want, blocks = self._slices.pop(ended.request_id)
-                kept = self._num_blocks(store.nodes[: ended.good]) if ended.ok and want in self._open else 0
-                want.blocks += kept
-                self._promoted += kept - blocks
-                self._completion.promoted(store, ended.ok, ended.good)
-                if not want.is_over:
-                    self._advance(want, may_read=False)
+        reads = [ended for ended in self.below.report_tier(report) if ended.direction is Direction.LOAD]
+        for ended in reads:
+            store, want, blocks = self._slices.pop(ended.request_id)
+            kept = self._num_blocks(store.nodes[: ended.good]) if ended.ok and want in self._open else 0
+            want.blocks += kept
+            self._promoted += kept - blocks
+            self._completion.promoted(store, ended.ok, ended.good)
+        for want in list(self._open) if reads else ():
+            if want.has_begun and not want.is_over:
+                self._advance(want, may_read=False)
 
     def flush(self) -> None:
         """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""

@@ -1,0 +1,215 @@
+"""What the host writes to the tier, when, and what becomes of it. Any order: property_tests/test_tier_machine.py.
+
+`S8.n` numbers edge cases that broke the tiers of other caches.
+"""
+
+import pytest
+
+from cpu_prefix_cache import Hit, Miss, Pending, RankReport, Thresholds
+from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
+from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
+
+
+def test_eager_writes_what_reaches_the_host():
+    engine = Tiered(host=32)
+    engine.starts("r", "abc", load=False)
+    engine.computes("r")
+    engine.copies()  # to the host
+    engine.works_off()
+    assert engine.below == set(chain_names("abc"))
+    assert engine.seen.mode == "eager"
+
+
+def test_lazy_writes_what_the_host_evicts_next():
+    engine = Tiered(host=16, below="lazy")
+    engine.host_has("abcdefgh")
+    engine.host_has("mnopqrst")
+    engine.works_off()
+    assert "abcdefgh" in engine.below and not engine.below & set(chain_names("mnopqrst"))
+    engine.host_has("xy")  # of the stretch
+    assert engine.cache.below.statistics().lost_before_store == 0
+    engine.works_off()
+    assert engine.seen.unsaved == 0 and engine.seen.mode == "lazy"
+
+
+@pytest.mark.parametrize(("slots", "mode"), [(32, "lazy"), (160, "eager")])
+def test_a_large_tier_is_written_eagerly_by_default(slots, mode):
+    assert Tiered(host=16, slots=slots, below=None).seen.mode == mode
+
+
+@pytest.mark.parametrize("policy", ["arc", "adaptive"])
+def test_where_nobody_knows_what_the_host_evicts_next_it_is_written_eagerly(policy):
+    assert Tiered(host=16, slots=32, below=None, policy=policy).seen.mode == "eager"
+
+
+def test_a_write_that_fails_leaves_nothing_to_be_found_and_is_tried_again():  # S8.5
+    engine = Tiered()
+    engine.host_has("a")
+    engine.steps_below()
+    assert engine.writes() == ["a"] and not engine.below
+    engine.tier_ends(ok=False)
+    assert not engine.below and engine.cache.below.statistics().pool.free == 64
+    engine.host_forgets()
+    assert engine.asks_as("r", "a") == Miss()
+    engine.host_has("a")
+    engine.works_off()
+    assert engine.below == {"a"}
+
+
+def test_a_write_that_fails_on_one_rank_leaves_nothing_to_be_found():  # S8.5
+    engine = Tiered(ranks=2)
+    engine.host_has("a")
+    (store,) = engine.steps_below()
+    engine.tiers[0].write(store.copies[0].host_blocks[0], store.copies[0].labels[0], "")
+    engine.reports_below(_report(0, done=[store.id]), ranks=[0])
+    assert not engine.below
+    engine.reports_below(_report(1, failed=[store.id]), ranks=[1])
+    assert not engine.below and not engine.cache.below.has_transfers
+
+
+def test_the_children_of_a_write_that_failed_are_not_written_below_nothing():
+    engine = Tiered(host=64)
+    engine.host_has("ab")
+    engine.steps_below()
+    engine.host_has("abcd")
+    engine.steps_below()
+    first, second = sorted(engine.moving)
+    engine.tier_ends(second)
+    assert not engine.below  # they wait for their parents
+    engine.tier_ends(first, ok=False)
+    assert not engine.below
+    engine.cache.check_valid()
+
+
+def test_what_is_being_written_can_be_hit_and_is_not_written_twice():  # S8.14
+    engine = Tiered(host=64)
+    engine.host_has("ab")
+    engine.steps_below()
+    turn = sorted(engine.moving)
+    assert engine.asks_as("next turn", "abcd") == Hit(2 * GRID)
+    engine.host_has("abcd")
+    engine.steps_below()
+    assert sorted(engine.writes()) == ["a", "ab", "abc", "abcd"]
+    engine.tier_ends(*(id for id in list(engine.moving) if id not in turn))
+    engine.host_forgets()
+    assert engine.asks_as("again", "abcd") == Hit(2 * GRID)  # what is being written stays
+    engine.tier_ends(*turn)
+    assert engine.below == set(chain_names("abcd"))
+
+
+def test_a_chain_that_is_being_written_cannot_be_evicted():
+    engine = Tiered(host=8, below="eager")
+    engine.host_has("abc")
+    engine.steps_below()
+    engine.host_forgets()
+    assert engine.host == set(chain_names("abc"))
+    engine.tier_ends()
+    engine.works_off()
+    engine.host_forgets()
+    assert not engine.host
+    assert engine.is_at_rest()
+
+
+def test_a_saturated_tier_holds_up_nobody_and_recovers():  # S8.30
+    engine = Tiered(host=16, slots=200, below="lazy")
+    engine.tier_has("pq")
+    engine.host_has("abcdefgh")
+    engine.host_has("ABCDEFGH")
+    engine.steps_below()
+    assert engine.writes()
+    for prompt in ("ijkl", "mnop", "qrst", "uvwx", "abba", "zyx"):
+        engine.steps_below()  # nothing ends
+        engine.host_has(prompt)
+    stuck = sorted(engine.moving)
+    assert len(engine.writes()) <= 9  # a chain, and what the share of the host allows
+    assert isinstance(engine.asks_as("r", "pq"), Pending)
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["p", "pq"]]
+    engine.tier_ends(*engine.reads())
+    assert engine.admits("r", "pq") == Hit(2 * GRID)
+    assert engine.seen.unsaved > 0
+    engine.tier_ends(*stuck)
+    engine.works_off()
+    unsaved = engine.seen.unsaved
+    for prompt in ("AB", "CD", "EF", "GH", "IJ", "KL", "MN", "OP", "QR"):
+        engine.host_has(prompt)
+        engine.works_off()
+    assert engine.seen.unsaved == unsaved and "AB" in engine.below and "AB" not in engine.host
+
+
+def test_thresholds_hold_back_what_is_written_and_the_host_keeps_it():
+    engine = Tiered(host=32, thresholds=Thresholds(store_after=2))
+    engine.starts("one", "ab", load=False)
+    engine.computes("one")
+    engine.copies()
+    engine.works_off()
+    assert engine.host == {"a", "ab"} and not engine.below
+    engine.cache.check_valid()
+
+
+@pytest.mark.parametrize("policy", ["arc", "adaptive"])
+def test_the_host_declines_nothing(policy):
+    """What it declines would never reach the tier."""
+    engine = Tiered(host=8, slots=64, device=32, policy=policy)
+    for prompt in ("abcdefgh", "ijklmnop", "qrstuvwx"):
+        engine.now += 1.0
+        engine.serves(prompt)
+        engine.works_off()
+    assert {"abcdefgh", "ijklmnop", "qrstuvwx"} <= engine.below
+    assert engine.cache.statistics().store_declined == 0
+
+
+def test_a_chunk_and_its_checkpoint_are_written():
+    engine = Tiered(FULL, STATE, host=32)
+    engine.host_has("abc", ["abc"])
+    engine.works_off()
+    assert engine.has_checkpoint_below("abc") and engine.below >= set(chain_names("abc"))
+
+
+def test_several_blocks_to_a_chunk():
+    other = FULL.__class__(name="other", kind=FULL.kind, block_tokens=GRID, block_bytes=4096)
+    engine = Tiered(FULL, other, host=32)
+    assert engine.planner.host_blocks_per_chunk == 2
+    engine.tier_has("abc")
+    assert engine.cache.below.statistics().pool.cached == 6
+    engine.asks_as("r", "abc")
+    engine.works()
+    assert engine.admits("r", "abc") == Hit(3 * GRID)
+    engine.works_off()
+    assert engine.is_at_rest()
+
+
+def test_a_flush_writes_what_only_the_host_has():
+    engine = Tiered(host=64, slots=128, below="lazy")
+    engine.host_has("abcd")
+    engine.works_off()
+    assert not engine.below and not engine.moving  # nothing is about to be evicted
+    engine.cache.flush()
+    assert not engine.cache.is_flushed
+    engine.works_off()
+    assert engine.cache.is_flushed and engine.below == set(chain_names("abcd"))
+
+
+def test_what_left_the_host_before_a_reset_is_no_loss_after_it():
+    engine = Tiered(host=8)
+    engine.tier_has("abc")
+    engine.cache.reset()
+    engine.steps_below()
+    assert engine.seen.unsaved == 0
+
+
+def _report(rank, done=(), failed=()):
+    return RankReport(rank, frozenset(done), frozenset(failed))
+
+
+def test_a_lease_of_a_promotion_does_not_keep_the_tier_from_writing():
+    engine = Tiered(host=16)
+    engine.tier_has("ab")
+    answer = engine.asks_as("r", "ab")
+    engine.works()
+    engine.host_has("abcd")
+    engine.works_off()
+    assert "abcd" in engine.below
+    engine.now = answer.deadline + LEASE_SECONDS
+    engine.steps_below()
+    assert engine.is_at_rest()
