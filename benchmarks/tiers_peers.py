@@ -8,7 +8,6 @@ checksum of each slot, written and compared; the others have none. Others make n
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -40,7 +39,7 @@ def peers(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     wanted: list[tuple[str, Path | None, dict[str, Any]]] = [
         ("vLLM fs", options.vllm_python, {"peer": "vllm", "direct": True}),
         ("LMCache", options.lmcache_python, {"peer": "lmcache", "direct": False}),
-        ("LMCache O_DIRECT", options.lmcache_python, {"peer": "lmcache", "direct": True}),
+        ("LMCache direct", options.lmcache_python, {"peer": "lmcache", "direct": True}),
     ]
     running = [ours(folder / "ours", blocks)]
     for name, python, asked in wanted:
@@ -71,10 +70,8 @@ def measured(running: list[Contestant], runs: int) -> dict[str, dict[str, list[d
 
 
 def table(found: dict[str, dict[str, list[dict[str, Any]]]], gb: float) -> list[dict[str, Any]]:
-    print("GB/s: median, slowest, fastest; and processor ms/GB")
-    print(
-        f"{'':17} " + "   ".join(f"{what:<31}" for what in ("until on the disk", "from the disk", "out of the cache"))
-    )
+    heads = [f"{what:<31}" for what in ("until on the disk", "from the disk", "out of the cache")]
+    print(f"GB/s: median, slowest, fastest; and processor ms/GB\n{'':23} {'   '.join(heads)}")
     rows = []
     for name, by_command in found.items():
         row: dict[str, Any] = {"who": name}
@@ -90,7 +87,7 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]], gb: float) -> list[
             row[f"{command}_cpu_ms_per_gb"] = cpu = median(1e3 * each["cpu_seconds"] / gb for each in results)
             cells.append(f"{median(rates):6.2f} {min(rates):8.2f} {max(rates):8.2f} {cpu:6.0f}")
         rows.append(row)
-        print(f"{name:17} {'   '.join(cells)}")
+        print(f"{name:23} {'   '.join(cells)}")
     for row in rows[1:]:
         for command in (WRITE, READ):
             ratio = rows[0][f"{command}_gb_per_s"] / row[f"{command}_gb_per_s"]
@@ -138,9 +135,8 @@ def peer(name: str, python: Path | None, asked: dict[str, Any]) -> Contestant:
         process.wait()
 
     try:
-        answer()
+        version = answer()["version"]
     except BaseException:
         close()
         raise
-    print(f"{name}: {python}", file=sys.stderr)
-    return Contestant(name, asked["direct"], run, close)
+    return Contestant(f"{name} {version}", asked["direct"], run, close)

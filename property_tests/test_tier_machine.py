@@ -43,7 +43,7 @@ PLANS = {
     "one group": [("attention", 4, 100)],
     "two device blocks to a chunk": [("attention", 2, 100)],
     "two host blocks to a chunk": [("one", 4, 4_000), ("other", 4, 4_096)],
-    "three host blocks to a chunk": [("draft", 2, 3_000), ("target", 4, 12_000)],
+    "four host blocks to a chunk": [("draft", 2, 2_048), ("target", 4, 12_000)],
 }
 PREFILL = 10.0  # tokens a second
 long_prompts = st.text("ab", min_size=3, max_size=6)

@@ -20,6 +20,7 @@ from cpu_prefix_cache import (
     TierStatistics,
     TransferPlan,
 )
+from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.request import Answer
 from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -31,6 +32,7 @@ from tests.story import Engine
 GRID = 4
 FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=4096)
 STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=4096)
+WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=4096, window_tokens=2 * GRID + 1)
 
 
 def name_of(key: bytes) -> str:
@@ -159,6 +161,10 @@ class Tiered(Engine):
         """Of each load of the tiers that moves, the chunks that it reads."""
         loads = {id: each for id, each in self.moving.items() if each.direction is Direction.LOAD}
         return {id: [name_of(label.key) for copy in load.copies for label in copy.labels] for id, load in loads.items()}
+
+    def is_chunks(self, id: int) -> bool:
+        """Whether a transfer is of chunks, and not of a checkpoint."""
+        return all(label.block == CHUNK for copy in self.moving[id].copies for label in copy.labels)
 
     def writes(self) -> list[str]:
         """The chunks that are being written."""

@@ -13,7 +13,7 @@ from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS
-from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
+from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,9 @@ def test_what_the_host_has_of_it_is_not_read_again():
     engine.asks_as("r", "abcd")
     engine.steps_below()
     assert list(engine.reads().values()) == [["abc", "abcd"]]
+    engine.tier_ends()
+    engine.admits("r", "abcd")
+    assert engine.seen.hit_tokens == 2 * GRID
 
 
 def test_the_host_gets_the_parents_too_that_only_the_device_has():
@@ -159,18 +162,21 @@ def test_waiting_requests_are_promoted_first_come_first_served_and_within_bounds
 
 
 def test_who_comes_later_takes_no_room_that_an_earlier_one_waits_for():  # S8.7
-    engine = Tiered(FULL, STATE, host=16, slots=64)
-    engine.tier_has("abc", ["abc"])
-    engine.tier_has("d", ["d"])
-    engine.cache._promoted += 1  # another promotion hangs: the chunks find room, the checkpoint does not
+    """A checkpoint takes two blocks here, and one is left: not for the chunk of another."""
+    engine = Tiered(FULL, replace(STATE, block_bytes=8192), host=24)
+    for prompt in ("xy", "abc", "d"):
+        engine.tier_has(prompt, [prompt])
+    assert isinstance(engine.asks_as("xy", "xy"), Pending)
+    engine.steps_below()
     for prompt in ("abc", "d"):
         assert isinstance(engine.asks_as(prompt, prompt), Pending)
-    for tried in range(2):
-        plan, _ = engine.cache.step(), engine.cache.plan_below()
-        assert len(engine.cache._slices) == 2, (tried, plan)
-    engine.cache._promoted -= 1
-    engine.steps_below()
-    assert engine.has_checkpoint("abc") or checkpoint_key(b"abc") in engine.cache._ledger.writing
+    for _ in range(2):
+        engine.steps_below()
+        assert sorted(name for names in engine.reads().values() for name in names) == ["a", "ab", "x", "xy", "xy", "xy"]
+    engine.tier_ends()
+    assert engine.admits("xy", "xy") == Hit(2 * GRID)
+    engine.works()
+    assert engine.asks_as("abc", "abc") == Hit(3 * GRID)
 
 
 def test_promotions_that_hang_take_no_more_than_their_share():  # S8.7, S8.30
@@ -221,6 +227,7 @@ def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
     answer = engine.asks_as("r", "abcd")
     engine.steps_below()
     engine.tier_ends(min(engine.reads()))  # the other slice hangs
+    engine.now = 0.9 * answer.deadline
     assert engine.asks_as("r", "abcd") == answer  # the deadline stays
     engine.now = answer.deadline
     assert engine.asks_as("r", "abcd") == Hit(2 * GRID)
@@ -288,6 +295,22 @@ def test_a_request_waits_for_the_checkpoint_no_longer_than_for_the_chunks():  # 
     engine.now += LEASE_SECONDS
     engine.works()
     assert engine.asks_as("later", "ab") == Hit(2 * GRID)
+
+
+def test_a_checkpoint_that_shares_a_refused_piece_is_not_committed():  # S8.11
+    engine = Tiered(FULL, WINDOW, host=64)
+    engine.tier_has("abcd", ["abc", "abcd"])
+    engine.goes_bad("abc!")
+    for prompt in ("abc", "abcd"):
+        assert isinstance(engine.asks_as(prompt, prompt), Pending)
+    engine.steps_below()
+    checkpoints = [id for id in engine.reads() if not engine.is_chunks(id)]
+    assert len(checkpoints) == 2, "the checkpoints are read in two loads, of which the second follows the first"
+    engine.tier_ends()
+    assert set(chain_names("abcd")) <= engine.host
+    assert not engine.has_checkpoint("abc") and not engine.has_checkpoint("abcd")
+    engine.works()  # the other one is tried with all of its pieces
+    assert engine.asks_as("abcd", "abcd") == Miss() and not engine.has_checkpoint_below("abcd")
 
 
 def test_a_promotion_that_never_began_promises_nothing():  # S8.13
@@ -370,14 +393,21 @@ def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
 
 
 def test_one_failure_after_a_pause_is_enough_for_another():
-    engine = with_tier("abcd")
-    engine.cache.below._completion._failures_in_a_row.update({"load": 0})
-    for _ in range(2):
-        engine.cache.below._failed_often()
-        assert engine.seen.state == "paused"
-        engine.now += PAUSE_SECONDS
-        engine.cache.passed(engine.now)
-        assert engine.seen.state == "open"
+    engine = Tiered(host=64)
+    prompts = "abcdefgh"
+    for prompt in prompts:
+        engine.tier_has(prompt)
+    for prompt in prompts:
+        is_read = isinstance(engine.asks_as(prompt, prompt), Pending)
+        engine.steps_below()
+        engine.tier_ends(ok=False)
+        assert is_read and (engine.seen.state == "paused") == (prompt in "efgh")
+        if prompt in "efgh":
+            engine.now += PAUSE_SECONDS
+    engine.tier_has("xyz")
+    assert isinstance(engine.asks_as("xyz", "xyz"), Pending)
+    engine.works()
+    assert engine.admits("xyz", "xyz") == Hit(3 * GRID) and engine.seen.state == "open"
 
 
 # Time saved
@@ -400,6 +430,16 @@ def test_what_is_read_for_others_counts():
     assert engine.asks_as("three", "ijkl") == Miss()
     engine.works()
     assert isinstance(engine.asks_as("four", "ijkl"), Pending)
+
+
+def test_what_is_too_short_to_be_loaded_from_the_host_is_not_read():
+    engine = Tiered(min_load_tokens=3 * GRID)
+    engine.tier_has("abc")
+    assert engine.asks_as("short", "ab") == engine.asks_as("other", "abc", n0=GRID) == Miss()
+    assert engine.seen.asked == 0
+    assert isinstance(engine.asks_as("long", "abc"), Pending)
+    engine.works()
+    assert engine.asks_as("long", "abc") == Hit(3 * GRID)
 
 
 @pytest.mark.parametrize(("rate", "chunks"), [(80_000.0, 4), (1e6, 8), (10_000.0, 0)])

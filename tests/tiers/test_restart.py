@@ -281,9 +281,9 @@ def test_a_million_records_are_taken_in_by_small_steps(capsys):
     ]
     seconds = []
     for at in range(0, count, portion):
-        began = time.perf_counter()
+        began = time.thread_time()
         assert len(list(take.take_in(chunks[at : at + portion]))) == len(chunks[at : at + portion])
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
     assert take.chunks == count
     with capsys.disabled():
         ordered = sorted(seconds)

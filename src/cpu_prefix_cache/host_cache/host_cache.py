@@ -290,6 +290,8 @@ class HostCache:
         """Nothing cached before now may be used again: new weights, for example."""
         self._keys = dict.fromkeys(self._keys, ())
         self.cache.reset()
+        if self._tier is not None:
+            self._tier.reset()
 
     def close(self) -> None:
         """Wait for copies under way, write to the tier what only the host has, and give the host region back."""

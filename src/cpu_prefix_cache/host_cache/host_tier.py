@@ -66,6 +66,10 @@ class HostTier:
         self.cache.passed(self._began)
         self._rank.run(self.cache.plan_below())
 
+    def reset(self) -> None:
+        """The files hear of it at once, because the process may end before the next step."""
+        self._rank.run(self.cache.plan_below())
+
     def report(self) -> None:
         self.cache.report_below(self._rank.report())
 

@@ -34,13 +34,12 @@ class FoundBefore:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._pieces: dict[Hashable, Found] = {}  # by the key of the piece
-        self._boundaries: list[bytes] = []  # keys of chunks whose checkpoint may be complete with this portion
         self.chunks = 0
 
     def take_in(self, found: Iterable[Found]) -> Iterator[TakenIn]:
         """The slots that are in use now."""
         run: list[Found] = []  # each the child of the one before it
-        boundaries = dict.fromkeys(self._boundaries)  # a checkpoint's pieces come in one portion, or in two
+        boundaries: dict[bytes, None] = {}  # keys of chunks whose checkpoint may be complete with this portion
         for each in found:
             if each.label.block != CHUNK:
                 self._pieces[each.label.key, each.label.group, each.label.block] = each
@@ -53,20 +52,14 @@ class FoundBefore:
         yield from self._take_run(run)
         for boundary in boundaries:
             yield from self._take_checkpoint(boundary)
-        self._boundaries = [each for each in boundaries if each not in self._boundaries]
 
     def clear(self) -> None:
         """Forget what is not taken in yet."""
         self._pieces.clear()
-        self._boundaries.clear()
 
     def _take_run(self, run: Sequence[Found]) -> Iterator[TakenIn]:
         """Those that are here already, from another slot, are left out: the rest hangs below them."""
-        new = [each for each in run if self._pool.find(each.label.key) is None]
-        if new != list(run) and len(new) > 1:
-            for each in new:
-                yield from self._take_run([each])
-            return
+        new = [each for each in run if self._pool.find(each.label.key) is None]  # its end: above what is here, all is
         if not new:
             return
         above = new[0].label.parent

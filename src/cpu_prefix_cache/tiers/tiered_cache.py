@@ -125,7 +125,7 @@ class TieredCache(CPUPrefixCache):
             return answer
         want = self._wants.get(request.id)
         if want is None:
-            want = self._new_want(request, answer.boundary if isinstance(answer, Hit) else n0)
+            want = self._new_want(request, n0, answer.boundary if isinstance(answer, Hit) else n0)
         if want is None or want.is_over:
             return answer
         if now < want.deadline:
@@ -134,8 +134,8 @@ class TieredCache(CPUPrefixCache):
         self._over(want)
         return answer
 
-    def _new_want(self, request: Request, host_end: int) -> Want | None:
-        candidates = self._candidates(request, host_end) if self.below.can_be_read else []
+    def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
+        candidates = self._candidates(request, n0, host_end) if self.below.can_be_read else []
         if not candidates:
             return None
         rate, queue = self.below.load_rate, self.below.queue_bytes + self._unread
@@ -154,7 +154,7 @@ class TieredCache(CPUPrefixCache):
         self._unread += want.unread
         return want
 
-    def _candidates(self, request: Request, host_end: int) -> list[Candidate]:
+    def _candidates(self, request: Request, n0: int, host_end: int) -> list[Candidate]:
         """Where the tier could bring this request, the deepest first, as far as it fits into the budget."""
         keys, grid, lower = request.keys, self.planner.grid_tokens, self.below.coordinator
         width = self.planner.host_blocks_per_chunk
@@ -162,7 +162,8 @@ class TieredCache(CPUPrefixCache):
         here = self.pool.resident_run(keys, 0, boundary // grid)
         most = here + self._budget // width if width else len(keys)  # chunks
         found: list[Candidate] = []
-        while boundary > host_end and len(found) < MOST_CANDIDATES:
+        least = max(host_end, n0 + self.min_load_tokens - 1)  # up to there nothing would be loaded from the host
+        while boundary > least and len(found) < MOST_CANDIDATES:
             depth, stop = boundary // grid, self._stop(boundary)
             blocks = max(0, stop - here) * width
             blocks += self.coordinator.num_blocks(depth) if self.planner.needs_checkpoint(depth) else 0
