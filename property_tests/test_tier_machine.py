@@ -663,6 +663,6 @@ class HybridTierMachine(WithTier, HybridCacheMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=100)
+TestTier.settings = settings(max_examples=150)
 TestHybridTier = HybridTierMachine.TestCase
 TestHybridTier.settings = settings(max_examples=100)

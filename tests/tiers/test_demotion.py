@@ -157,6 +157,9 @@ def test_the_host_declines_nothing(policy):
         engine.works_off()
     assert {"abcdefgh", "ijklmnop", "qrstuvwx"} <= engine.below
     assert engine.cache.statistics().store_declined == 0
+    pool, strangers = engine.cache.pool, [b"stranger %d" % at for at in range(100)]
+    assert pool.accepted(pool.root, strangers) == 100
+    assert engine.cache.below.pool.accepted(engine.cache.below.pool.root, strangers) >= 40
 
 
 def test_a_chunk_and_its_checkpoint_are_written():
@@ -186,6 +189,8 @@ def test_a_flush_writes_what_only_the_host_has():
     assert not engine.below and not engine.moving  # nothing is about to be evicted
     engine.cache.flush()
     assert not engine.cache.is_flushed
+    assert len(engine.steps_below()) == 1  # a chain is one transfer
+    engine.tier_ends()
     engine.works_off()
     assert engine.cache.is_flushed and engine.below == set(chain_names("abcd"))
 

@@ -163,18 +163,19 @@ def test_waiting_requests_are_promoted_first_come_first_served_and_within_bounds
 
 def test_who_comes_later_takes_no_room_that_an_earlier_one_waits_for():  # S8.7
     """A checkpoint takes two blocks here, and one is left: not for the chunk of another."""
-    engine = Tiered(FULL, replace(STATE, block_bytes=8192), host=24)
-    for prompt in ("xy", "abc", "d"):
+    engine = Tiered(FULL, replace(STATE, block_bytes=8192), host=28)  # a share of 7 blocks
+    for prompt in ("x", "abc", "d"):
         engine.tier_has(prompt, [prompt])
-    assert isinstance(engine.asks_as("xy", "xy"), Pending)
+    assert isinstance(engine.asks_as("x", "x"), Pending)
     engine.steps_below()
     for prompt in ("abc", "d"):
         assert isinstance(engine.asks_as(prompt, prompt), Pending)
     for _ in range(2):
         engine.steps_below()
-        assert sorted(name for names in engine.reads().values() for name in names) == ["a", "ab", "x", "xy", "xy", "xy"]
+        read = {name for names in engine.reads().values() for name in names}
+        assert read == {"x", "a", "ab", "abc"} and len(engine.reads()) == 4
     engine.tier_ends()
-    assert engine.admits("xy", "xy") == Hit(2 * GRID)
+    assert engine.admits("x", "x") == Hit(GRID)
     engine.works()
     assert engine.asks_as("abc", "abc") == Hit(3 * GRID)
 
@@ -255,6 +256,19 @@ def test_nothing_is_read_for_who_never_asks_again(seconds):
     assert engine.steps_below() == []
     engine.steps_below()
     assert engine.is_at_rest() and engine.seen.late == 1
+
+
+def test_what_a_promotion_hangs_below_stays_until_it_has_landed_also_without_a_lease():
+    engine = with_tier("abcd")
+    engine.host_has("ab")
+    answer = engine.asks_as("r", "abcd")
+    engine.steps_below()
+    engine.now = answer.deadline + LEASE_SECONDS
+    engine.steps_below()
+    engine.host_forgets()
+    assert engine.host == {"a", "ab"}
+    engine.tier_ends()
+    assert engine.host == set(chain_names("abcd"))
 
 
 def test_an_aborted_requests_promotion_is_committed_all_the_same():

@@ -28,7 +28,7 @@ GENERATION_AT = 16  # where in a record it is, for the scan
 _BODY = struct.Struct("<IHBBIB3xQ32s32s16sHH12x")
 _CHECK = struct.Struct("<Q")
 
-checksum = xxhash.xxh3_128_digest  # of a slot's bytes; releases Python's lock from 64 KiB on (xxhash 4.1)
+checksum = xxhash.xxh3_128_digest  # of a slot's bytes; releases Python's lock above 64 KiB (xxhash 4.1)
 
 
 class Record(NamedTuple):

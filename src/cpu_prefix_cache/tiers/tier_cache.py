@@ -187,8 +187,9 @@ class TierCache(CPUPrefixCache):
 
     def flush(self) -> None:
         """Write what the host has and the tier has not, beginning with what would be evicted last."""
-        hottest = list(self.host.soonest_evicted())[::-1]
-        keys = (self.host.key(node) for node in hottest)
+        nodes = list(self.host.soonest_evicted())
+        above = set(map(self.host.parent, nodes))  # these are written with what hangs below them, as one chain
+        keys = (self.host.key(node) for node in reversed(nodes) if node not in above)
         self.demotion.flush([key for key in keys if key is not None and not self._stores.is_covered(key)])
 
     @property
