@@ -30,8 +30,10 @@ from cpu_prefix_cache.slab.meter import Meter
 from cpu_prefix_cache.slab.records import check_label
 from cpu_prefix_cache.slab.slab import ALIGNMENT, Slab
 
-THREADS = 8  # as fast as fio with 8 jobs; 4 are not, at 256 KiB
-STORING = 4  # of these threads
+THREADS = (
+    4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
+)
+STORING = 2  # of these threads, so that reads need not wait for writes
 SLICE_BYTES = 8 << 20  # at most
 
 Entry = tuple[int, int, Label]  # slot, host block, what the slot holds
