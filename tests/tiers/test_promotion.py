@@ -11,7 +11,7 @@ from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
-from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS
 from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
@@ -404,6 +404,21 @@ def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
     engine.admits("first", "abcd")
     assert engine.steps_below() == []  # there would be room
     assert engine.asks_as("second", "efgh") == Miss()
+
+
+def test_a_tier_that_hangs_is_left_alone_until_its_read_ends():  # S8.30
+    engine = Tiered(host=32)
+    for prompt in ("abcd", "efgh", "ijkl"):
+        engine.tier_has(prompt)
+    deadline = engine.asks_as("first", "abcd").deadline
+    engine.steps_below()  # nothing ends
+    engine.now = deadline + STALL_SECONDS - 0.1
+    assert isinstance(engine.asks_as("second", "efgh"), Pending) and engine.seen.state == "open"
+    engine.now += 0.2
+    assert engine.asks_as("third", "ijkl") == Miss() and engine.seen.state == "paused"
+    engine.tier_ends()
+    assert isinstance(engine.asks_as("third", "ijkl"), Pending) and engine.seen.state == "open"
+    engine.works_off()
 
 
 def test_one_failure_after_a_pause_is_enough_for_another():

@@ -4,6 +4,7 @@
 """
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from cpu_prefix_cache import Direction, Hit, HybridChunkPlanner, Miss, Pending, 
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Found, TierReport
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
+from cpu_prefix_cache.slab.rank_tier import PORTION_RECORDS
 from cpu_prefix_cache.tiers.found import FoundBefore
 from cpu_prefix_cache.tiers.tier_cache import RANGE
 from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
@@ -55,6 +57,21 @@ def test_after_a_restart_the_tier_has_what_it_had():
     assert isinstance(engine.asks_as("r", "abcd"), Pending)
     engine.works()
     assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
+
+
+def test_several_slots_to_a_chunk():
+    """A group with a token's bytes twice the other's takes two slots of a chunk, and they are found as one piece."""
+    groups = [FULL, replace(FULL, name="wide", block_bytes=2 * FULL.block_bytes)]
+    engine = Tiered(*groups, host=48)
+    assert [piece.host_blocks for piece in engine.planner.pieces] == [1, 2]
+    engine.tier_has("abc")
+    engine.goes_bad("abc")
+    engine.restarts()
+    told(engine)
+    assert engine.below == set(chain_names("abc")) and engine.seen.found == 3
+    assert isinstance(engine.asks_as("r", "abc"), Pending)
+    engine.works()
+    assert engine.asks_as("r", "abc") == Hit(2 * GRID) and engine.seen.refused == 3
 
 
 def test_slots_that_were_found_are_in_use():  # S8.17
@@ -272,7 +289,7 @@ def test_a_reset_while_portions_come():
 
 def test_a_million_records_are_taken_in_by_small_steps(capsys):
     """A measurement, of a tenth of that; nothing depends on it. At most 2 ms a step is wanted."""
-    count, portion = 100_000, 256
+    count, portion = 100_000, PORTION_RECORDS
     take = finder(slots=count)
     keys = [at.to_bytes(16, "little") for at in range(count)]
     chunks = [

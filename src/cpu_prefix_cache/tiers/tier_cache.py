@@ -7,7 +7,7 @@ What differs from a cache over an engine's device:
     bytes outlive the process: every slot has a *label* with a *generation*, a number that is never used twice
     a slot that does not hold what its label says is refused: a miss, not a failure
     the pool begins with what the ranks have found from before: portion by portion, while requests are served
-    a tier that fails is left alone for a pause, and then tried again
+    a tier that fails is left alone for a pause, and then tried again; one that hangs, until its oldest read ends
 
     generation     | range of 32 bits | number |      a range for each start of a process, and for each reset
                    nothing below the first generation of the last reset is ever served again
@@ -39,11 +39,11 @@ from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
 
 logger = logging.getLogger(__name__)
 
-WRITTEN_SHARE = (
-    16  # at most this part of the host is being written; a sixth of it is looked at ahead (`EngineSteps.stretch`)
-)
+# At most this part of the host is being written; a sixth of it is looked at ahead (`EngineSteps.stretch`).
+WRITTEN_SHARE = 16
 EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more than lazy (docs/tiers.md)
 PAUSE_SECONDS = 30.0  # after FAILURES_IN_A_ROW: long enough for a file system that hangs, short for a server's life
+STALL_SECONDS = 5.0  # for one read of 32 MiB, beyond its deadline: a disk that hangs, and not one that is slow
 RANGE = 1 << 32
 
 
@@ -104,8 +104,13 @@ class TierCache(CPUPrefixCache):
 
     @property
     def can_be_read(self) -> bool:
-        """Whether all ranks have reported, and the tier does not pause."""
-        return len(self._ranges) == self._ranks and not self.is_off
+        """Whether all ranks have reported, and the tier neither pauses nor hangs."""
+        return len(self._ranges) == self._ranks and not self.is_off and not self._hangs
+
+    @property
+    def _hangs(self) -> bool:
+        oldest = next(iter(self._ledger.loads.values()), None)
+        return oldest is not None and self._now >= oldest.deadline + STALL_SECONDS
 
     @property
     def load_rate(self) -> float | None:
@@ -127,7 +132,7 @@ class TierCache(CPUPrefixCache):
         """O(1)."""
         return TierStatistics(
             cache=self.statistics(),
-            state="paused" if self.is_off else "open" if self.demotion.is_open else "opening",
+            state="paused" if self.is_off or self._hangs else "open" if self.demotion.is_open else "opening",
             mode="eager" if self._is_eager else "lazy",
             refused=self._refused,
             unsaved=self.ancestry.lost,
