@@ -13,9 +13,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
 
-# What is slow and strong, and not in CI: writers of the file tier are killed 200 times, 20 times in `make test`.
+# What is slow and strong, and not in CI: writers of the file tier are killed 200 times, 20 times in `make test`; kernels
+# are compiled for all alignments and widths.
 test-long: $(VENV)/installed
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
+	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -36,9 +38,10 @@ test-vllm: $(VLLM_VENV)/installed
 test-engines: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_engines
 
-# On a machine with a CUDA device, in an environment that has torch and Triton for it.
+# On a machine with a CUDA or HIP device, in an environment that has torch and Triton for it.
 test-gpu:
-	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu tests/copier/test_contract.py
+	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu \
+		tests/copier/test_contract.py tests/memory/test_driver_contract.py
 	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.tier_round_trip
 
 # Where vLLM is installed for a GPU, too.

@@ -1,11 +1,12 @@
 """How close do copies come to the rate of the link, and how much do they slow the engine down?
 
-    python benchmarks/copies.py [--csv FILE] [--only contract,rates,both,requests,beside,slowdown,ring] [--quick]
+    python benchmarks/copies.py [--csv FILE] [--only contract,bytes,rates,both,requests,beside,slowdown,ring] [--quick]
 
-Compares, on one CUDA device in one run, a large pinned copy, our staged copier, and three other methods to copy blocks
-(`copy_methods.py`). The contract tests of copiers run first, then the measurements of the table in docs/copy_paths.md.
-Each has a bar, a required value; the exit status is 1 if one was missed. GB is 1e9 bytes; times are medians. (The
-script is not named copy.py, because that would hide Python's module from the scripts in this folder.)
+Compares, on one CUDA or HIP device in one run, a large pinned copy, our staged copier, and three other methods to copy
+blocks (`copy_methods.py`). The contract tests of copiers run first, and a round trip of bytes through the region, then
+the measurements of the table in docs/copy_paths.md. Each has a bar, a value that one H200 reaches; the exit status is 1
+if one was missed. A section that fails is shown and counts as missed, and the others go on. GB is 1e9 bytes; times are
+medians. (The script is not named copy.py, because that would hide Python's module from the scripts in this folder.)
 """
 
 import argparse
@@ -15,24 +16,29 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import torch
+import triton
 
 from common import percentile, print_environment
 from copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
 from cpu_prefix_cache import Direction, TransferPlan
+from cpu_prefix_cache.bench.measure import name_of
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FRAGMENTS = (4, 8, 16, 18, 32, 64)  # KiB
 STORE, LOAD = Direction.STORE, Direction.LOAD
+POISON = 0xAB
 TORCH_FRAGMENTS = 8192  # the most of one transfer with torch, whose loop takes 5 us for each
 RESULTS: list[tuple[bool | None, str]] = []  # whether the bar was reached (None: no bar), and the line
 
@@ -91,6 +97,47 @@ def sustained(method: Method, directions: Sequence[Direction], seconds: float = 
     return len(directions) * count * method.num_bytes / (max(ends) - start) / 1e9
 
 
+# What runs here
+
+
+def peers(arena: HostArena, pinned: torch.Tensor) -> dict[str, Callable[[Scene], Method]]:
+    """Ours, and of the others those that this device and its driver carry out."""
+    scene, runs = Scene(arena, pinned, 64 * KIB, 4, MIB, "random"), dict(METHODS)
+    for name, build in METHODS.items():
+        try:
+            for direction in Direction:
+                build(scene).submit(direction).until_passed()
+        except Exception as error:
+            line(f"not run: {name} ({type(error).__name__}: {error})", False if name == "staged" else None)
+            del runs[name]
+    return runs
+
+
+def beside_each_other(scene: Scene, options: argparse.Namespace) -> dict[str, Method]:
+    return {name: build(scene) for name, build in options.methods.items() if name != "torch"}
+
+
+# Bytes
+
+
+def bytes_(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    """Through the region, pinned slice by slice: into poisoned memory, and with one byte damaged on the host."""
+    for fragment, count in ((4, 512), (18, 100), (2048, 1)):
+        scene = Scene(arena, pinned, fragment * KIB, count, 256 * MIB, "random")
+        scene.host[scene.host_blocks] = POISON
+        wanted = [tensor[scene.device_blocks] for tensor in scene.tensors]
+        copier, copies = scene.copier(), scene.copies()
+        copier.copy(STORE, copies)
+        for text, is_right in (("come back", True), ("one damaged on the host is noticed", False)):
+            for tensor in scene.tensors:
+                tensor.fill_(POISON)
+            copier.copy(LOAD, copies)
+            pairs = zip(scene.tensors, wanted, strict=True)
+            same = all(torch.equal(tensor[scene.device_blocks], rows) for tensor, rows in pairs)
+            line(f"{fragment:>5} KiB x {count:<4} bytes: {text}", same == is_right)
+            scene.host[scene.host_blocks[-1], -1] ^= 1
+
+
 # Rates, one way
 
 
@@ -116,7 +163,7 @@ def one_size(
     scene = Scene(arena, pinned, fragment, count, GIB, placed)
     few = Scene(arena, pinned, fragment, count, min(TORCH_FRAGMENTS * fragment, GIB), placed)
     submit: dict[tuple[str, Direction], float] = {}
-    for name, build in METHODS.items():
+    for name, build in options.methods.items():
         if options.quick and name not in ("staged", "batch"):
             continue
         method = build(few if name == "torch" else scene)
@@ -131,11 +178,12 @@ def one_size(
             line(text, share >= (0.95, 0.98)[direction is LOAD] if name == "staged" else None)
             options.rows.append((name, fragment, count, placed, direction.value, rate, link[direction], host))
     for direction in Direction:
-        ours, theirs = submit["staged", direction], submit["batch", direction]
-        share, ratio = ours * link[direction] * 1e9, ours / theirs
+        ours, theirs = submit["staged", direction], submit.get(("batch", direction))
+        share, ratio = ours * link[direction] * 1e9, 0.0 if theirs is None else ours / theirs
         text = f"{fragment // KIB:>5} KiB x {count:<4} submit {direction.value:<5}: {share:.2f} of the time on the link"
+        text += "" if theirs is None else f", {ratio:.2f} of the peer's"
         # for blocks of one fragment both methods submit the same list of copies
-        line(f"{text}, {ratio:.2f} of the peer's", share <= 0.25 and (ratio <= 0.5 or count == 1))
+        line(text, share <= 0.25 and (ratio <= 0.5 or count == 1))
 
 
 # Both ways at once
@@ -144,8 +192,7 @@ def one_size(
 def both(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
     for fragment, bar in ((16, 85), (64, 93)):
         scene = Scene(arena, pinned, fragment * KIB, 2048 // fragment, GIB, "random")
-        for name in ("staged", "batch", "kernel"):
-            method = METHODS[name](scene)
+        for name, method in beside_each_other(scene, options).items():
             seconds, repeats = (0.15, 5) if name == "staged" else (0.02, 3)
             rate = median(sustained(method, list(Direction), seconds) for _ in range(repeats))
             kept = rate >= bar if name == "staged" else None
@@ -248,7 +295,7 @@ def loops() -> dict[str, Callable[[], None]]:
 def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
     bars = {STORE: (1.03, 1.06, 1.08), LOAD: (1.04, 1.07, 1.14)}
     scene = Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random")
-    methods = {name: METHODS[name](scene) for name in ("staged", "batch", "kernel")}
+    methods = beside_each_other(scene, options)
     runs = {"staged": 3, "batch": 3, "kernel": 3} if options.quick else {"staged": 15, "batch": 5, "kernel": 5}
     for direction in Direction:
         for (loop, compute), bar in zip(loops().items(), bars[direction], strict=True):
@@ -262,7 +309,7 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
                 text = f"{loop} beside {direction.value}s, {name}: {ratio:.3f}x at {rate[name]:.1f} GB/s"
                 text += f", {lost[name]:.2f} ms of compute lost per GB"
                 line(text, ratio <= bar if name == "staged" else None)
-            if rate["batch"] < 0.98 * rate["staged"]:
+            if "batch" in rate and rate["batch"] < 0.98 * rate["staged"]:
                 text = f"{loop} beside {direction.value}s: {lost['staged']:.2f} ms lost per GB"
                 line(f"{text}, the peer {lost['batch']:.2f}", lost["staged"] <= lost["batch"])
 
@@ -372,7 +419,25 @@ def ring(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) ->
 # All sections
 
 
-SECTIONS = {"rates": rates, "both": both, "requests": requests, "beside": beside, "slowdown": slowdown, "ring": ring}
+def describe() -> None:
+    """The machine, its device, and the link between them."""
+    print_environment(["torch"])
+    print(f"device: {name_of(DEVICE)}, Triton {triton.__version__}; {torch.cuda.get_device_properties(DEVICE)}")
+    address = accelerator_driver().pci_address(DEVICE.index)
+    link = [Path("/sys/bus/pci/devices", address, name) for name in ("current_link_speed", "current_link_width")]
+    width = " x ".join(file.read_text().strip() if file.exists() else "unknown" for file in link)
+    print(f"link: {width} (its state now; at rest it may be slower); the bars are those of an H200 at 32 GT/s x 16")
+
+
+SECTIONS = {
+    "bytes": bytes_,
+    "rates": rates,
+    "both": both,
+    "requests": requests,
+    "beside": beside,
+    "slowdown": slowdown,
+    "ring": ring,
+}
 
 
 def contract() -> None:
@@ -400,18 +465,22 @@ def main() -> int:
     options = parser.parse_args()
     options.rows = []
     if not torch.cuda.is_available():
-        print("copies.py needs a CUDA device", file=sys.stderr)
+        print("copies.py needs a CUDA or HIP device", file=sys.stderr)
         return 2
-    print_environment(["torch", "triton"])
-    print(f"device: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    describe()
     if "contract" in options.only:
         contract()
     arena = region(options)
     pinned = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
+    options.methods = peers(arena, pinned)
     for name, section in SECTIONS.items():
         if name in options.only.split(","):
             begin = time.perf_counter()
-            section(arena, pinned, options)
+            try:
+                section(arena, pinned, options)
+            except Exception:  # shown, so that one run of someone else's machine says all that it can
+                traceback.print_exc(file=sys.stdout)
+                line(f"the section {name} failed", False)
             print(f"     [{name}: {time.perf_counter() - begin:.0f} s]", flush=True)
     if options.csv and options.rows:
         write_csv(options.csv, options.rows)

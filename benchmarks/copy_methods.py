@@ -2,7 +2,7 @@
 
     staged    ours: `cpu_prefix_cache.copier`
     batch     one cuMemcpyBatchAsync with a copy for each fragment, host memory ordered by layer, as in vLLM's
-              SimpleCPUOffload
+              SimpleCPUOffload; CUDA only
     kernel    a Triton kernel of 16 programs that reads or writes pinned memory itself
     torch     `copy_` in a loop, one call for each fragment
 
@@ -24,7 +24,8 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import DeviceEvent, Event
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.driver import STREAM_ORDER, cuda_driver
+from cpu_prefix_cache.memory.cuda import STREAM_ORDER
+from cpu_prefix_cache.memory.driver import accelerator_driver
 
 DEVICE = torch.device("cuda", 0)
 ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY, which SimpleCPUOffload uses for loads
@@ -33,7 +34,7 @@ ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY, which SimpleCPUOffload uses for
 class Scene:
     """Device tensors of twice `num_bytes`, and which of their blocks are copied to which host blocks.
 
-    Our copier uses the host blocks in `arena`. The other methods use `pinned`, uint8 [bytes] allocated by CUDA in one
+    Our copier uses the host blocks in `arena`. The other methods use `pinned`, uint8 [bytes] allocated by torch in one
     piece, because they cannot copy across the borders of registered segments.
     """
 
@@ -105,6 +106,9 @@ class Batch:
 
     def __init__(self, scene: Scene) -> None:
         self.num_bytes, self._scene = scene.num_bytes, scene
+        self._driver = accelerator_driver()
+        if not self._driver.has_batches:
+            raise NotImplementedError(f"this driver of {self._driver.name} has no batches")
         self._bases = torch.tensor([tensor.data_ptr() for tensor in scene.tensors]).unsqueeze(1)
         layers = torch.arange(scene.count).unsqueeze(1)
         self._layers = scene.pinned.data_ptr() + layers * len(scene.pinned) * scene.fragment
@@ -117,7 +121,7 @@ class Batch:
         sizes = torch.full_like(there, scene.fragment)
         to, of, order = (here, there, STREAM_ORDER) if direction is Direction.STORE else (there, here, ANY_ORDER)
         addresses = to.data_ptr(), of.data_ptr(), sizes.data_ptr(), len(sizes)
-        cuda_driver().copy_batch(*addresses, stream.cuda_stream, order)
+        self._driver.copy_batch(*addresses, stream.cuda_stream, order)
         return DeviceEvent(stream)
 
 

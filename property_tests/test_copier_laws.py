@@ -2,7 +2,8 @@
 
 The model is a list of byte addresses on each side. Every copier is held against it over all of the memory there is:
 padding, other blocks, and what a piece leaves of its host blocks. The staged copier runs in Triton's interpreter, with
-small rings, with tiles of any width, and with streams that put work off in any order they may.
+small rings, with tiles of any width, and on a simulated driver: its streams run in any order they may, it has batches
+or not, the host region is pinned in slices of any size, and it raises AssertionError on what real drivers refuse.
 """
 
 import mmap
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
-from tests.delays import DelayedStreams
+from tests.copier.simulated import simulated_copier
+from tests.simulated_driver import SimulatedDriver
+from tests.simulated_streams import SimulatedStreams
 
 POISON = 0xAB
 MAX_FRAGMENTS = 20  # of one group in one copy: what the interpreter does in some milliseconds
@@ -135,14 +137,16 @@ def build(name, layout, tensors, host, data):
         for part in parts
     )
     least = 4 * -(-largest // 512) * 512
-    delays = DelayedStreams(rng=random.Random(data.draw(st.integers(0, 1000), label="delays")))
-    return StagedCopier(
+    rng = random.Random(data.draw(st.integers(0, 1000), label="order"))
+    streams = SimulatedStreams(rng=rng, hurry=data.draw(st.sampled_from([0.0, 0.3, 0.9]), label="hurry"))
+    return simulated_copier(
+        SimulatedDriver(streams, has_batches=data.draw(st.booleans(), label="batches")),
         layout,
         tensors,
         host,
         ring_bytes=data.draw(st.sampled_from([least, 2 * least, least + 64 * 512]), label="ring"),
         tiling=data.draw(st.sampled_from(NARROW if largest < 100 else WIDE), label="tiling"),
-        streams=delays.streams,
+        seam_bytes=data.draw(st.sampled_from([1 << 24, 4096, 1000, 64]), label="seam"),
     )
 
 

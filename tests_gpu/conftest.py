@@ -1,4 +1,4 @@
-"""These tests need a CUDA device and Triton's compiler. `make test-gpu` runs them, with the contract of copiers."""
+"""These tests need a CUDA or HIP device and Triton's compiler. `make test-gpu` runs them and the copiers' contract."""
 
 import pytest
 import torch
@@ -6,4 +6,4 @@ import torch
 collect_ignore = ["damaging.py", "vllm_equality.py"]  # no tests; they need vLLM, and doctest would import them
 
 if not torch.cuda.is_available():
-    pytest.exit("tests_gpu needs a CUDA device", returncode=1)
+    pytest.exit("tests_gpu needs a CUDA or HIP device", returncode=1)

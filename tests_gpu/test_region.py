@@ -13,7 +13,7 @@ from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.driver import Driver, DriverError, cuda_driver
+from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
 
 
@@ -69,7 +69,7 @@ def test_and_while_blocks_are_copied():
 
 NAIVE = """
 import threading, torch
-from cpu_prefix_cache.memory.driver import DriverError, cuda_driver
+from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from tests_gpu.test_region import capture
 
 memory, failed = torch.empty(1 << 26, dtype=torch.uint8), []
@@ -77,7 +77,7 @@ memory, failed = torch.empty(1 << 26, dtype=torch.uint8), []
 def register():
     torch.cuda.set_device(0)
     try:
-        cuda_driver().register(memory.data_ptr(), memory.numel())
+        accelerator_driver().register(memory.data_ptr(), memory.numel())
     except DriverError as error:
         failed.append(error.code)
 
@@ -112,10 +112,10 @@ def test_a_region_is_used_while_it_grows():
 
 
 class Refusing:
-    """CUDA's driver, which refuses to pin more after `slices` slices."""
+    """The driver, which refuses to pin more after `slices` slices."""
 
     def __init__(self, slices):
-        self.left, self.real = slices, cuda_driver()
+        self.left, self.real = slices, accelerator_driver()
 
     def __getattr__(self, name):
         return getattr(self.real, name)
@@ -128,8 +128,9 @@ class Refusing:
 
 
 @pytest.mark.parametrize("slices", [0, 2])
-def test_a_region_that_cuda_will_not_pin_brings_right_bytes(monkeypatch, caplog, slices):
-    monkeypatch.setattr("cpu_prefix_cache.memory.arena.cuda_driver", lambda: Refusing(slices))
+def test_a_region_that_the_driver_will_not_pin_brings_right_bytes(monkeypatch, caplog, slices):
+    refusing = Refusing(slices)
+    monkeypatch.setattr("cpu_prefix_cache.memory.arena.accelerator_driver", lambda: refusing)
     stage = Stage(blocks=600)
     assert stage.arena.ready_blocks == 600
     assert stage.arena.registration.num_bytes == slices << 24
@@ -140,7 +141,7 @@ def test_a_region_that_cuda_will_not_pin_brings_right_bytes(monkeypatch, caplog,
 
 
 def test_without_batches_blocks_go_one_by_one(monkeypatch):
-    monkeypatch.setattr(Driver, "has_batches", False)
+    monkeypatch.setattr(type(accelerator_driver()), "has_batches", False)
     stage = Stage(blocks=200)
     assert stage.round_trip()
     stage.arena.close()

@@ -57,7 +57,7 @@ def test_it_prints_what_was_measured_and_draws_it(capsys, monkeypatch, tmp_path)
 def test_without_a_device_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench"]) == 2
-    assert "there is no CUDA device 0 here: 0 were found" in capsys.readouterr().err
+    assert "there is no CUDA or HIP device 0 here: 0 were found" in capsys.readouterr().err
 
 
 def test_without_torch_it_says_what_to_install():

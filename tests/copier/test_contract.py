@@ -7,14 +7,28 @@ from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseErr
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
 from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
+from tests.copier.simulated import simulated_copier
 from tests.faults import CorruptingCopier
+from tests.simulated_driver import SimulatedDriver
 
 RING = 64 * 1024
 
 
-@pytest.fixture(params=["reference", "staged"])
+DRIVERS = {  # of a device that is not there, where work runs late, and with seams
+    "staged, with batches": dict(has_batches=True),
+    "staged, one by one": dict(has_batches=False),
+}
+
+
+@pytest.fixture(params=["reference", "staged", *DRIVERS])
 def build(request):
+    if request.param in DRIVERS and DEVICE.type != "cpu":
+        pytest.skip(f"the tensors are on {DEVICE}, which has a driver")
+
     def build(shapes, tensors, host, **options):
+        if request.param in DRIVERS:
+            driver = SimulatedDriver(**DRIVERS[request.param])
+            return simulated_copier(driver, shapes, tensors, host, ring_bytes=RING, seam_bytes=100, **options)
         return choose_copier(shapes, tensors, host, name=request.param, ring_bytes=RING, **options).copier
 
     return build

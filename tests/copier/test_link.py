@@ -1,6 +1,4 @@
-"""Copies by addresses, with a driver that moves memory: which way, what is pinned, and what is not."""
-
-import ctypes
+"""Copies by addresses, through a driver: which way, what goes in a batch, and what goes one by one."""
 
 import pytest
 import torch
@@ -8,58 +6,72 @@ import torch
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.memory.moves import moves_of
-from tests.copier.bench import POISON, poisoned, randoms
+from tests.copier.bench import POISON, randoms
+from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
+
+SLICES = 3
+SIZE = SLICES * SLICE
 
 
-class Memory:
-    """A driver whose copies are done at once. It notes how each was asked for."""
+@pytest.fixture
+def region_of():
+    """A host region of three slices, of which so many are pinned, and its driver. Of another kind than an arena's:
+    "memory" has no driver, and "whole" is pinned by somebody else."""
+    arenas = []
 
-    def __init__(self, has_batches=True):
-        self.has_batches, self.asked = has_batches, []
+    def region_of(kind, pinned_slices=SLICES):
+        driver = SimulatedDriver(has_batches=kind != "old")
+        driver.use(0)
+        driver.refuses_after = pinned_slices
+        arenas.append(pinned_arena(driver, 1, SIZE))
+        arenas[-1].wait_until_ready()
+        arena = None if kind in ("memory", "whole") else arenas[-1]
+        return Region(arenas[-1].blocks, None if kind == "memory" else driver, arena, SLICE), driver, arenas[-1].blocks
 
-    def copy(self, destination, source, num_bytes, stream):
-        self.asked.append(("one", stream))
-        ctypes.memmove(destination, source, num_bytes)
-
-    def copy_batch(self, destinations, sources, sizes, count, stream):
-        self.asked.append((count, stream))
-        read = ctypes.c_int64 * count
-        for to, of, size in zip(*(read.from_address(row) for row in (destinations, sources, sizes)), strict=True):
-            ctypes.memmove(to, of, size)
-
-
-class Pinned:
-    def __init__(self, pinned_bytes):
-        self.pinned_bytes = pinned_bytes
+    yield region_of
+    for arena in arenas:
+        arena.close()
 
 
-def region_of(kind, host, driver):
-    pinned = {"batched": 64, "old": 64, "pinned": 30, "pageable": 29}.get(kind)
-    return Region(host.view(8, 8), None if kind == "memory" else driver, pinned and Pinned(pinned))
+KINDS = {"memory": SLICES, "old": SLICES, "batched": SLICES, "whole": SLICES, "pinned": 2, "pageable": 1}
 
 
-@pytest.mark.parametrize("kind", ["memory", "old", "batched", "whole", "pinned", "pageable"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("direction", Direction)
-def test_every_region_copies_what_it_is_told_and_nothing_else(kind, direction):
-    device, host, driver = randoms(64), randoms(64, seed=1), Memory(has_batches=kind != "old")
-    before = [device.clone(), host.clone()]
-    spans = [(device.data_ptr() + 40, 3, 5), (device.data_ptr() + 7, 20, 10)]
-    region_of(kind, host, driver).cross(direction, moves_of(spans, host.data_ptr()), 77)
+def test_every_region_copies_what_it_is_told_and_nothing_else(region_of, kind, direction):
+    region, driver, blocks = region_of(kind, KINDS[kind])
+    device, host = randoms(SIZE), blocks.view(-1).copy_(randoms(SIZE, seed=1))
+    before, stream = [device.clone(), host.clone()], driver.streams.compute
+    spans = [(device.data_ptr() + 40, 3, 5), (device.data_ptr() + 7, 2 * SLICE - 10, 10)]
+    region.cross(direction, moves_of(spans, host.data_ptr(), SLICE), stream.handle)
+    assert kind == "memory" or (torch.equal(device, before[0]) and torch.equal(host, before[1]))
+    stream.synchronize()
     if direction is Direction.STORE:
         wanted, got, same = before[1].clone(), host, torch.equal(device, before[0])
-        wanted[3:8], wanted[20:30] = before[0][40:45], before[0][7:17]
+        wanted[3:8], wanted[2 * SLICE - 10 : 2 * SLICE] = before[0][40:45], before[0][7:17]
     else:
         wanted, got, same = before[0].clone(), device, torch.equal(host, before[1])
-        wanted[40:45], wanted[7:17] = before[1][3:8], before[1][20:30]
+        wanted[40:45], wanted[7:17] = before[1][3:8], before[1][2 * SLICE - 10 : 2 * SLICE]
     assert torch.equal(got, wanted) and same
-    one_by_one = [("one", 77), ("one", 77)]
-    assert driver.asked == {"memory": [], "old": one_by_one, "pageable": one_by_one}.get(kind, [(2, 77)])
+    one_by_one = [("one", stream.handle)] * 2
+    assert driver.asked == {"memory": [], "old": one_by_one, "pageable": one_by_one}.get(kind, [(2, stream.handle)])
 
 
-def test_what_ends_past_the_pinned_bytes_is_not_pinned():
-    host, device, driver = poisoned(64), randoms(64), Memory()
-    for pinned_bytes, batched in ((29, False), (30, True)):
-        region = Region(host.view(8, 8), driver, Pinned(pinned_bytes))
-        region.cross(Direction.STORE, moves_of([(device.data_ptr(), 10, 20)], host.data_ptr()), 0)
-        assert (driver.asked.pop() == (1, 0)) is batched
-    assert (host[30:] == POISON).all()
+@pytest.mark.parametrize("pinned_slices", [1, 2])
+def test_what_ends_past_the_pinned_bytes_is_not_pinned(region_of, pinned_slices):
+    region, driver, blocks = region_of("batched", pinned_slices)
+    device, host, stream = randoms(SLICE), blocks.view(-1).fill_(POISON), driver.streams.compute
+    spans = [(device.data_ptr(), SLICE, SLICE)]  # the second slice
+    region.cross(Direction.STORE, moves_of(spans, host.data_ptr(), SLICE), stream.handle)
+    stream.synchronize()
+    assert driver.asked == [("one" if pinned_slices == 1 else 1, stream.handle)]
+    assert torch.equal(host[SLICE : 2 * SLICE], device)
+    assert (host[:SLICE] == POISON).all() and (host[2 * SLICE :] == POISON).all()
+
+
+def test_moves_that_are_not_cut_at_the_seams_make_a_test_fail(region_of):
+    """The control: what no cutting would do."""
+    region, driver, blocks = region_of("batched")
+    moves = moves_of([(randoms(20).data_ptr(), SLICE - 10, 20)], blocks.data_ptr(), SIZE)
+    with pytest.raises(AssertionError, match="over two registrations"):
+        region.cross(Direction.STORE, moves, driver.streams.compute.handle)

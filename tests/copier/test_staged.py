@@ -4,20 +4,25 @@ import gc
 import mmap
 import random
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, count
+from threading import Semaphore
 
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
+from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import POISON, poisoned, randoms, shapes_of
-from tests.delays import DelayedStreams
+from tests.copier.simulated import simulated_copier
+from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
+from tests.simulated_streams import SimulatedStreams
+from tests.threads import eventually
 
 BLOCKS = 24
 
@@ -25,20 +30,14 @@ BLOCKS = 24
 class Bench:
     """One group of two parts, 1 KiB a block together, one device block to a piece, and rings of two slots each."""
 
-    def __init__(self, delays, **options):
+    def __init__(self, streams, **options):
         self.parts = [randoms(BLOCKS, 1000), randoms(BLOCKS, 24, seed=1)]
         self.before = [part.clone() for part in self.parts]
         self.shapes = shapes_of([self.parts], [1], 1024)
         self.host = poisoned(BLOCKS, 1024)
-        self.delays = delays
-        self.copier = StagedCopier(
-            self.shapes,
-            [self.parts],
-            self.host,
-            ring_bytes=2 * ring.SLOTS * 1024,
-            streams=delays.streams,
-            **options,
-        )
+        self.streams, driver = streams, SimulatedDriver(streams)
+        ring_bytes = 2 * ring.SLOTS * 1024
+        self.copier = simulated_copier(driver, self.shapes, [self.parts], self.host, ring_bytes=ring_bytes, **options)
 
     def copy(self, direction, host_blocks, device_blocks):
         self.copier.copy(direction, [GroupCopy(0, tuple(host_blocks), tuple(device_blocks))])
@@ -52,7 +51,7 @@ EAGER = [("pack", "in"), ("out", "unpack")]  # as far ahead as it may, and the o
 
 @pytest.mark.parametrize("eager", EAGER)
 def test_a_slot_is_used_again_only_when_its_slice_has_left_it(eager):
-    bench = Bench(DelayedStreams(eager))
+    bench = Bench(SimulatedStreams(eager))
     ids = list(range(BLOCKS))
     bench.copy(Direction.STORE, ids, reversed(ids))
     for at, (part, begin) in enumerate(zip(bench.parts, (0, 1000), strict=True)):
@@ -63,52 +62,51 @@ def test_a_slot_is_used_again_only_when_its_slice_has_left_it(eager):
 
 
 def test_while_one_slot_crosses_the_next_is_packed():
-    bench = Bench(DelayedStreams(("pack", "out")))
-    bench.delays.ran.clear()
+    bench = Bench(SimulatedStreams(("pack", "out")))
+    bench.streams.ran.clear()
     bench.copy(Direction.STORE, range(4), range(4))
     packed = ["pack"] * 2  # the slice's ids, and the slice
-    assert bench.delays.ran == [*packed, *packed, "out", *packed, "out", *packed, "out", "out"]
+    assert bench.streams.ran == [*packed, *packed, "out", *packed, "out", *packed, "out", "out"]
 
 
 # What a copy waits for
 
 
 def test_a_store_takes_what_compute_wrote_before_it_was_asked_for():  # L5.16
-    bench = Bench(DelayedStreams(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
-    bench.delays.compute.submit(lambda _: bench.parts[0].fill_(7))
+    bench = Bench(SimulatedStreams(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
+    bench.streams.compute.submit(lambda _: bench.parts[0].fill_(7))
     bench.copy(Direction.STORE, range(4), range(4))
     assert (bench.host[:4, :1000] == 7).all()
 
 
 def test_a_load_comes_after_the_last_reader_and_after_zeroing():
-    bench = Bench(DelayedStreams(("pack", "in", "out", "unpack")))
+    bench = Bench(SimulatedStreams(("pack", "in", "out", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
     read = []
-    bench.delays.compute.submit(lambda _: read.append(bench.parts[0][8:12].clone()))
-    bench.delays.compute.submit(lambda _: bench.parts[0].zero_())
+    bench.streams.compute.submit(lambda _: read.append(bench.parts[0][8:12].clone()))
+    bench.streams.compute.submit(lambda _: bench.parts[0].zero_())
     bench.copy(Direction.LOAD, range(4), range(8, 12))
-    bench.delays.compute.synchronize()
+    bench.streams.compute.synchronize()
     assert torch.equal(read[0], bench.before[0][8:12])
     assert torch.equal(bench.parts[0][8:12], bench.before[0][:4])
 
 
 def test_blocks_that_cross_as_they_are_wait_for_compute_too():
-    delays = DelayedStreams(("pack", "in", "out", "unpack"))
-    part = randoms(6, 64)
-    copier = StagedCopier(
-        shapes_of([[part]], [1], 64), [[part]], host := poisoned(6, 64), streams=delays.streams, direct_bytes=60
-    )
-    delays.compute.submit(lambda _: part.fill_(7))
+    streams = SimulatedStreams(("pack", "in", "out", "unpack"))
+    part, host = randoms(6, 64), poisoned(6, 64)
+    shapes = shapes_of([[part]], [1], 64)
+    copier = simulated_copier(SimulatedDriver(streams), shapes, [[part]], host, direct_bytes=60)
+    streams.compute.submit(lambda _: part.fill_(7))
     copier.copy(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))])
     assert (host[1:3] == 7).all()
-    delays.compute.submit(lambda _: part.zero_())
+    streams.compute.submit(lambda _: part.zero_())
     copier.copy(Direction.LOAD, [GroupCopy(0, (1, 2), (4, 5))])
-    delays.compute.synchronize()
+    streams.compute.synchronize()
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
 def test_submit_does_not_wait_for_the_end_and_its_event_is_passed_then():
-    bench = Bench(DelayedStreams(("pack", "in")))
+    bench = Bench(SimulatedStreams(("pack", "in")))
     copies = [GroupCopy(0, (0, 1), (3, 2))]
     event = bench.copier.submit(Direction.STORE, copies, bench.copier.here())
     assert not event.passed() and (bench.host == POISON).all()
@@ -118,7 +116,7 @@ def test_submit_does_not_wait_for_the_end_and_its_event_is_passed_then():
 
 
 def test_stores_and_loads_do_not_wait_for_each_other():
-    bench = Bench(DelayedStreams(("in", "unpack")))
+    bench = Bench(SimulatedStreams(("in", "unpack")))
     bench.copy(Direction.STORE, range(4), range(4))
     store = bench.copier.submit(Direction.STORE, [GroupCopy(0, (8, 9), (8, 9))], bench.copier.here())
     bench.copy(Direction.LOAD, range(4), range(12, 16))
@@ -128,7 +126,7 @@ def test_stores_and_loads_do_not_wait_for_each_other():
 
 
 def under_way(bench):
-    return any(stream.entries for stream in bench.delays.all if stream is not bench.delays.compute)
+    return any(stream.entries for stream in bench.streams.all if stream is not bench.streams.compute)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -137,10 +135,10 @@ def under_way(bench):
 def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
     monkeypatch, direction, at, what
 ):  # S7.45, L5.34
-    bench = Bench(DelayedStreams(("pack", "in")))
+    bench = Bench(SimulatedStreams(("pack", "in")))
     ids = list(range(BLOCKS))
     bench.copy(Direction.STORE, ids, ids)
-    stream = bench.delays.all[{"kernel": (1, 4), "link": (2, 3)}[what][direction is Direction.LOAD]]
+    stream = bench.streams.all[{"kernel": (1, 4), "link": (2, 3)}[what][direction is Direction.LOAD]]
     submitted, right = [], stream.submit
 
     def failing(work):
@@ -166,7 +164,7 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
 
 @pytest.mark.parametrize("direction", Direction)
 def test_a_copier_that_is_dropped_keeps_its_slots_until_what_uses_them_has_run(direction):
-    bench = Bench(DelayedStreams(("pack", "in")))
+    bench = Bench(SimulatedStreams(("pack", "in")))
     bench.copier.submit(direction, [GroupCopy(0, (0, 1), (3, 2))], bench.copier.here())
     assert under_way(bench)
     del bench.copier
@@ -175,22 +173,22 @@ def test_a_copier_that_is_dropped_keeps_its_slots_until_what_uses_them_has_run(d
 
 
 def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
-    bench = Bench(DelayedStreams(("pack", "out")))
+    bench = Bench(SimulatedStreams(("pack", "out")))
     ids = tuple(range(11))
     event = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
-    assert bench.delays.ran.count("out") == 11 - 2
+    assert bench.streams.ran.count("out") == 11 - 2
     event.until_passed()
 
 
 def test_a_store_lets_its_stream_run_empty_now_and_then():
     """What else is to come to the host waits for the copy engine until there is nothing in that stream."""
-    bench = Bench(DelayedStreams(("pack", "out")))
+    bench = Bench(SimulatedStreams(("pack", "out")))
     waited = []
     for slices in range(1, 13):
         ids = tuple(range(slices))
-        before = bench.delays.ran.count("out")
+        before = bench.streams.ran.count("out")
         bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
-        waited.append(slices - (bench.delays.ran.count("out") - before))
+        waited.append(slices - (bench.streams.ran.count("out") - before))
         bench.copier.submit(Direction.STORE, [GroupCopy(0, ids[:1], ids[:1])], bench.copier.here()).until_passed()
     assert 1 in waited and max(waited) == 2
 
@@ -200,7 +198,7 @@ def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
     said = []
     monkeypatch.setattr(LoadsFirst, "pause", lambda loads: said.append("pauses"))
     monkeypatch.setattr(LoadsFirst, "loading", lambda loads: said.append("loads") or nullcontext())
-    bench = Bench(DelayedStreams(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
+    bench = Bench(SimulatedStreams(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
     bench.copy(Direction.STORE, [0, 1, 2], [0, 1, 2])
     assert said == ["pauses"] * (2 if direct else 3)  # a slice for each part, or for each block
     said.clear()
@@ -210,8 +208,8 @@ def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
 
 def test_no_stream_is_made_to_wait_for_a_slot():
     """What waits at the head of a stream may hold up other streams."""
-    bench = Bench(DelayedStreams(("pack", "out")))
-    compute, pack, *_ = bench.delays.all
+    bench = Bench(SimulatedStreams(("pack", "out")))
+    compute, pack, *_ = bench.streams.all
     ids = tuple(range(12))
     bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here()).until_passed()
     assert pack.waited_for == [compute]
@@ -220,13 +218,13 @@ def test_no_stream_is_made_to_wait_for_a_slot():
 def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
     monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
     monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 64)
-    part, delays, ids = randoms(20, 64), DelayedStreams(("in",)), tuple(range(20))
-    shapes = shapes_of([[part]], [1], 64)
-    copier = StagedCopier(shapes, [[part]], poisoned(20, 64), streams=delays.streams, direct_bytes=64)
+    part, streams, ids = randoms(20, 64), SimulatedStreams(("in",)), tuple(range(20))
+    shapes, host = shapes_of([[part]], [1], 64), poisoned(20, 64)
+    copier = simulated_copier(SimulatedDriver(streams), shapes, [[part]], host, direct_bytes=64)
     event = copier.submit(Direction.LOAD, [GroupCopy(0, ids, ids)], copier.here())  # a store waits now and then
-    assert delays.ran.count("in") == 20 - ring.DIRECT_AHEAD
+    assert streams.ran.count("in") == 20 - ring.DIRECT_AHEAD
     event.until_passed()
-    assert delays.ran.count("in") == 20
+    assert streams.ran.count("in") == 20
 
 
 @pytest.mark.parametrize("eager", EAGER)
@@ -236,11 +234,11 @@ def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
     parts = [randoms(60, 8)]
     shapes, rng = shapes_of([parts], [2], 8), random.Random(3)
     host, expected = poisoned(70, 8), poisoned(70, 8)
-    delays = DelayedStreams(eager)
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=2048, streams=delays.streams)
+    streams = SimulatedStreams(eager)
+    copier = simulated_copier(SimulatedDriver(streams), shapes, [parts], host, ring_bytes=2048)
     copies = [GroupCopy(0, tuple(rng.sample(range(70), 60)), tuple(rng.sample(range(60), 60)))]
     copier.submit(Direction.STORE, copies, copier.here()).until_passed()
-    assert delays.ran.count("out") == 15  # of two pieces each, where a slot has room for 64
+    assert streams.ran.count("out") == 15  # of two pieces each, where a slot has room for 64
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
     before = parts[0].clone()
@@ -251,7 +249,7 @@ def test_a_slice_has_no_more_blocks_than_a_slot_has_ids(monkeypatch, eager):
 
 @pytest.mark.parametrize("eager", EAGER)
 def test_transfers_submitted_one_behind_another_do_not_mix(eager):
-    bench = Bench(DelayedStreams(eager))
+    bench = Bench(SimulatedStreams(eager))
     order = random.Random(5).sample(range(BLOCKS), BLOCKS)
     events = [
         bench.copier.submit(Direction.STORE, [GroupCopy(0, (here,), (there,))], bench.copier.here())
@@ -260,6 +258,44 @@ def test_transfers_submitted_one_behind_another_do_not_mix(eager):
     events[-1].until_passed()
     assert all(event.passed() for event in events)
     assert torch.equal(bench.host[:, :1000], bench.before[0][order])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_threads_copy_while_the_region_is_being_pinned(seed):
+    """Into blocks that are ready, in any order of the streams, with and without batches, in threads of their own."""
+    num_blocks = 3 * SLICE // 1024
+    part = randoms(num_blocks, 1024)
+    before = part.clone()
+    driver = SimulatedDriver(SimulatedStreams(rng=random.Random(seed), hurry=seed / 4), has_batches=seed % 2 == 0)
+    arena, shapes = pinned_arena(driver, num_blocks, 1024), shapes_of([[part]], [1], 1024)
+    options = dict(pinned=arena, seam_bytes=SLICE, ring_bytes=SLICE)
+    copier = simulated_copier(driver, shapes, [[part]], arena.blocks, **options)
+    driver.gate = Semaphore(0)
+    worker, ids, stored = CopyWorker(0, copier, arena, threads=True), count(), 0
+
+    def copies(direction, blocks):
+        transfer = TransferPlan(next(ids), direction, (GroupCopy(0, tuple(blocks), tuple(blocks)),), 1)
+        worker.run(StepPlan(0, (transfer,)))
+        return transfer.id
+
+    worker.run(StepPlan(0, ()))
+    while stored < num_blocks:
+        driver.gate.release()
+        assert eventually(lambda first=stored: worker.report().ready_blocks > first)
+        ready = worker.report().ready_blocks
+        begun = [copies(Direction.STORE, range(stored, ready))]
+        if stored:  # what was stored before, meanwhile
+            part[:stored] = POISON
+            begun.append(copies(Direction.LOAD, range(stored)))
+        worker.drain()
+        assert worker.report().done >= set(begun)
+        assert torch.equal(part, before)
+        stored = ready
+    arena.blocks[5, 7] ^= 1  # the control
+    copies(Direction.LOAD, range(num_blocks))
+    worker.close()
+    assert not torch.equal(part, before)
+    assert not driver.registered
 
 
 # Slices
@@ -311,9 +347,8 @@ def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)
-    copier = StagedCopier(
-        shapes, [parts], host, ring_bytes=1 << 14, seam_bytes=seam, direct_bytes=1 if direct else 10_000
-    )
+    options = dict(ring_bytes=1 << 14, seam_bytes=seam, direct_bytes=1 if direct else 10_000)
+    copier = simulated_copier(SimulatedDriver(), shapes, [parts], host, **options)
     copies = [GroupCopy(0, (4, 5, 6, 7, 20, 3, 21, 22), (8, 0, 1, 2, 5, 4, 3, 7))]
     copier.copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)

@@ -6,38 +6,35 @@ import pytest
 import torch
 
 from cpu_prefix_cache.copier import streams
-from cpu_prefix_cache.copier.streams import StreamPair, compute_event
+from cpu_prefix_cache.copier.streams import compute_event
+from tests.simulated_streams import SimulatedStreams
+
+NAMES = ("pack", "out")  # of the stores: kernels, copies
 
 
-class Stream:
-    def __init__(self, error=None):
-        self.error, self.is_synchronized, self.has_passed = error, False, False
-
-    def synchronize(self):
-        self.is_synchronized = True
-        if self.error is not None:
-            raise self.error
-
-    def record(self):
-        return self
-
-    def passed(self):
-        return self.has_passed
-
-
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", NAMES)
 def test_a_stream_that_cannot_be_waited_for_does_not_keep_the_other_from_it(broken):
-    both = [Stream(RuntimeError("gone") if at == broken else None) for at in range(2)]
+    def gone(handle):
+        raise RuntimeError("gone")
+
+    streams = SimulatedStreams(eager=NAMES)
+    pair = streams.streams.stores
+    for stream in (pair.kernels, pair.copies):
+        stream.submit(gone if stream.name == broken else lambda handle: None)
     with pytest.raises(RuntimeError, match="gone"):
-        StreamPair(*both).synchronize()
-    assert all(stream.is_synchronized for stream in both)
+        pair.synchronize()
+    assert not pair.kernels.entries and not pair.copies.entries
 
 
-def test_the_event_of_a_pair_is_passed_when_both_streams_have_come_there():
-    kernels, copies = Stream(), Stream()
-    event = StreamPair(kernels, copies).record()
-    for kernels.has_passed, copies.has_passed in ((False, False), (True, False), (False, True), (True, True)):
-        assert event.passed() is (kernels.has_passed and copies.has_passed)
+@pytest.mark.parametrize("eager", [NAMES, NAMES[::-1]])
+def test_the_event_of_a_pair_is_passed_when_both_streams_have_come_there(eager):
+    streams = SimulatedStreams(eager)
+    event = streams.streams.stores.record()
+    seen = [event.passed()]
+    for _ in NAMES:
+        streams.step()
+        seen.append(event.passed())
+    assert seen == [False, False, True]
 
 
 class Event:

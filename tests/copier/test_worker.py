@@ -12,6 +12,7 @@ from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, Transf
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
+from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually
 
 
@@ -537,56 +538,54 @@ def test_how_fast_the_link_is_three_large_loads_tell(held):
 # The host region
 
 
-class FakeArena:
-    ready_blocks = 0
-
-    def __init__(self):
-        self.log = []
-
-    def register(self):
-        self.log.append("register")
-
-    def close(self):
-        self.log.append("close")
+@pytest.fixture
+def driver():
+    return SimulatedDriver()
 
 
-def test_the_host_region_is_pinned_from_the_first_plan_on_even_an_empty_one(copier):
-    arena = FakeArena()
-    worker = CopyWorker(0, copier, arena)
-    assert arena.log == []
-    assert worker.report().ready_blocks == 0
+def test_the_host_region_is_pinned_from_the_first_plan_on_even_an_empty_one(copier, driver):
+    worker = CopyWorker(0, copier, pinned_arena(driver))
+    assert worker.report().ready_blocks == 0 and not driver.order
+    driver.gate = Semaphore(3)
     worker.run(plan())
-    assert arena.log == ["register"]
-    arena.ready_blocks = 7
-    assert worker.report().ready_blocks == 7
+    assert eventually(lambda: worker.report().ready_blocks == 3 * SLICE // 30_000)
+    driver.gate.release(10)
+    assert eventually(lambda: worker.report().ready_blocks == 10)
+    assert driver.registered
     worker.close()
-    assert arena.log == ["register", "close"]
+    assert not driver.registered
 
 
-def test_the_region_is_closed_after_the_copies_have_ended(held):
-    arena, log = FakeArena(), []
-    worker = CopyWorker(0, held, arena, threads=True)
-    arena.close = lambda: log.append(held.copied)
+def test_the_region_is_closed_after_the_copies_have_ended(held, driver):
+    arena = pinned_arena(driver)
+    arena.wait_until_ready()
+    worker, seen, unregister = CopyWorker(0, held, arena, threads=True), [], driver.unregister
+    driver.unregister = lambda address: seen.append(held.copied) or unregister(address)
     worker.run(plan(0))
     held.ended.add(0)
     threading.Timer(0.05, held.let_through.release).start()
     worker.close()
-    assert log == [1]
+    assert set(seen) == {1} and not driver.registered
 
 
-def test_a_plan_whose_beginning_fails_is_reported_as_failed(copier):
-    class NoMoreThreads(FakeArena):
-        def register(self):
+def test_a_plan_whose_beginning_fails_is_reported_as_failed(copier, driver, monkeypatch):
+    class NoMoreThreads:
+        def __init__(self, **_):
             raise RuntimeError("can't start new thread")
 
-    worker = CopyWorker(0, copier, NoMoreThreads())
-    with pytest.raises(RuntimeError):
-        worker.run(plan(0, 1))
+    arena = pinned_arena(driver)
+    worker = CopyWorker(0, copier, arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", NoMoreThreads)
+        with pytest.raises(RuntimeError):
+            worker.run(plan(0, 1))
     assert worker.report().failed == {0, 1}
+    arena.close()
 
 
-def test_a_close_that_is_interrupted_can_be_made_again(held, monkeypatch):
-    arena = FakeArena()
+def test_a_close_that_is_interrupted_can_be_made_again(held, driver, monkeypatch):
+    arena = pinned_arena(driver)
+    arena.wait_until_ready()
     worker = CopyWorker(7, held, arena, threads=True)
     held.let_through.release()
     worker.run(plan(0))
@@ -594,10 +593,10 @@ def test_a_close_that_is_interrupted_can_be_made_again(held, monkeypatch):
         patch.setattr(HeldEvent, "until_passed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.close()
-    assert names_of_rank(7) and "close" not in arena.log
+    assert names_of_rank(7) and driver.registered
     held.ended.add(0)
     worker.close()
-    assert not names_of_rank(7) and arena.log[-1] == "close"
+    assert not names_of_rank(7) and not driver.registered
 
 
 def interrupted(event):

@@ -17,8 +17,13 @@ from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
 from cpu_prefix_cache.memory.pages import processors_near
-from tests.simulated_driver import CUDA, SLICE, FakeDriver
+from tests.simulated_driver import CUDA, SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually
+
+# what the driver asserts in the thread that pins, or in a finalizer
+pytestmark = pytest.mark.filterwarnings(
+    "error::pytest.PytestUnhandledThreadExceptionWarning", "error::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def test_blocks_are_rows_of_bytes_one_after_another():
@@ -53,15 +58,11 @@ def test_more_than_the_machine_may_use_is_refused_with_the_number_that_fits():
 @pytest.fixture
 def driver(monkeypatch):
     monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
-    return FakeDriver()
-
-
-def arena_of(driver, num_blocks=10, block_bytes=30_000):
-    return HostArena(num_blocks, block_bytes, pinned_for=CUDA, driver=driver, slice_bytes=SLICE)
+    return SimulatedDriver()
 
 
 def test_nothing_is_pinned_before_it_is_asked_for(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     assert arena.ready_blocks == 0
     arena.registration._pages.wait_for(0)
     assert not driver.registered
@@ -70,15 +71,15 @@ def test_nothing_is_pinned_before_it_is_asked_for(driver):
 
 def test_it_is_pinned_slice_by_slice_from_the_first_block_up(driver):
     driver.gate = threading.Semaphore(0)
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     first = arena.blocks.data_ptr()
     arena.register()
     arena.register()
     for count in range(1, 6):
         driver.gate.release()
-        while arena.registration.num_bytes < min(count * SLICE, 300_000):
-            pass
-        assert arena.ready_blocks == min(count * SLICE, 300_000) // 30_000
+        pinned = min(count * SLICE, 300_000)
+        assert eventually(lambda pinned=pinned: arena.registration.num_bytes >= pinned)
+        assert arena.ready_blocks == pinned // 30_000
     arena.wait_until_ready()
     assert arena.pinned_bytes == 300_000 and arena.ready_blocks == 10
     assert driver.order == [first + at for at in range(0, 300_000, SLICE)]
@@ -87,7 +88,7 @@ def test_it_is_pinned_slice_by_slice_from_the_first_block_up(driver):
 
 
 def test_closing_unpins_everything_once_and_ends_its_threads(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     arena.close()
     assert not driver.registered
@@ -95,12 +96,21 @@ def test_closing_unpins_everything_once_and_ends_its_threads(driver):
     assert not {thread.name for thread in threading.enumerate()} & {"pin-host-memory", "take-pages"}
 
 
+def test_it_is_pinned_and_unpinned_while_graphs_are_captured(driver):
+    """The driver raises if a thread does so that is not relaxed."""
+    arena = pinned_arena(driver)
+    with driver.capturing():
+        arena.wait_until_ready()
+        assert arena.pinned_bytes == 300_000
+        arena.close()
+    assert not driver.registered
+
+
 def test_closing_waits_for_the_slice_that_is_being_pinned_and_unpins_it_too(driver):
     driver.gate = threading.Semaphore(1)
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.register()
-    while not driver.registered:
-        pass
+    assert eventually(lambda: driver.registered)
     (pinning,) = [thread for thread in threading.enumerate() if thread.name == "pin-host-memory"]
     time.sleep(0.05)  # until it waits for the gate
     threading.Timer(0.05, driver.gate.release, [5]).start()
@@ -110,7 +120,7 @@ def test_closing_waits_for_the_slice_that_is_being_pinned_and_unpins_it_too(driv
 
 
 def test_whoever_forgets_the_arena_leaves_nothing_pinned(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     del arena
     gc.collect()
@@ -124,7 +134,7 @@ def mapped(address):
 
 
 def test_after_close_the_region_is_unmapped_once_its_last_tensor_is_gone(driver):
-    arena = arena_of(driver, num_blocks=1000)
+    arena = pinned_arena(driver, num_blocks=1000)
     arena.wait_until_ready()
     blocks = arena.blocks
     address = blocks.data_ptr() + 20_000_000
@@ -138,7 +148,7 @@ def test_after_close_the_region_is_unmapped_once_its_last_tensor_is_gone(driver)
 
 def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog):
     driver.refuses_after = 2
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     assert arena.pinned_bytes == 2 * SLICE
     assert arena.ready_blocks == 10
@@ -151,14 +161,14 @@ def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog
 def test_blocks_without_pages_are_not_ready_even_where_pinning_was_refused(driver, monkeypatch):
     driver.refuses_after = 1
     monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first >= 3 * SLICE else 0)
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     assert arena.registration.num_bytes == SLICE and arena.registration.ready_bytes <= 3 * SLICE
     arena.close()
 
 
 def test_a_slice_that_is_not_unpinned_leaves_no_other_pinned(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     unregister, first = driver.unregister, arena.blocks.data_ptr()
 
@@ -178,7 +188,7 @@ def test_a_driver_that_gives_no_context_makes_nobody_wait(driver, monkeypatch, c
         raise DriverError("give a context", 2)
 
     monkeypatch.setattr(driver, "working_in", refusing)
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     assert arena.ready_blocks == 0 and "not pinned, and not used" in caplog.text
     arena.close()
@@ -195,7 +205,7 @@ def test_threads_that_may_not_choose_their_processors_take_pages_all_the_same(mo
 
 
 def test_a_forked_process_unpins_nothing(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     arena.registration._process -= 1
     arena.registration.close()
@@ -229,7 +239,7 @@ def test_a_region_that_is_collected_in_a_thread_of_its_own_is_unpinned_all_the_s
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)  # where a finalizer's error goes
     gc.disable()
     try:
-        cycle = [arena_of(driver)]
+        cycle = [pinned_arena(driver)]
         cycle.append(cycle)
         cycle[0].register()
         assert eventually(lambda: driver.registered)
@@ -243,7 +253,7 @@ def test_a_region_that_is_collected_in_a_thread_of_its_own_is_unpinned_all_the_s
 
 
 def test_whoever_copies_keeps_the_region(driver):
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     region = Region(arena.blocks, driver, arena)
     del arena
@@ -262,7 +272,7 @@ def test_a_region_without_bytes_is_refused(num_blocks, block_bytes):
 
 def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch, caplog):
     monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first >= 2 * SLICE else 0)
-    arena = arena_of(driver)
+    arena = pinned_arena(driver)
     arena.wait_until_ready()
     assert arena.registration.num_bytes <= 2 * SLICE
     assert arena.ready_blocks == arena.registration.num_bytes // 30_000
@@ -278,7 +288,7 @@ def test_pages_are_there_before_they_are_pinned(driver):
         register(address, num_bytes)
 
     driver.register = watching
-    arena = arena_of(driver, num_blocks=20)
+    arena = pinned_arena(driver, num_blocks=20)
     first = arena.blocks.data_ptr()
     arena.wait_until_ready()
     assert len(resident) == -(-20 * 30_000 // SLICE) and all(resident)

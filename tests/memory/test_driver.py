@@ -1,12 +1,13 @@
-"""The driver's calls, with a library that keeps book: what is asked for once, and what is given back on an error."""
+"""CUDA's driver, with a library that keeps book: what is asked for once, and what is given back on an error."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.memory import driver as driver_module
-from cpu_prefix_cache.memory.driver import Driver, DriverError, cuda_driver
+from cpu_prefix_cache.memory import cuda
+from cpu_prefix_cache.memory.cuda import CudaDriver, cuda_driver
+from cpu_prefix_cache.memory.driver import DriverError
 
 
 class Library:
@@ -33,7 +34,7 @@ def library():
 
 @pytest.fixture
 def driver(library):
-    return Driver(library, library)
+    return CudaDriver(library, library)
 
 
 RETAIN, PUSH, MODE, POP = (
@@ -73,7 +74,6 @@ def test_without_a_driver_a_sentence_says_so(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(driver_module, "ctypes", SimpleNamespace(CDLL=missing, PyDLL=missing))
-    cuda_driver.cache_clear()
-    with pytest.raises(ConfigurationError, match="AMD's is not supported yet"):
+    monkeypatch.setattr(cuda, "ctypes", SimpleNamespace(CDLL=missing, PyDLL=missing))
+    with pytest.raises(ConfigurationError, match=r"NVIDIA's driver is not here .*libcuda.*; install the driver"):
         cuda_driver()

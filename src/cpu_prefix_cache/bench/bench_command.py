@@ -1,7 +1,7 @@
 """`cpu-prefix-cache bench`: which share of the rate of this machine's link our copies reach.
 
-Measures a CUDA device in some seconds and prints a table. A store copies from the device to host memory, a load from
-host memory to the device. GB are 1e9 bytes.
+Measures a CUDA or HIP device in some seconds and prints a table. A store copies from the device to host memory, a load
+from host memory to the device. GB are 1e9 bytes.
 
 With --tier PATH a disk is measured instead: what it gives a tier in files, with checksums and O_DIRECT, beside plain
 calls to the system; and with a model, from which rate on reading a prefix takes less time than computing it.
@@ -25,7 +25,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg or .pdf")
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA device (default 0)")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA or HIP device (default 0)")
     parser.add_argument("--tier", metavar="PATH[:SIZE]", help="measure a file of SIZE bytes there (default 1GiB)")
     parser.add_argument("--json", metavar="OUT", help="with --tier: write the rates here, for `replay --below-rate`")
     parser.add_argument(
@@ -46,12 +46,14 @@ def run(args: argparse.Namespace) -> int:
 
         from cpu_prefix_cache.bench.measure import measure
     except ImportError as missing:
-        sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]'"
+        sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]', or torch for ROCm"
         raise ConfigurationError(sentence) from missing
     if args.plot is not None:
         check_plot_can_be_drawn(args.plot)
     if args.device not in range(torch.cuda.device_count()):
-        raise ConfigurationError(f"there is no CUDA device {args.device} here: {torch.cuda.device_count()} were found")
+        raise ConfigurationError(
+            f"there is no CUDA or HIP device {args.device} here: {torch.cuda.device_count()} were found"
+        )
     torch.cuda.set_device(args.device)
     measured = measure(torch.device("cuda", args.device))
     print(table(measured.rates, measured.limits))

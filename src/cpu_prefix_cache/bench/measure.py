@@ -1,4 +1,4 @@
-"""Measures a CUDA device in some seconds: the link with a large copy, and our copies of random blocks of 2 MiB.
+"""Measures a CUDA or HIP device in some seconds: the link with a large copy, and our copies of random 2 MiB blocks.
 
 A block consists of fragments of one size. `staged` copies them through a ring buffer on the device, `direct` copies
 each of them across the link.
@@ -19,6 +19,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.planner import Piece
@@ -61,8 +62,13 @@ def measure(device: torch.device) -> Measured:
         rates = [rate for fragment in FRAGMENTS for rate in _rates(device, arena, fragment)]
     finally:
         arena.close()
-    name = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return Measured(name, limits, rates)
+    return Measured(name_of(device), limits, rates)
+
+
+def name_of(device: torch.device) -> str:
+    """With the versions of torch and of what it was built for."""
+    vendor, version = accelerator_driver().name, torch.version.hip or torch.version.cuda
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {vendor} {version}"
 
 
 def _link_rate(device: torch.device, direction: Direction) -> float:

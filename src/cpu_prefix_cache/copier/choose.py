@@ -1,7 +1,7 @@
 """Which copier, by the device of the tensors or by name:
 
 reference   torch indexing, on any device
-staged      Triton gather and scatter with a staging ring, for CUDA tensors
+staged      Triton gather and scatter with a staging ring, for tensors on CUDA and HIP devices
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from cpu_prefix_cache.copier.binding import Shapes, Tensors
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.ring import RING_BYTES
 from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 COPIERS = ("auto", "reference", "staged")
@@ -60,7 +61,7 @@ def choose_copier(
 def _fitting(tensors: Tensors) -> tuple[str, str]:
     kind = tensors[0][0].device.type if tensors and tensors[0] else "cpu"
     if kind == "cuda":
-        return "staged", "the device tensors are on a CUDA device"
+        return "staged", f"the device tensors are on a device of {accelerator_driver().name}"
     if kind == "cpu":
         return "reference", "the device tensors are in host memory, where there is no link to keep busy"
-    return "reference", f"staging is for CUDA devices, and the tensors are on {kind!r}"
+    return "reference", f"staging is for CUDA and HIP devices, and the tensors are on {kind!r}"

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from cpu_prefix_cache.copier.streams import Event, Passed, Stream, StreamPair
-from cpu_prefix_cache.memory.driver import cuda_driver
+from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.messages.plan import Direction
 
 RING_BYTES = 124 * 1024 * 1024  # of both rings; less than 128 MiB with ids, and with what torch rounds up
@@ -31,13 +31,13 @@ class Slot:
     """`memory` is uint8 [bytes] on the device, from `address` on, and `ids` int64 [ids]. `filled` is passed when the
     last slice has come, `free` when it has left."""
 
-    def __init__(self, memory: torch.Tensor, num_ids: int, filled: Event, free: Event) -> None:
+    def __init__(self, memory: torch.Tensor, num_ids: int, filled: Event, free: Event, driver: Driver | None) -> None:
         self.memory, self.address = memory, memory.data_ptr()
         self.filled, self.free = filled, free
-        is_on_cuda = memory.device.type == "cuda"
         self.ids = torch.empty(num_ids, dtype=torch.int64, device=memory.device)
-        self._host_ids = torch.empty(num_ids, dtype=torch.int64, pin_memory=is_on_cuda)
-        self._driver = cuda_driver() if is_on_cuda else None
+        self._is_pinned = memory.device.type == "cuda"
+        self._host_ids = torch.empty(num_ids, dtype=torch.int64, pin_memory=self._is_pinned)
+        self._driver = driver
 
     def send_ids(self, ids: Sequence[int], kernels: Stream) -> None:
         """Have `kernels` copy ids to the device. Only if the slot is free."""
@@ -49,13 +49,13 @@ class Slot:
         if self._driver is None:
             self.ids[:count] = self._host_ids[:count]
         else:
-            num_bytes = count * self.ids.element_size()
-            self._driver.copy(self.ids.data_ptr(), self._host_ids.data_ptr(), num_bytes, stream)
+            to, of, num_bytes = self.ids.data_ptr(), self._host_ids.data_ptr(), count * self.ids.element_size()
+            self._driver.copy(to, of, num_bytes, stream, self._is_pinned)
 
 
 class Ring:
     """`num_slots` slots of `slot_bytes` bytes and `num_ids` ids for one direction, and the `streams` that fill and
-    empty them. `pause` is called before each slice."""
+    empty them. `pause` is called before each slice. Without a `driver`, for host memory, ids are copied at once."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Ring:
         slot_bytes: int,
         num_ids: int,
         device: torch.device,
+        driver: Driver | None,
         pause: Callable[[], object],
     ) -> None:
         self.streams = streams
@@ -75,8 +76,8 @@ class Ring:
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
         self._slots = deque(
-            Slot(memory[at * slot_bytes : (at + 1) * slot_bytes], num_ids, self._fill.record(), self._empty.record())
-            for at in range(num_slots)
+            Slot(memory[at : at + slot_bytes], num_ids, self._fill.record(), self._empty.record(), driver)
+            for at in range(0, num_slots * slot_bytes, max(1, slot_bytes))
         )
         self._count = 0
         self._last: Event = Passed()  # the end of the last slice of a store

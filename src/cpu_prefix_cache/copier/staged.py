@@ -31,7 +31,7 @@ from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.driver import cuda_driver
+from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -44,10 +44,11 @@ class StagedCopier(Copier):
     """Copies through two staging rings of `ring_bytes` bytes of device memory together. CPU tensors, which need
     Triton's interpreter, are for tests.
 
-    Arguments and errors are those of Binding, and: `host` is contiguous; for CUDA tensors it is pinned, or begins
-    `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross directly. With
-    `loads_first` stores pause for loads (loads_first.py). `streams`, `tiling` and `seam_bytes` are for tests. Raises
-    ConfigurationError also when the rings are too small for the largest part, or Triton does not fit the device.
+    Arguments and errors are those of Binding, and: `host` is contiguous; for tensors on a CUDA or HIP device it is
+    pinned, or begins `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross
+    directly. With `loads_first` stores pause for loads (loads_first.py). `driver`, `streams`, `tiling` and `seam_bytes`
+    are for tests. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
+    fit the device.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class StagedCopier(Copier):
         pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
         direct_bytes: int = DIRECT_BYTES,
+        driver: Driver | None = None,
         streams: Streams | None = None,
-        tiling: Tiling = triton_staging.TILING,
+        tiling: Tiling | None = None,
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
     ) -> None:
@@ -69,9 +71,11 @@ class StagedCopier(Copier):
         device = self._binding.device
         _check_machine(device, host, pinned)
         self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
-        driver = cuda_driver() if device.type == "cuda" else None
+        if driver is None and device.type == "cuda":
+            driver = accelerator_driver()
         self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._streams = streams_for(device) if streams is None else streams
+        tiling = tiling_on(device) if tiling is None else tiling
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
         region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
@@ -81,8 +85,8 @@ class StagedCopier(Copier):
         stores, loads, sizes = self._streams.stores, self._streams.loads, (num_slots, slot_bytes, num_ids)
         with self._working():
             self._rings = {
-                Direction.STORE: Ring(Direction.STORE, stores, *sizes, device, self._loads_first.pause),
-                Direction.LOAD: Ring(Direction.LOAD, loads, *sizes, device, lambda: None),
+                Direction.STORE: Ring(Direction.STORE, stores, *sizes, device, driver, self._loads_first.pause),
+                Direction.LOAD: Ring(Direction.LOAD, loads, *sizes, device, driver, lambda: None),
             }
             self.here().until_passed()  # earlier owners may still use the memory of the rings
         # kernels may still use the memory of a copier that is dropped; none is reused when the process ends
@@ -128,14 +132,23 @@ def _check_machine(device: torch.device, host: torch.Tensor, pinned: HostArena |
     if host.device.type != "cpu" or not host.is_contiguous():
         raise ConfigurationError("the host region must be one contiguous tensor in host memory")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"staged copies need CUDA tensors, got {device}; the reference copier takes any")
+        raise ConfigurationError(
+            f"staged copies are for CUDA and HIP devices, got {device}; the reference copier takes any"
+        )
     if device.type == "cuda" and pinned is None and not host.is_pinned():
         raise ConfigurationError("the host region is not pinned; make it with HostArena(..., pinned_for=device)")
     if (device.type == "cpu") != triton_staging.INTERPRETED:
         raise ConfigurationError(
             "staged copies of CPU tensors need TRITON_INTERPRET=1 before the kernels are imported "
-            "(or take the reference copier), and those of CUDA tensors need it unset"
+            "(or take the reference copier), and those of tensors on a CUDA or HIP device need it unset"
         )
+
+
+def tiling_on(device: torch.device) -> Tiling:
+    """By the size of the waves there: 32 on CUDA devices, 64 on most of AMD's."""
+    if device.type == "cpu":
+        return triton_staging.TILING
+    return triton_staging.tiling_for(torch.cuda.get_device_properties(device).warp_size)
 
 
 def _slots(groups: Sequence[BoundGroup], ring_bytes: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Streams of work, and events in them that other streams wait for.
 
-On CUDA these are CUDA's streams and events. In host memory work runs when it is submitted and every event is passed.
-Tests use streams that delay work as long as the four sentences in `Stream` allow.
+On CUDA and HIP devices, which torch calls both "cuda", these are the device's streams and events. In host memory work
+runs when it is submitted and every event is passed. Tests use streams that delay work as long as the four sentences in
+`Stream` allow.
 """
 
 import time
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.memory.driver import cuda_driver
+from cpu_prefix_cache.memory.driver import accelerator_driver
 
 NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the time of a slice on the link
 
@@ -29,7 +30,7 @@ class Event(Protocol):
 
 class Stream(Protocol):
     def submit(self, work: Callable[[int], object]) -> None:
-        """Run `work` after all that was submitted before. It is called with the stream's handle: CUDA's, or 0."""
+        """Run `work` after all that was submitted before. It is called with the stream's handle: the driver's, or 0."""
 
     def record(self, again: Event | None = None) -> Event:
         """An event that is passed when all that was submitted before has run. To make none, an event of this stream may
@@ -105,13 +106,13 @@ class ImmediateStream:
 
 
 class DeviceEvent(Event):
-    """Of any device that torch has streams for. CUDA graphs that other threads capture are left alone."""
+    """Of any device that torch has streams for. Graphs that other threads capture are left alone."""
 
     def __init__(self, stream: torch.Stream) -> None:
         is_cuda = stream.device.type == "cuda"
         self.event = torch.cuda.Event() if is_cuda else torch.Event(stream.device)
         self.event.record(stream)
-        self._working = partial(cuda_driver().working_in, None) if is_cuda else nullcontext  # beside captures
+        self._working = partial(accelerator_driver().working_in, None) if is_cuda else nullcontext  # beside captures
 
     def passed(self) -> bool:
         with self._working():
@@ -119,6 +120,8 @@ class DeviceEvent(Event):
 
 
 class CudaStream:
+    """Of a device that torch calls "cuda": CUDA's or HIP's."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream, self._handle = stream, stream.cuda_stream
 
@@ -153,7 +156,7 @@ def compute_event(device: torch.device) -> Event:
 
 
 def streams_for(device: torch.device) -> Streams:
-    """New streams for the stores and the loads of a CUDA device; for host memory streams that run work at once."""
+    """New streams for the stores and the loads of a CUDA or HIP device; for host memory such that run work at once."""
     if device.type != "cuda":
         at_once = StreamPair(ImmediateStream(), ImmediateStream())
         return Streams(ImmediateStream, at_once, at_once)

@@ -76,11 +76,20 @@ class Tiling:
     warps: int
 
 
-# Few widths, because Triton compiles for each, half a second a time. In its interpreter an operation takes tens of
-# microseconds for any tile.
-GPU = Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=8)
+def tiling_for(wave_size: int) -> Tiling:
+    """For a GPU that runs `wave_size` threads in step: 32, or 64 on AMD's CDNA. A program has 256 threads on each, so a
+    thread has as many words of a tile.
+
+    >>> tiling_for(32).warps, tiling_for(64).warps
+    (8, 4)
+    """
+    # Few widths, because Triton compiles for each, half a second a time.
+    return Tiling(widths=(16, 128, 1024), words=4096, programs=64, warps=256 // wave_size)
+
+
+# In Triton's interpreter an operation takes tens of microseconds for any tile.
 INTERPRETER = Tiling(widths=(1 << 10, 1 << 17), words=1 << 18, programs=2, warps=1)
-TILING = INTERPRETER if INTERPRETED else GPU
+TILING = INTERPRETER if INTERPRETED else tiling_for(32)
 
 LARGEST_WORD = 16  # bytes, the widest access of a GPU thread
 # by alignment: what is copied at a time, and its bytes

@@ -1,6 +1,6 @@
 """The host region of one rank: one mapping of equal blocks, whose pages are taken and pinned while the engine works.
 
-made       addresses, checked against what the machine may use; threads take pages, CUDA knows nothing
+made       addresses, checked against what the machine may use; threads take pages, the driver knows nothing
 register   from the engine's first step on: pinned from the first block up; `ready_blocks` grows
 close      unpinned, and unmapped when its last tensor is gone
 """
@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from cpu_prefix_cache.memory import mapping
-from cpu_prefix_cache.memory.driver import Driver, cuda_driver
+from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.pages import Pages, processors_near
 from cpu_prefix_cache.memory.registration import Registration
@@ -20,13 +20,13 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 class HostArena:
     """`num_blocks` blocks of `block_bytes` bytes, as a uint8 tensor `blocks` of shape [num_blocks, block_bytes].
 
-    `pinned_for` is the CUDA device that it is pinned for; without, it is ready at once and takes pages when they are
-    first written. All processes of this machine that give the same name in `shared_as` share one region; `forget_name`
-    when all have it. A copier that is given the arena as `pinned` keeps it alive. Other copies must not cross a
-    multiple of 16 MiB of a pinned region (`memory/moves.py`).
+    `pinned_for` is the CUDA or HIP device that it is pinned for; without, it is ready at once and takes pages when they
+    are first written. All processes of this machine that give the same name in `shared_as` share one region;
+    `forget_name` when all have it. A copier that is given the arena as `pinned` keeps it alive. Other copies must not
+    cross a multiple of 16 MiB of a pinned region (`memory/moves.py`).
 
     Raises ConfigurationError when the region is larger than this process may use, with a size that fits, and when it is
-    to be pinned where there is no CUDA. `driver` and `slice_bytes` are for tests.
+    to be pinned where there is no such device. `driver` and `slice_bytes` are for tests.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HostArena:
 def _driver_for(device: torch.device) -> Driver:
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigurationError(
-            f"host memory is pinned for a CUDA device, and {device} is none here; leave out pinned_for"
+            f"host memory is pinned for a CUDA or HIP device, and {device} is none here; leave out pinned_for"
         )
     torch.cuda.init()
-    return cuda_driver()
+    return accelerator_driver()

@@ -1,10 +1,10 @@
-"""Pinning a region for CUDA while the engine works.
+"""Pinning a region while the engine works.
 
     waiting  --start-->  pinning, slice by slice  ---->  whole
                                               `---->  refused: the rest stays pageable, and is copied more slowly
 
-Kernel launches wait while CUDA pins memory. So slices are small and a pause follows each: a launch is at most 1.2 ms
-late with 16 MiB, and was 8.9 ms late with 64 (one H200). Captures of CUDA graphs go on unharmed.
+Kernel launches wait while the driver pins memory. So slices are small and a pause follows each: a launch is at most
+1.2 ms late with 16 MiB, and was 8.9 ms late with 64 (one H200). Captures of graphs go on unharmed.
 """
 
 import logging
@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.0015
 
 
 class Registration:
-    """Pins `region`, uint8 [bytes], from its first byte on, for the CUDA device number `device`, and keeps it alive."""
+    """Pins `region`, uint8 [bytes], from its first byte on, for the device number `device`, and keeps it alive."""
 
     def __init__(
         self, region: torch.Tensor, pages: Pages, driver: Driver, device: int, slice_bytes: int = SEAM_BYTES
@@ -52,7 +52,7 @@ class Registration:
     def close(self) -> None:
         """Unpin everything; in a forked process do nothing. No copy may be in flight.
 
-        Raises DriverError when CUDA would not unpin a slice, after all the others.
+        Raises DriverError when the driver would not unpin a slice, after all the others.
         """
         own = [] if self._thread is None else [self._thread]
         end_outside_of([*self._pages.threads, *own], self._process, self._end)
