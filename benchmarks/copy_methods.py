@@ -22,7 +22,7 @@ from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.bench.measure import OneGroup
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.streams import DeviceEvent, Event
+from cpu_prefix_cache.copier.streams import CudaEvent, Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.cuda import STREAM_ORDER
 from cpu_prefix_cache.memory.driver import accelerator_driver
@@ -122,7 +122,7 @@ class Batch:
         to, of, order = (here, there, STREAM_ORDER) if direction is Direction.STORE else (there, here, ANY_ORDER)
         addresses = to.data_ptr(), of.data_ptr(), sizes.data_ptr(), len(sizes)
         self._driver.copy_batch(*addresses, stream.cuda_stream, order)
-        return DeviceEvent(stream)
+        return CudaEvent(stream)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ class Kernel:
                 BLOCK=min(4096, triton.next_power_of_2(words)),
                 num_warps=8,
             )
-        return DeviceEvent(self._streams[direction])
+        return CudaEvent(self._streams[direction])
 
 
 class Torch:
@@ -177,7 +177,7 @@ class Torch:
             for there, here in self._pairs:
                 to, of = (here, there) if direction is Direction.STORE else (there, here)
                 to.copy_(of, non_blocking=True)
-        return DeviceEvent(self._streams[direction])
+        return CudaEvent(self._streams[direction])
 
 
 class Large:
@@ -196,7 +196,7 @@ class Large:
         to, of = (here, there) if direction is Direction.STORE else (there, here)
         with torch.cuda.stream(self._streams[direction]):
             to.copy_(of, non_blocking=True)
-        return DeviceEvent(self._streams[direction])
+        return CudaEvent(self._streams[direction])
 
 
 METHODS: dict[str, Callable[[Scene], Method]] = {"staged": Staged, "batch": Batch, "kernel": Kernel, "torch": Torch}

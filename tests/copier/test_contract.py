@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError
+from cpu_prefix_cache.copier import reference
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.streams import DeviceEvent
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
 from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
 from tests.copier.simulated import simulated_copier
@@ -20,16 +22,26 @@ DRIVERS = {  # of a device that is not there, where work runs late, and with sea
 }
 
 
-@pytest.fixture(params=["reference", "staged", *DRIVERS])
-def build(request):
+OTHER = "reference, by events of any device"  # as on devices that are neither CUDA's nor HIP's, such as Intel's XPU
+
+
+@pytest.fixture(params=["reference", OTHER, "staged", *DRIVERS])
+def build(request, monkeypatch):
     if request.param in DRIVERS and DEVICE.type != "cpu":
         pytest.skip(f"the tensors are on {DEVICE}, which has a driver")
+    if request.param == OTHER:
+        if DEVICE.type == "cpu":
+            pytest.skip("host memory has no streams")
+        monkeypatch.setattr(
+            reference, "compute_event", lambda device: DeviceEvent(torch.accelerator.current_stream(device))
+        )
 
     def build(shapes, tensors, host, **options):
         if request.param in DRIVERS:
             driver = SimulatedDriver(**DRIVERS[request.param])
             return simulated_copier(driver, shapes, tensors, host, ring_bytes=RING, seam_bytes=100, **options)
-        return choose_copier(shapes, tensors, host, name=request.param, ring_bytes=RING, **options).copier
+        name = request.param.partition(",")[0]
+        return choose_copier(shapes, tensors, host, name=name, ring_bytes=RING, **options).copier
 
     return build
 

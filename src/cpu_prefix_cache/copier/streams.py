@@ -7,7 +7,6 @@ runs when it is submitted and every event is passed. Tests use streams that dela
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -106,17 +105,29 @@ class ImmediateStream:
 
 
 class DeviceEvent(Event):
-    """Of any device that torch has streams for. Graphs that other threads capture are left alone."""
+    """Of any device that torch has streams for."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        is_cuda = stream.device.type == "cuda"
-        self.event = torch.cuda.Event() if is_cuda else torch.Event(stream.device)
+        self.event = self._new(stream.device)
         self.event.record(stream)
-        self._working = partial(accelerator_driver().working_in, None) if is_cuda else nullcontext  # beside captures
+
+    def _new(self, device: torch.device) -> torch.Event:
+        return torch.Event(device)
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+
+class CudaEvent(DeviceEvent):
+    """Of a device that torch calls "cuda". Graphs that other threads capture are left alone."""
+
+    def _new(self, device: torch.device) -> torch.Event:
+        self._working = partial(accelerator_driver().working_in, None)
+        return torch.cuda.Event()
 
     def passed(self) -> bool:
         with self._working():
-            return bool(self.event.query())
+            return super().passed()
 
 
 class CudaStream:
@@ -129,8 +140,8 @@ class CudaStream:
         work(self._handle)
 
     def record(self, again: Event | None = None) -> Event:
-        if not isinstance(again, DeviceEvent):
-            return DeviceEvent(self._stream)
+        if not isinstance(again, CudaEvent):
+            return CudaEvent(self._stream)
         again.event.record(self._stream)
         return again
 
@@ -151,8 +162,9 @@ def compute_event(device: torch.device) -> Event:
     """An event in the stream of `device` that is current in the calling thread. Host memory has none."""
     if device.type == "cpu":
         return Passed()
-    is_cuda = device.type == "cuda"
-    return DeviceEvent(torch.cuda.current_stream(device) if is_cuda else torch.accelerator.current_stream(device))
+    if device.type == "cuda":
+        return CudaEvent(torch.cuda.current_stream(device))
+    return DeviceEvent(torch.accelerator.current_stream(device))
 
 
 def streams_for(device: torch.device) -> Streams:
