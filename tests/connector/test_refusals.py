@@ -54,9 +54,17 @@ def generator():
     return PrefixCachedGenerator(build_model("full", hidden=32, layers=1), device_blocks=4, host_bytes=1 << 22)
 
 
-@pytest.mark.parametrize("prompt", [[320], [-1], [1.5], [torch.tensor(1)]])
-def test_tokens_that_are_none_of_the_models_are_refused(generator, prompt):
-    with pytest.raises(PromptRefused, match="token ids from 0 to 319"):
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([320], "token ids from 0 to 319"),
+        ([-1], "token ids from 0 to 319"),
+        ([1.5], "token ids, which are integers; got 1.5"),
+        ([torch.tensor(1)], r"shape \[tokens\] or \[prompts, tokens\], got \[\]"),
+    ],
+)
+def test_tokens_that_are_none_of_the_models_are_refused(generator, prompt, sentence):
+    with pytest.raises(PromptRefused, match=sentence):
         generator.answer(prompt, 2)
 
 

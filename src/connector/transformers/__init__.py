@@ -11,11 +11,11 @@ from connector.transformers.generator import (
     ByteTokenizer,
     Generation,
     PrefixCachedGenerator,
-    PromptRefused,
     Tokenizer,
 )
 from connector.transformers.paged import groups_of
 from connector.transformers.past import ModelPast
+from connector.transformers.prompts import PromptRefused
 
 __all__ = [
     "ARCHITECTURES",

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
+from connector.transformers.forward import ForwardPass
 from connector.transformers.paged import BlockTable, PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
@@ -61,11 +61,11 @@ class _Probe:
     """A model, and its past after CUT tokens, from which it can be continued repeatedly."""
 
     def __init__(self, model: PreTrainedModel, past: ModelPast) -> None:
-        self._model = model
+        self._compute = ForwardPass(model)
         self._past = past
         vocabulary = model.config.get_text_config().vocab_size
         self._ids = torch.arange(CUT + TAIL, device=model.device)[None] % vocabulary
-        self._whole = _logits(model, self._ids, 0, DynamicCache(config=model.config))[CUT:]
+        self._whole = self._compute(self._ids, 0, DynamicCache(config=model.config)).float()[CUT:]
         self._kv = PagedKV(past, (CUT + TAIL) // BLOCK_TOKENS, BLOCK_TOKENS, model.device)
         begun, table = self._request(0)
         self._run(begun, table, [CUT])
@@ -98,7 +98,7 @@ class _Probe:
         for step in steps:
             begin = table.length
             table.begin_forward(step, self._ids.device)
-            logits.append(_logits(self._model, self._ids[:, begin : begin + step], begin, request.cache))
+            logits.append(self._compute(self._ids[:, begin : begin + step], begin, request.cache).float())
             table.end_forward()
         return torch.cat(logits)
 
@@ -124,10 +124,3 @@ class _Probe:
                     page[span] = NAN
             if not page.equal(self._states):
                 yield page
-
-
-def _logits(model: PreTrainedModel, ids: torch.Tensor, begin: int, cache: Cache) -> torch.Tensor:
-    """The logits, [tokens, vocabulary]. Without `position_ids` some models would count from 0 again."""
-    positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
-    logits: torch.Tensor = model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0]
-    return logits.float()

@@ -149,6 +149,11 @@ class LocalLayer(CacheLayerMixin):
         self.start, self.length = first, length
         self.is_initialized = True
 
+    def continue_from(self, other: "LocalLayer") -> None:
+        """Go on where `other` is. No tensor is copied, because `update` changes none."""
+        self._keys, self._values = other._keys, other._values
+        self.start, self.length, self.is_initialized = other.start, other.length, other.is_initialized
+
 
 class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
     """A layer with full attention and states: transformers' class keeps the states, `full` the keys and values."""

@@ -28,8 +28,23 @@ class WorkingState:
 
     def __init__(self, past: ModelPast, kv: PagedKV, table: BlockTable) -> None:
         self._past = past
+        self._kv = kv
+        self._table = table
         self._layers = [_layer(index, each, kv, table) for index, each in enumerate(past.layers)]
         self.cache = Cache(layers=self._layers)
+
+    def fork(self) -> tuple["WorkingState", BlockTable]:
+        """A second request at the same position, which does not change this one, nor a block; and its table."""
+        table = self._table.reader()
+        twin = WorkingState(self._past, self._kv, table)
+        for mine, other in zip(self._layers, twin._layers, strict=True):
+            if isinstance(mine, LocalLayer) and isinstance(other, LocalLayer):
+                other.continue_from(mine)
+        if table.length:
+            page = torch.empty(self._past.states.num_bytes, dtype=torch.uint8, device=self._kv.region.device)
+            self.snapshot_states(page)
+            twin.restore_states(page)
+        return twin, table
 
     def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor) -> None:
         """Write the tokens [first, end) of a local group into `out`, uint8 [(end - first) * group.token_bytes].

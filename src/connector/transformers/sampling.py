@@ -1,0 +1,181 @@
+"""Which token comes next and where an answer ends: as `model.generate` decides it, through its own parts.
+
+    settings    the caller's options, else their generation_config, else the model's, else transformers' defaults
+    a token     logits -> LogitsProcessorList -> the most likely one, or a sample
+    the end     max_new_tokens or max_length, eos_token_id, stop_strings, max_time, criteria of the caller
+
+A setting that these parts do not carry out (beams, drafts, another cache, ...) is refused by its name. The lists are
+built by the methods of GenerationMixin that `generate` itself calls, so that equal settings mean equal tokens.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from cpu_prefix_cache import ConfigurationError
+
+# Carried out by transformers' processors and criteria.
+CARRIED_OUT = frozenset(
+    {
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+        *("remove_invalid_values", "renormalize_logits", "watermarking_config"),
+        *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "max_time", "stop_strings", "eos_token_id"),
+    }
+)
+# These do not change the answer to one prompt.
+WITHOUT_EFFECT = frozenset(
+    {"bos_token_id", "pad_token_id", "decoder_start_token_id", "disable_compile", "transformers_version"}
+)
+
+
+class Settings:
+    """The settings of one call. Raises ConfigurationError for those that are not carried out.
+
+    `seed`: each answer draws from a random generator of its own, seeded with it, and so repeats what `generate` answers
+    after `torch.manual_seed(seed)`. Without it, from torch's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: object,
+        given: GenerationConfig | None,
+        options: Mapping[str, Any],
+        *,
+        seed: int | None,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self._streamer = streamer
+        self._generation: Any = model  # the methods of its GenerationMixin
+        self._device = model.device
+        self._seed = seed
+        self._processors = LogitsProcessorList(logits_processor)
+        self._criteria = StoppingCriteriaList(stopping_criteria)
+        self._config = _merged(model, given, options)
+        said = {**_said(model.generation_config), **_said(given), **options}
+        # What is counted in new tokens comes first; `generate` warns where both are said.
+        self._default_max = self._config.max_new_tokens is not None or said.get("max_length") is None
+        self._default_min = self._config.min_new_tokens is not None or said.get("min_length") is None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            self._tokenizer = tokenizer
+        elif self._config.stop_strings is not None:
+            raise ConfigurationError(
+                "stop_strings need a tokenizer of transformers, whose vocabulary is known; give stopping_criteria, "
+                "or a PreTrainedTokenizer"
+            )
+
+    def for_prompt(self, tokens: Sequence[int]) -> "Choice":
+        """What is decided for one prompt."""
+        ids = torch.tensor([tokens], device=self._device)
+        config = copy.copy(self._config)
+        self._generation._prepare_special_tokens(config, device=ids.device, batch_size=1)
+        config = self._generation._prepare_generated_length(
+            config,
+            self._default_max,
+            self._default_min,
+            model_input_name="input_ids",
+            input_ids_length=len(tokens),
+            inputs_tensor=ids,
+        )
+        processors = self._generation._get_logits_processor(
+            config,
+            input_ids_seq_length=len(tokens),
+            encoder_input_ids=ids,
+            logits_processor=self._processors,
+            device=ids.device,
+        )
+        criteria = self._generation._get_stopping_criteria(config, self._criteria, tokenizer=self._tokenizer)
+        random = None if self._seed is None else torch.Generator(ids.device).manual_seed(self._seed)
+        return Choice(
+            ids, config.max_length, processors, criteria, self._streamer, samples=bool(config.do_sample), random=random
+        )
+
+
+class Choice:
+    """Chooses the tokens of one answer, and tells them to a streamer. `is_over` says whether it has ended."""
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        max_length: int,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        *,
+        samples: bool,
+        random: torch.Generator | None,
+    ) -> None:
+        self.max_new_tokens = max_length - ids.shape[1]
+        self.ids = ids  # of the prompt and the answer, [1, tokens]
+        self.is_over = False
+        self._streamer = streamer
+        self._process: Any = processors
+        self._criteria: Any = criteria
+        self._samples = samples
+        self._random = random
+
+    def begin(self) -> None:
+        if self._streamer is not None:
+            self._streamer.put(self.ids.cpu())
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token, by the `logits` of the last one, float32 [vocabulary]."""
+        scores: torch.Tensor = self._process(self.ids, logits[None].clone())
+        if self._samples:
+            token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._random)[0]
+        else:
+            token = scores.argmax(dim=-1)
+        self.ids = torch.cat([self.ids, token[None]], dim=-1)
+        if self._streamer is not None:
+            self._streamer.put(token.cpu())
+        self.is_over = bool(self._criteria(self.ids, None))
+        return int(token)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _said(config: GenerationConfig | None) -> dict[str, Any]:
+    """The settings of `config` that are not left to others."""
+    settings = {} if config is None else vars(config)
+    return {name: value for name, value in settings.items() if value is not None and not name.startswith("_")}
+
+
+def _merged(model: Any, given: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
+    """All settings. Raises ConfigurationError for those that are not carried out, or not accepted by transformers."""
+    try:
+        config, unknown = model._prepare_generation_config(given, **options)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    defaults = config._get_default_generation_params()
+    refused = [f"{name}={value!r}" for name, value in _said(config).items() if _is_refused(name, value, defaults)]
+    if refused or unknown:
+        names = ", ".join([*refused, *unknown])
+        raise ConfigurationError(
+            f"this generator samples one token after the other, and cannot carry out {names}: "
+            "leave it out of the options and of generation_config, or call model.generate"
+        )
+    return config
+
+
+def _is_refused(name: str, value: object, defaults: Mapping[str, Any]) -> bool:
+    if name in CARRIED_OUT | WITHOUT_EFFECT:
+        return False
+    default = defaults.get(name)
+    return value != default and (default is not None or value is not False)
