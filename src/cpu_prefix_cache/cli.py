@@ -1,23 +1,35 @@
 """The console command `cpu-prefix-cache`. Each subcommand has a file of its own, with `add_arguments` and `run`."""
 
 import argparse
+import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cpu_prefix_cache.bench import bench_command
 from cpu_prefix_cache.messages.errors import PrefixCacheError
-from cpu_prefix_cache.replay import replay_command, size_command
+from cpu_prefix_cache.replay import convert_command, replay_command, size_command
 
 NAME = "cpu-prefix-cache"
-COMMANDS = (replay_command, size_command, bench_command)
+COMMANDS = (replay_command, size_command, bench_command, convert_command)
+EPILOG = """\
+examples:
+  cpu-prefix-cache size TRACE --model config.json                      how much memory for 90 % of the possible hits?
+  cpu-prefix-cache replay TRACE --model config.json --capacity 64GiB   which policy, with that much?
+  cpu-prefix-cache replay TRACE --model config.json --tflops 600 --gpu-price 3      what does it save?
+  cpu-prefix-cache convert requests.jsonl --tokenizer FOLDER --out TRACE            a trace of your own server
+  cpu-prefix-cache bench                                               how fast are copies on this machine?
+
+docs: docs/traces.md (how to get a trace), docs/policies.md (which policy), docs/tiers.md (a disk below host memory)
+"""
 FAILED, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, or not 0 with a sentence on stderr when something that was asked for cannot be done."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
         _check_stdout()
         code = int(args.run(args))
@@ -33,12 +45,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=NAME, description="What a host-memory KV prefix cache would give you.")
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAILED, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=NAME,
+        description="What a host-memory KV prefix cache would give you.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{NAME} {_version()}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_arguments(subparsers)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: run from its source"
 
 
 def _check_stdout() -> None:

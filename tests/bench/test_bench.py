@@ -1,5 +1,6 @@
 """`cpu-prefix-cache bench`, as far as it goes without a CUDA device: what it says, what it draws, what it refuses."""
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.bench import measure
 from cpu_prefix_cache.bench.rates import Rate, draw, table
 from cpu_prefix_cache.cli import main
+from cpu_prefix_cache.replay.rate_options import number_or_file
 
 RATES = [
     Rate("staged", 4096, "store", 50.0),
@@ -43,15 +45,20 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path):
         draw(str(tmp_path / "no" / "rates.png"), "", RATES, LIMITS)
 
 
-def test_it_prints_what_was_measured_and_draws_it(capsys, monkeypatch, tmp_path):
+def test_it_prints_what_was_measured_and_draws_and_writes_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(measure, "measure", lambda device: measure.Measured("A GPU/9, torch 9", LIMITS, RATES))
-    assert main(["bench", "--plot", str(tmp_path / "rates.svg")]) == 0
+    monkeypatch.setattr(measure, "measure", lambda device: measure.Measured("A GPU/9, torch 9", LIMITS, RATES, 600.0))
+    out = tmp_path / "rates.json"
+    assert main(["bench", "--plot", str(tmp_path / "rates.svg"), "--json", str(out)]) == 0
     *_, slowest, link = capsys.readouterr().out.splitlines()
     assert slowest.split()[:3] == ["4", "KiB", "direct"]
-    assert link == "A GPU/9, torch 9: one large copy, store 50.0 GB/s, load 52.0 GB/s"
+    copies = "A GPU/9, torch 9: one large copy, store 50.0 GB/s, load 52.0 GB/s"
+    assert link == f"{copies}; one large product of matrices, 600 TFLOPS"
     assert (tmp_path / "rates.svg").exists()
+    written = json.loads(out.read_text())
+    assert [number_or_file(name, str(out)) for name in ("host_rate", "tflops")] == [52.0, 600.0]
+    assert written["rates"][0] == {"method": "staged", "fragment_bytes": 4096, "direction": "store", "gb_per_s": 50.0}
 
 
 def test_without_a_device_it_says_so(capsys, monkeypatch):

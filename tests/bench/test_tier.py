@@ -79,7 +79,6 @@ def test_what_was_read_is_verified(tmp_path):
         (["--tier", "/tmp", "--plot", "x.png"], "--tier measures none"),
         (["--tier", "/tmp", "--json", "/no/such/folder/x.json"], "no such folder"),
         (["--tier", "/tmp:100000TB"], "the disk has or allows less"),
-        (["--json", "x.json"], "--json is for --tier"),
         (["--prefill-rate", "5"], "--prefill-rate is for --tier"),
     ],
 )

@@ -29,7 +29,7 @@ def three(trace, host, device, below, offload=None, policy="lru", rates=None):
 
 def rates(below_bytes, prefill=1_000.0):
     """Reading is as fast as computing at 10,000 bytes a second."""
-    return Rates(prefill, 1e9, below_bytes, BLOCK_BYTES, BLOCK_TOKENS)
+    return Rates(prefill, below_bytes=below_bytes, block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("offload", MODES)
@@ -82,14 +82,6 @@ def test_a_tier_slower_than_computing_is_not_read_and_its_blocks_are_missed(repl
     fast, slow = (replay(trace, 12, 1_000, rates=rates(rate, prefill=100.0)) for rate in (1e6, 900.0))
     assert always.hit_blocks == fast.hit_blocks > slow.hit_blocks
     assert slow.below_loaded_blocks == 0 < slow.declined
-
-
-def test_what_is_saved_is_counted_by_tokens_and_bytes():
-    some = Rates(prefill_tokens=50, host_bytes=2_000, below_bytes=4_000, block_bytes=BLOCK_BYTES, block_tokens=100)
-    assert some.saved(loaded=10, read=4) == 10 * 100 / 50 - 10 * 1000 / 2000 - 4 * 1000 / 4000
-    assert some.even == 500
-    alone = Rates(50, 2_000, None, BLOCK_BYTES, 100)
-    assert alone.saved(loaded=10, read=0) == 15 and alone.below_blocks is None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_lru_is_an_lru_of_single_blocks(seed, capacity):
     trace = trace_of(random_prompts(seed, 300))
     tally = replayed(trace, "lru", capacity)
     assert (tally.hit_blocks, tally.stored_blocks, tally.evictions) == slow_lru(trace, capacity)
-    assert tally.loaded_blocks == tally.hit_blocks == tally.hit_tokens
+    assert tally.loaded_blocks == tally.hit_blocks == tally.hit.tokens
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -58,7 +58,7 @@ def test_the_running_request_is_not_evicted_for_itself():
 def test_a_hit_has_no_more_tokens_than_the_prompt():
     trace = trace_of(["ab", "ab"], block_tokens=10)
     trace.requests[1] = trace.requests[1]._replace(tokens=17)
-    assert replayed(trace, "lru", 4).hit_tokens == 17
+    assert replayed(trace, "lru", 4).hit.tokens == 17
 
 
 def test_a_policy_is_told_of_all_keys_and_of_time_and_may_decline(monkeypatch):

@@ -80,9 +80,10 @@ def test_json_has_one_result_for_each_policy_and_capacity(trace, tmp_path):
     out = tmp_path / "out.json"
     main(["replay", trace, "--policy", "arc,min", "--capacity", "4,8", "--json", str(out)])
     written = json.loads(out.read_text())
-    assert list(written) == ["traces", "ideal", "results"]
-    assert written["traces"] == [trace]
-    assert written["ideal"] == {"block_hit_ratio": 5 / 12, "token_hit_ratio": 5 / 12}
+    assert (written["schema_version"], written["command"], written["traces"]) == (1, "replay", [trace])
+    assert (written["requests"], written["blocks"], written["block_tokens"]) == (4, 12, 512)
+    assert (written["block_bytes"], written["flops"], written["prefill"]) == (None, None, None)
+    assert written["ideal"] == {"block_hit_ratio": 5 / 12, "token_hit_ratio": 5 / 12, "time_hit_ratio": None}
     assert [(each["policy"], each["capacity_blocks"]) for each in written["results"]] == [
         *(("arc", 4), ("min", 4), ("arc", 8), ("min", 8))
     ]
@@ -95,10 +96,15 @@ def test_json_has_one_result_for_each_policy_and_capacity(trace, tmp_path):
         "offload": None,
         "block_hit_ratio": 5 / 12,
         "token_hit_ratio": 5 / 12,
+        "time_hit_ratio": None,
         "stored_blocks": 7,
         "loaded_blocks": 5,
         "evictions": 0,
+        "lost_before_store_blocks": 0,
         "trace_blocks": 12,
+        "prefill_seconds_saved": None,
+        "prefill_share_saved": None,
+        "money_saved": None,
     }
 
 
@@ -106,9 +112,12 @@ def test_json_of_two_tiers_names_both(trace, tmp_path):
     out = tmp_path / "out.json"
     tiers = ["--capacity", "50", "--device-capacity", "4", "--offload", "eager"]
     main(["replay", trace, "--policy", "lru", *tiers, "--json", str(out)])
-    [result] = json.loads(out.read_text())["results"]
+    written = json.loads(out.read_text())
+    [result] = written["results"]
     assert (result["capacity_blocks"], result["device_capacity_blocks"], result["offload"]) == (50, 4, "eager")
-    assert result["block_hit_ratio"] == 5 / 12
+    assert result["block_hit_ratio"] == 5 / 12 and result["lost_before_store_blocks"] == 0
+    for reference in ("min", "at_eviction"):  # though no such policy was asked for
+        assert [(each["capacity_blocks"], each["block_hit_ratio"]) for each in written[reference]] == [(50, 5 / 12)]
 
 
 def test_a_tier_below_has_columns_and_json_of_its_own(trace, capsys, tmp_path):
@@ -146,10 +155,69 @@ def test_the_rate_of_a_tier_is_read_from_what_bench_writes(trace, capsys, tmp_pa
     measured.write_text(json.dumps({"read_gb_per_s": 0.125}))
     options = ["--policy", "lru", "--capacity", "3", "--below", "50", *TOKEN, *RATES, "--below-rate"]
     assert main(["replay", trace, *options, str(measured)]) == 0
-    assert "0.12 GB/s from below" in capsys.readouterr().out
+    assert "from below at 0.12 GB/s" in capsys.readouterr().out
     measured.write_text("{}")
     assert main(["replay", trace, *options, str(measured)]) == 2
     assert "is not what `bench --tier PATH --json FILE` writes" in capsys.readouterr().err
+
+
+def test_hit_time_is_shown_with_a_model_and_what_it_saves_with_a_rate_and_a_price(trace, capsys, tmp_path):
+    """One prompt of two that share their beginning: of its time less is found than of its tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"intermediate_size": 2048}))
+    model = ["--policy", "lru", "--capacity", "100", "--model", str(tmp_path)]
+    assert main(["replay", trace, *model]) == 0
+    found = rows(capsys)["lru", "100"]
+    assert float(found["hit time"]) < float(found["hit tokens"]) == 0.4167 and "money" not in found
+    estimated = ["--tflops", "0.001", "--gpu-price", "7200"]
+    out = tmp_path / "out.json"
+    assert main(["replay", trace, *model, *estimated, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "(estimated: 0.0 GFLOP a token at 0 TFLOPS)" in printed and "loads from the host take no time here" in printed
+    )
+    written = json.loads(out.read_text())
+    [result], prefill = written["results"], written["prefill"]
+    assert result["prefill_share_saved"] == pytest.approx(result["time_hit_ratio"])
+    assert result["prefill_seconds_saved"] == pytest.approx(
+        prefill["seconds_of_all_prompts"] * result["time_hit_ratio"]
+    )
+    assert result["money_saved"] == pytest.approx(2 * result["prefill_seconds_saved"])
+    flops = written["flops"]["of_a_token"] * 12 * 512 + written["flops"]["of_a_pair"] * 4 * (1536 * 1537 / 2)
+    assert prefill["seconds_of_all_prompts"] == pytest.approx(flops / 1e9)
+
+
+def test_a_rate_is_that_of_prompts_of_a_length(trace, capsys, tmp_path):
+    """Short ones would be computed faster, as their tokens have less to attend to."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL | {"intermediate_size": 2048}))
+    out = tmp_path / "out.json"
+    for rate in ("1000", "1000@1536"):
+        arguments = ["--policy", "lru", "--model", str(config), "--prefill-rate", rate, "--json", str(out)]
+        assert main(["replay", trace, *arguments]) == 0
+        prefill = json.loads(out.read_text())["prefill"]
+        name = "tokens_per_second_on_average" if "@" in rate else "tokens_per_second_at_start"
+        assert prefill[name] == pytest.approx(1000, rel=1e-3)  # all prompts of the trace have 1,536 tokens
+
+
+def test_of_an_unknown_model_no_hit_time_is_shown_and_why_is_said(trace, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "new"}))
+    model = ["--policy", "lru", "--capacity", "100", "--model", str(tmp_path)]
+    assert main(["replay", trace, *model]) == 0
+    printed = capsys.readouterr().out
+    assert "hit time is not known of this model: give its --active-parameters" in printed
+    assert main(["replay", trace, *model, "--active-parameters", "1B"]) == 0
+    assert "hit time" in rows(capsys)["lru", "100"]
+    assert main(["replay", trace, *model, "--tflops", "600"]) == 2
+    assert "of a model of type 'new' takes to compute does not follow" in capsys.readouterr().err
+
+
+def test_rates_are_read_from_what_bench_writes(trace, capsys, tmp_path):
+    measured = tmp_path / "bench.json"
+    measured.write_text(json.dumps({"load_gb_per_s": 54.5, "matmul_tflops": 600.0}))
+    rates = ["--tflops", str(measured), "--active-parameters", "8B", *TOKEN, "--host-rate", str(measured)]
+    assert main(["replay", trace, "--policy", "lru", *rates]) == 0
+    printed = capsys.readouterr().out
+    assert "16.0 GFLOP a token at 600 TFLOPS" in printed and "loads come from the host at 54.50 GB/s" in printed
 
 
 def test_bytes_are_capacities_and_are_counted(trace, capsys):
@@ -183,6 +251,13 @@ def test_token_logs_and_limits(tmp_path, capsys):
     assert rows(capsys)["lru", "9"]["hit blocks"] == "0.5000"
 
 
+def test_without_capacities_round_ones_are_replayed(tmp_path, capsys):
+    prompts = [f"{number:04}" for number in range(3_000)]  # 3,000 and some blocks
+    trace = write(tmp_path / "trace", mooncake_lines(prompts))
+    main(["replay", trace, "--policy", "lru", *TOKEN])  # a block has a MiB
+    assert {capacity for name, capacity in rows(capsys) if name == "lru"} == {"128", "256", "512", "1,024", "2,048"}
+
+
 def test_a_bad_line_stops_it_or_is_counted(tmp_path, capsys):
     trace = write(tmp_path / "log.jsonl", [*mooncake_lines(PROMPTS), "nothing"])
     assert main(["replay", trace]) == 2
@@ -209,7 +284,8 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
     ("arguments", "sentence"),
     [
         (["--policy", "mru"], "unknown policy 'mru'; known are lru, arc"),
-        (["--policy", ""], "unknown policy ''"),
+        (["--policy", ""], "--policy has nothing between two commas, or none at all: ''"),
+        (["--capacity", "100,,200"], "--capacity has nothing between two commas, or none at all: '100,,200'"),
         (["--capacity", "many"], "a capacity is a number of blocks"),
         (["--capacity", "1GiB"], "--bytes-per-token or --model"),
         (["--capacity", "1KiB", "--bytes-per-token", "100"], "less than a block"),
@@ -227,8 +303,17 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
         (["--below", "7", "--capacity", "4"], "needs at least 8"),
         (["--below", "1GiB"], "--bytes-per-token or --model"),
         (["--below-rate", "7"], "--below-rate is for a tier below"),
-        (["--prefill-rate", "7"], "give --host-rate, too"),
-        (["--capacity", "4", "--below", "50", "--prefill-rate", "7", "--host-rate", "1"], "give --below-rate, too"),
+        (["--host-rate", "7"], "--host-rate is for prefill seconds saved: give --prefill-rate or --tflops, too"),
+        (["--gpu-price", "7"], "--gpu-price is for prefill seconds saved"),
+        (["--capacity", "4", "--below", "50", *TOKEN, *RATES], "give --below-rate, too"),
+        (["--prefill-rate", "nan"], "--prefill-rate is TOKENS/S or TOKENS/S@LENGTH; must be a number above 0"),
+        (["--prefill-rate", "1e300"], "must be a number from 1e-15 to 1e+15, got '1e300'"),
+        (["--prefill-rate", "7@x"], "must be a whole number of at least 1, got 'x'"),
+        (["--prefill-rate", "7", *TOKEN, "--host-rate", "0"], "--host-rate must be a number above 0, got '0'"),
+        (["--tflops", "7"], "--tflops needs what a token takes to compute: give --model or --active-parameters"),
+        (["--tflops", "quick", "--active-parameters", "8B"], "--tflops must be a number above 0, got 'quick', or the"),
+        (["--active-parameters", "many"], "--active-parameters is a number such as 22B"),
+        (["--model", "no/such/model"], "cannot read the model's configuration"),
         (["--prefill-rate", "7", "--host-rate", "1"], "rates are in bytes"),
         (
             ["--capacity", "4", "--below", "50", *TOKEN, *RATES, "--below-rate", "fast"],
@@ -240,7 +325,7 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
 def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(trace, capsys, arguments, sentence):
     assert main(["replay", trace, *arguments]) == 2
     printed = capsys.readouterr()
-    assert sentence in printed.err and not printed.out
+    assert sentence in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 @pytest.mark.parametrize(
@@ -249,7 +334,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
         *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
-        *(["--host-rate", "0"], ["--prefill-rate", "nan"], ["--below-offload", "never"]),
+        *(["--gpu-price", "0"], ["--prefill-rate", "1", "--tflops", "1"], ["--below-offload", "never"]),
     ],
     ids=str,
 )
@@ -257,7 +342,8 @@ def test_what_is_no_option_is_refused(trace, capsys, arguments):
     with pytest.raises(SystemExit) as exit:
         main(["replay", *([trace, *arguments] if arguments else [])])
     assert exit.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("cpu-prefix-cache replay: ") and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_replayed(trace, capsys, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.replay import size_command
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import read_model
@@ -45,9 +46,10 @@ def argparse_of_size():
 
 @pytest.fixture
 def size(tmp_path, capsys):
-    """Runs the subcommand. Its exit code and what it printed."""
+    """Runs the subcommand, for one policy unless others are given. Its exit code and what it printed."""
 
     def size(*options, prompts=SHARED, config=LLAMA):
+        options = options if "--policy" in options else (*options, "--policy", "lru")
         trace, model = tmp_path / "trace.jsonl", tmp_path / "config.json"
         trace.write_text("\n".join(trace_of(prompts)))
         model.write_text(json.dumps(config))
@@ -71,10 +73,44 @@ def test_it_says_what_a_token_weighs_and_how_much_memory_is_enough(size):
     assert f"{enough / 1e9:,.1f} GB ({enough / 2**30:,.1f} GiB) of host memory reach {ideal:.4f}" in out
 
 
-def test_the_least_memory_stands_in_the_table(size):
-    _, out = size("--bytes-per-token", str(10**9 // 512))
+def test_the_least_memory_of_each_policy_stands_in_the_table_and_below_it(size):
+    _, out = size("--bytes-per-token", str(10**9 // 512), "--policy", "lru,arc")
     rows = [line for line in out.splitlines() if "<- the least" in line]
-    assert [row.split()[0] for row in rows] == ["5.0"]
+    assert {row.split()[0]: row.split()[1] for row in rows} == {"lru": "5.0", "arc": "4.0"}
+    assert "\nlru: 5.0 GB" in out and "\narc: 4.0 GB" in out
+
+
+def test_it_asks_for_no_policy_and_then_compares_all(tmp_path):
+    args = argparse_of_size().parse_args(["size", "trace", "--bytes-per-token", "1"])
+    assert size_command.policies_of(args.policy) == list(POLICIES)
+
+
+def test_round_amounts_of_memory_are_tried(size, tmp_path):
+    """A block has 2 MiB, and five are enough."""
+    size("--json", str(tmp_path / "out.json"))
+    [result] = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {2**power for power in range(23, 28)} < {point["capacity_bytes"] for point in result["points"]}
+
+
+def test_what_hits_save_is_said_by_memory_and_written(size, tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--prefill-rate", "1000", "--gpu-price", "3600", "--host-rate", "0.001", "--json", str(out)]
+    _, printed = size(*options, config=LLAMA | {"intermediate_size": 1024})
+    assert "hit time seconds saved of prefill money" in " ".join(printed.split())
+    written = json.loads(out.read_text())
+    assert (written["schema_version"], written["command"], written["target"]) == (1, "size", 0.9)
+    [result] = written["results"]
+    enough, loaded = result["enough"], 29 * 3 * 512
+    assert enough in result["points"] and enough["capacity_bytes"] == 5 * 512 * TOKEN
+    assert enough["prefill_seconds_saved"] == pytest.approx(enough["money_saved"])
+    assert enough["prefill_seconds_saved"] == pytest.approx(loaded / 1000 - loaded * TOKEN / 1e6, rel=0.1)
+    assert 0 < enough["time_hit_ratio"] < 1 and written["ideal"]["block_hit_ratio"] == enough["block_hit_ratio"]
+
+
+def test_a_plot_is_drawn(size, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert size("--plot", str(tmp_path / "out.svg"))[0] == 0
+    assert "host capacity (GiB)" in (tmp_path / "out.svg").read_text()
 
 
 def test_checkpoints_take_memory_and_hits(size):
@@ -97,6 +133,14 @@ def test_every_rank_beyond_the_kv_heads_adds_one(size):
     ("options", "config", "complaint"),
     [
         (("--target", "1.5"), LLAMA, "target is a share"),
+        (("--target", "nan"), LLAMA, "target is a share"),
+        (("--policy", "min"), LLAMA, "unknown policy 'min'; known are lru, arc, adaptive"),
+        (("--policy", "lru,"), LLAMA, "--policy has nothing between two commas"),
+        (("--json", "no/such/folder/out"), LLAMA, "there is no such folder"),
+        (("--plot", "no/such/folder/out.png"), LLAMA, "there is no such folder"),
+        (("--gpu-price", "3"), LLAMA, "--gpu-price is for prefill seconds saved"),
+        (("--tflops", "600"), {**LLAMA, "model_type": "new"}, "of type 'new' takes to compute does not follow"),
+        (("--kv-dtype", "fp3"), LLAMA, "unknown dtype 'fp3'"),
         (("--tp", "3"), LLAMA, "3 ranks cannot share its 4 KV heads"),
         ((), {**LLAMA, "model_type": "new", "kv_lora_rank": 3}, "'new' keeps"),
     ],

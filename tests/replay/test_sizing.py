@@ -4,7 +4,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
-from cpu_prefix_cache.replay.sizing import smallest_capacity
+from cpu_prefix_cache.replay.sizing import Point, smallest_capacity
 from property_tests.strategies import chain
 
 FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=512)
@@ -26,6 +26,11 @@ def serves(replay, *prompts):
     return hits
 
 
+def smallest(hit_ratio, **options):
+    """The search, for a function from a capacity to a hit ratio."""
+    return smallest_capacity(lambda capacity: Point(capacity, hit_ratio(capacity)), **options)
+
+
 # The search
 
 
@@ -36,26 +41,32 @@ def test_the_smallest_capacity_is_found_within_two_in_a_hundred():
         asked.append(capacity)
         return min(capacity, 10_000) / 20_000
 
-    found = smallest_capacity(rises, target=0.9, least=10, largest=50_000)
+    found = smallest(rises, target=0.9, least=10, largest=50_000)
     assert 9_000 <= found.enough.capacity <= 9_000 * 1.02 and found.goal == 0.45
     assert [point.capacity for point in found.points] == sorted(asked) and len(set(asked)) == len(asked) < 15
 
 
 def test_a_step_is_found_exactly_among_few_capacities():
     for step in range(3, 21):
-        found = smallest_capacity(lambda capacity, step=step: float(capacity >= step), target=1, least=3, largest=20)
+        found = smallest(lambda capacity, step=step: float(capacity >= step), target=1, least=3, largest=20)
         assert found.enough.capacity == step
 
 
+def test_round_steps_are_tried_first_and_the_answer_lies_between_two_of_them():
+    found = smallest(lambda capacity: float(capacity >= 300), target=1, least=1, largest=1_000, steps=[128, 256, 512])
+    assert [point.capacity for point in found.points if point.capacity in (128, 256, 512, 1_000)] == [256, 512, 1_000]
+    assert 300 <= found.enough.capacity <= 306
+
+
 def test_where_the_least_will_do_the_least_is_the_answer():
-    assert smallest_capacity(lambda capacity: 0.0, target=0.5, least=2, largest=1_000).enough.capacity == 2
-    assert smallest_capacity(lambda capacity: 0.5, target=0.5, least=7, largest=7).enough.capacity == 7
+    assert smallest(lambda capacity: 0.0, target=0.5, least=2, largest=1_000).enough.capacity == 2
+    assert smallest(lambda capacity: 0.5, target=0.5, least=7, largest=7).enough.capacity == 7
 
 
 @pytest.mark.parametrize("options", [{"target": 0}, {"target": 1.1}, {"target": 0.5, "least": 0}, {"least": 11}])
 def test_what_cannot_be_searched_is_refused(options):
     with pytest.raises(ConfigurationError):
-        smallest_capacity(lambda capacity: 1.0, **{"target": 0.9, "least": 1, "largest": 10, **options})
+        smallest(lambda capacity: 1.0, **{"target": 0.9, "least": 1, "largest": 10, **options})
 
 
 # The replay

@@ -55,6 +55,31 @@ def test_a_log_out_of_order_is_replayed_in_the_order_of_time_and_cut_there(tmp_p
     assert (trace.out_of_order, read_traces([log, log]).out_of_order) == (1, 2)
 
 
+def test_ids_may_be_texts_which_are_no_numbers(tmp_path):
+    digests = [{**GOOD, "hash_ids": ids} for ids in (["7", "8", "9"], ["7", "8", "a3"])]
+    trace = read_traces([write(tmp_path / "log", digests)])
+    assert (trace.blocks, trace.different_blocks) == (6, 4)
+    with pytest.raises(TraceError, match="id a3 follows 7 here and follows 8 before"):
+        read_traces([write(tmp_path / "log", [*digests, {**GOOD, "hash_ids": ["7", "a3"]}])])
+    mixed = [GOOD, {**GOOD, "hash_ids": ["7", "8", "9"]}]
+    assert read_traces([write(tmp_path / "log", mixed)]).different_blocks == 6
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_size_of_blocks_is_guessed_with_or_without_the_last_one(tmp_path, size, is_cut):
+    lengths = [10 * size + 1, 20 * size - 1, 15 * size]
+    counts = [length // size if is_cut else -(-length // size) for length in lengths]
+    lines = [
+        {"timestamp": 0, "input_length": length, "hash_ids": list(range(100 * at, 100 * at + count))}
+        for at, (length, count) in enumerate(zip(lengths, counts, strict=True))
+    ]
+    trace = read_traces([write(tmp_path / "log", lines)])
+    assert (trace.block_tokens, trace.is_size_guessed, trace.odd_lengths) == (size, True, 0)
+    said = read_traces([write(tmp_path / "log", lines)], block_tokens=3)
+    assert (said.block_tokens, said.is_size_guessed) == (3, False)
+
+
 HOUR = 3_600
 
 
@@ -66,6 +91,8 @@ HOUR = 3_600
         ([0.25, HOUR + 0.25], "s", HOUR),
         ([1.7e9, 1.7e9 + HOUR], "s", HOUR),  # since 1970
         ([1.7e12, 1.7e12 + 1_000 * HOUR], "ms", HOUR),
+        ([1.7e9, 1.7e9 + 1_000 * HOUR], "s", 1_000 * HOUR),
+        ([1.7e12, 1.7e12 + 4_000], "ms", 4),
         ([0, 599_999], "s", 599_999),
         ([0, 600_000], "ms", 600),
         ([5, 5], "ms", 0),
@@ -132,9 +159,10 @@ BAD = [
     ({**GOOD, "input_length": 0}, "input_length must be .* got 0"),
     ({**GOOD, "output_length": 1.5}, "output_length must be"),
     (without("hash_ids"), "neither hash_ids nor"),
-    ({**GOOD, "hash_ids": 7}, "hash_ids must be a list of integers"),
-    ({**GOOD, "hash_ids": [7, "8"]}, "hash_ids must be a list of integers"),
-    ({**GOOD, "hash_ids": [7, True]}, "hash_ids must be a list of integers"),
+    ({**GOOD, "hash_ids": 7}, "hash_ids must be a list of integers, or of texts"),
+    ({**GOOD, "hash_ids": [7, "8"]}, "hash_ids must be a list of integers, or of texts"),
+    ({**GOOD, "hash_ids": [7, True]}, "hash_ids must be a list of integers, or of texts"),
+    ({"timestamp": 0, "messages": []}, "`convert` reads texts"),
     ({**GOOD, "hash_ids": [7, 7]}, "names a block twice"),
     ({**GOOD, "hash_ids": [7, 9]}, "id 9 follows 7 here and follows 8 before"),
     ({**GOOD, "hash_ids": [8]}, "id 8 begins a prompt here and follows 7 before"),

@@ -9,12 +9,11 @@ calls to the system; and with a model, from which rate on reading a prefix takes
 
 import argparse
 
-from cpu_prefix_cache.bench.rates import draw, table
+from cpu_prefix_cache.bench.rates import as_json, draw, table
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.plots import check_plot_can_be_drawn
-from cpu_prefix_cache.replay.options import add_weight_options, rate
+from cpu_prefix_cache.replay.options import add_weight_options, check_results_can_be_written, rate, write_json
 
-TIER_OPTIONS = ("json", "prefill_rate", "model", "bytes_per_token", "tp", "kv_dtype")
+TIER_OPTIONS = ("prefill_rate", "model", "bytes_per_token", "tp", "kv_dtype")
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,10 +23,12 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg or .pdf")
+    parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg, .pdf and others")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA or HIP device (default 0)")
     parser.add_argument("--tier", metavar="PATH[:SIZE]", help="measure a file of SIZE bytes there (default 1GiB)")
-    parser.add_argument("--json", metavar="OUT", help="with --tier: write the rates here, for `replay --below-rate`")
+    parser.add_argument(
+        "--json", metavar="OUT", help="write the rates here, for `replay --host-rate` and `--below-rate`"
+    )
     parser.add_argument(
         "--prefill-rate", type=rate, metavar="TOKENS/S", help="with --tier: how fast prompts are computed"
     )
@@ -48,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as missing:
         sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]', or torch for ROCm"
         raise ConfigurationError(sentence) from missing
-    if args.plot is not None:
-        check_plot_can_be_drawn(args.plot)
+    check_results_can_be_written(args)
     if args.device not in range(torch.cuda.device_count()):
         raise ConfigurationError(
             f"there is no CUDA or HIP device {args.device} here: {torch.cuda.device_count()} were found"
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     measured = measure(torch.device("cuda", args.device))
     print(table(measured.rates, measured.limits))
     link = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in measured.limits.items())
-    print(f"{measured.device}: one large copy, {link}")
+    print(f"{measured.device}: one large copy, {link}; one large product of matrices, {measured.tflops:.0f} TFLOPS")
+    if args.json is not None:
+        write_json(args.json, as_json(measured.device, measured.limits, measured.tflops, measured.rates))
     if args.plot is not None:
         draw(args.plot, measured.device, measured.rates, measured.limits)
     return 0

@@ -1,4 +1,5 @@
-"""Measures a CUDA or HIP device in some seconds: the link with a large copy, and our copies of random 2 MiB blocks.
+"""Measures a CUDA or HIP device in some seconds: the link with a large copy, and our copies of random 2 MiB blocks;
+and a large product of matrices, from which `replay --tflops` estimates how fast prompts are computed.
 
 A block consists of fragments of one size. `staged` copies them through a ring buffer on the device, `direct` copies
 each of them across the link.
@@ -32,16 +33,21 @@ FRAGMENTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB
 HOST_BYTES, TRANSFER_BYTES = 1024 * MIB, 256 * MIB
 MANY = 16  # transfers one after another: 80 ms
 REPEATS = 5
+SQUARE = 8192  # rows and columns of the matrices that are multiplied
 NEVER = 1 << 62  # bytes: no fragment is so large, so none is copied directly
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of a device; `device` is its name with versions, `limits` the GB/s of a large copy by direction."""
+    """Results of a device; `device` is its name with versions, `limits` the GB/s of a large copy by direction.
+
+    `tflops` are those of a large product in bfloat16. An engine's prefill reaches less.
+    """
 
     device: str
     limits: dict[str, float]
     rates: list[Rate]
+    tflops: float
 
 
 class OneGroup:
@@ -62,7 +68,7 @@ def measure(device: torch.device) -> Measured:
         rates = [rate for fragment in FRAGMENTS for rate in _rates(device, arena, fragment)]
     finally:
         arena.close()
-    return Measured(name_of(device), limits, rates)
+    return Measured(name_of(device), limits, rates, _tflops(device))
 
 
 def name_of(device: torch.device) -> str:
@@ -80,6 +86,16 @@ def _link_rate(device: torch.device, direction: Direction) -> float:
         return [to.copy_(of, non_blocking=True) for _ in range(MANY)]
 
     return MANY * TRANSFER_BYTES / _seconds(submit, lambda _: torch.cuda.synchronize(device)) / 1e9
+
+
+def _tflops(device: torch.device) -> float:
+    """Like the largest products of a prefill: many tokens, and an MLP's matrix."""
+    one, other = (torch.randn(SQUARE, SQUARE, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def submit() -> list[torch.Tensor]:
+        return [one @ other for _ in range(MANY)]
+
+    return MANY * 2 * SQUARE**3 / _seconds(submit, lambda _: torch.cuda.synchronize(device)) / 1e12
 
 
 def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Rate]:

@@ -34,6 +34,17 @@ def table(rates: Sequence[Rate], limits: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def as_json(device: str, limits: dict[str, float], tflops: float, rates: Sequence[Rate]) -> dict[str, Any]:
+    """`replay --host-rate` reads `load_gb_per_s`, and `--tflops` reads `matmul_tflops`."""
+    return {
+        "device": device,
+        "load_gb_per_s": limits["load"],
+        "store_gb_per_s": limits["store"],
+        "matmul_tflops": tflops,
+        "rates": [rate._asdict() for rate in rates],
+    }
+
+
 def draw(path: str, title: str, rates: Sequence[Rate], limits: dict[str, float]) -> None:
     """Write a plot of GB/s over fragment size, and the limits, to `path`, in the format of its suffix.
 

@@ -37,7 +37,7 @@ def replay_host_and_tier(
             tally.count(request, hit, trace.block_tokens)
             tally.stored_blocks += max(0, min(len(request.keys), engine.gpu.capacity) - hit)
     now = engine.cache.statistics()
-    tally.loaded_blocks = tally.hit_blocks
+    tally.all_hits_were_loaded()
     tally.evictions = engine.gpu.statistics().evictions
     tally.below_hit_blocks = tally.below_loaded_blocks = now.chunks_loaded
     tally.below_stored_blocks = now.chunks_stored
@@ -57,7 +57,7 @@ def replay_three_tiers(
             tally.count(request, engine.serve(request), trace.block_tokens)
     now, tier = engine.cache.statistics(), engine.tiered.tier_statistics()
     tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks = now.chunks_loaded
+    tally.loaded_blocks, tally.loaded = now.chunks_loaded, engine.loaded
     tally.evictions = now.pool.evictions
     tally.lost_before_store = now.lost_before_store
     tally.below_hit_blocks = tier.hit_tokens // trace.block_tokens
@@ -83,13 +83,15 @@ class HostEngine(ReplayEngine):
             DeviceTier(host.capacity, below.mode(host), policy=host.policy),
         )
         self._rates = rates
+        self._mean_tokens = 0.0 if rates is None else rates.mean_tokens(trace.work)
         self.declined = 0
 
     def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
         answer = super().lookup(prompt, n0, now)
         if not isinstance(answer, Hit) or self._rates is None:
             return answer
-        if self._rates.is_worth_reading((answer.boundary - answer.start) // self.block_tokens):
+        blocks = (answer.boundary - answer.start) // self.block_tokens
+        if self._rates.is_worth_reading(blocks, self._mean_tokens):
             return answer
         self.declined += 1
         return MISS
@@ -109,7 +111,7 @@ class ThreeTierEngine(ReplayEngine):
         if rates is not None:
             self._blocks_per_second = rates.below_blocks
             for _ in range(TIMES):
-                self.tiered.prefilled(TIMED_TOKENS, TIMED_TOKENS / rates.prefill_tokens)
+                self.tiered.prefilled(TIMED_TOKENS, TIMED_TOKENS / rates.mean_tokens(trace.work))
         self.step()
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> TieredCache:

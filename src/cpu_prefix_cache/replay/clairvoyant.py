@@ -75,7 +75,7 @@ def replay_min(future: Future, capacity: int, meter: Meter) -> Tally:
     for requests in meter.slices(future.trace.requests):
         for request, number in zip(requests, numbers, strict=False):
             _serve(request, number, future, buckets, tally)
-    tally.loaded_blocks = tally.hit_blocks
+    tally.all_hits_were_loaded()
     tally.evictions = tally.stored_blocks - buckets.held
     return tally
 

@@ -138,7 +138,7 @@ def _llama4(config: ModelConfig) -> Layers:
 
 def _jamba(config: ModelConfig) -> Layers:
     count, period = config.number("num_hidden_layers"), config.number("attn_layer_period")
-    full = len(range(int(config.values.get("attn_layer_offset", 0)), count, period))
+    full = len(range(config.count("attn_layer_offset"), count, period))
     return Layers({PREFIX: full, STATE: count - full})
 
 

@@ -15,6 +15,7 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bfloat16", "float16", "half"), 2),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
 }
+MOST = 10**12  # of a number in a configuration
 NO_WINDOW = {"use_sliding_window": False}
 
 # Values that published configurations leave out, because they are defaults of the class that reads them.
@@ -73,12 +74,19 @@ class ModelConfig:
         for name in names:
             if name in self.values:
                 value = self.values[name]
-                if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+                if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST:
                     return value
                 raise self.refused(f"its {name} is {value!r}, where one number for all layers was expected")
         if default is None:
             raise self.refused(f"it has no {names[0]}")
         return default
+
+    def count(self, name: str) -> int:
+        """A whole number of at least 0; 0 if it is not given. Raises ConfigurationError for any other value."""
+        value = self.values.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+            raise self.refused(f"its {name} is {value!r}, where a whole number was expected")
+        return value
 
     def words(self, name: str) -> Sequence[str]:
         """A list with a word for each layer; empty if not given. Raises ConfigurationError for any other value."""

@@ -102,10 +102,11 @@ def _token_bytes(config: ModelConfig, tp: int, kv_dtype: str | None) -> int:
     heads = config.number("num_key_value_heads", "num_attention_heads")
     if heads % tp and tp % heads:
         raise config.refused(f"{tp} ranks cannot share its {heads} KV heads")
-    return 2 * max(heads, tp) * _head_dim(config) * item
+    return 2 * max(heads, tp) * head_dim(config) * item
 
 
-def _head_dim(config: ModelConfig) -> int:
+def head_dim(config: ModelConfig) -> int:
+    """Values of one attention head."""
     if "head_dim" in config.values or "attention_head_dim" in config.values:
         return config.number("head_dim", "attention_head_dim")
     return config.number("hidden_size") // config.number("num_attention_heads")

@@ -23,7 +23,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
         for request in requests:
             hit = serve(pool, request, tally)
             tally.count(request, hit, trace.block_tokens)
-    tally.loaded_blocks = tally.hit_blocks
+    tally.all_hits_were_loaded()
     tally.evictions = pool.statistics().evictions
     return tally
 

@@ -1,17 +1,19 @@
-"""Options that the subcommands share: which requests to read, the bytes of a token's KV, and rates."""
+"""Options that the subcommands share: which requests to read, the bytes of a token's KV, where results go."""
 
 import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
-from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace, read_traces
 
 MOST_DIGITS = 15
+MOST = 1e15
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +23,13 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TRACE",
         help="JSON lines, plain or .gz: Mooncake (timestamp, input_length, output_length, hash_ids), or "
-        "timestamp and prompt_token_ids or token_ids",
+        "timestamp and prompt_token_ids or token_ids; `convert` makes them of other logs",
     )
     parser.add_argument(
         "--block-tokens",
         type=positive,
         metavar="N",
-        help="tokens of a block (default: 512 of hash_ids, 16 of token ids)",
+        help="tokens of a block (default: guessed for hash_ids, 16 of token ids)",
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="replay the first N requests only")
     parser.add_argument(
@@ -76,52 +78,36 @@ def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:
     return [Group(name="full", kind=GroupKind.PREFIX, block_tokens=block, block_bytes=args.bytes_per_token * block)]
 
 
-def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rates_of`: --prefill-rate, --host-rate and --below-rate."""
-    parser.add_argument("--prefill-rate", type=rate, metavar="TOKENS/S", help="show prefill seconds saved")
-    parser.add_argument("--host-rate", type=rate, metavar="GB/S", help="of loads from host memory to the device")
-    parser.add_argument(
-        "--below-rate",
-        metavar="GB/S",
-        help="of reads from the tier below, or the file of `bench --tier PATH --json FILE`",
-    )
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --plot."""
+    parser.add_argument("--json", metavar="OUT", help="write the results here, too")
+    parser.add_argument("--plot", metavar="OUT.png", help="draw the results over capacity (needs matplotlib)")
 
 
-def rates_of(args: argparse.Namespace, block_bytes: int | None, block_tokens: int, *, has_below: bool) -> Rates | None:
-    """The rates that were given; None without any.
-
-    Raises ConfigurationError when some are missing, or the bytes of a block are not known.
-    """
-    wanted = ["prefill_rate", "host_rate", *(["below_rate"] if has_below else [])]
-    if args.below_rate is not None and not has_below:
-        raise ConfigurationError("--below-rate is for a tier below the host: give --below")
-    missing = [f"--{name.replace('_', '-')}" for name in wanted if getattr(args, name) is None]
-    if len(missing) == len(wanted):
-        return None
-    if missing:
-        raise ConfigurationError(f"prefill seconds saved follow from all rates: give {', '.join(missing)}, too")
-    if block_bytes is None:
-        raise ConfigurationError("rates are in bytes: give the bytes of a token by --bytes-per-token or --model")
-    return Rates(
-        prefill_tokens=args.prefill_rate,
-        host_bytes=args.host_rate * 1e9,
-        below_bytes=_below_rate(args.below_rate) * 1e9 if has_below else None,
-        block_bytes=block_bytes,
-        block_tokens=block_tokens,
-    )
+def check_results_can_be_written(args: argparse.Namespace) -> None:
+    """Raises ConfigurationError before a long replay, not after it."""
+    for option, path in (("json", args.json), ("plot", args.plot)):
+        if path is not None and Path(path).is_dir():
+            raise ConfigurationError(f"--{option} cannot be written to {path}, which is a folder")
+        if path is not None and not Path(path).parent.is_dir():
+            raise ConfigurationError(f"--{option} cannot be written to {path}: there is no such folder")
+    if args.plot is not None:
+        check_plot_can_be_drawn(args.plot)
 
 
-def _below_rate(text: str) -> float:
-    """GB/s from a number, or from what `bench --tier` has written."""
+def write_json(path: str, values: dict[str, Any]) -> None:
     try:
-        return rate(text)
-    except argparse.ArgumentTypeError as error:
-        if not Path(text).is_file():
-            raise ConfigurationError(f"--below-rate {error}, or the file of `bench --tier PATH --json FILE`") from error
-    try:
-        return rate(str(json.loads(Path(text).read_text())["read_gb_per_s"]))
-    except (OSError, ValueError, KeyError, TypeError, argparse.ArgumentTypeError) as error:
-        raise ConfigurationError(f"--below-rate: {text} is not what `bench --tier PATH --json FILE` writes") from error
+        Path(path).write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error
+
+
+def names_of(text: str, option: str) -> list[str]:
+    """Names between commas, each once. Raises ConfigurationError for an empty one."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigurationError(f"{option} has nothing between two commas, or none at all: {text[:40]!r}")
+    return list(dict.fromkeys(names))
 
 
 def rate(text: str) -> float:
@@ -132,6 +118,8 @@ def rate(text: str) -> float:
         number = 0.0
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]!r}")
+    if not 1 / MOST <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"must be a number from {1 / MOST:.0e} to {MOST:.0e}, got {text[:40]!r}")
     return number
 
 

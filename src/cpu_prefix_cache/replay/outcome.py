@@ -1,9 +1,9 @@
-"""Results of replaying a trace: counts, ratios and JSON."""
+"""Results of replaying a trace: counts and ratios."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, field
 
+from cpu_prefix_cache.replay.seconds_saved import Work
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
 
@@ -11,16 +11,17 @@ from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 class Tally:
     """Counts of one replay. A hit is contiguous from the beginning of the prompt.
 
-    `hit_blocks` and `hit_tokens` are hits in any tier, `loaded_blocks` those that came from the host, also if it had
-    them from the tier below, as it had `below_hit_blocks`. `below_loaded_blocks` were read from there, with what they
-    hang below. `unsaved` blocks left the host before they could be written, and `declined` requests were told that
+    `hit_blocks` and `hit` are hits in any tier, `loaded_blocks` and `loaded` those that came from the host, also if it
+    had them from the tier below, as it had `below_hit_blocks`. `below_loaded_blocks` were read from there, with what
+    they hang below. `unsaved` blocks left the host before they could be written, and `declined` requests were told that
     reading takes longer than computing.
     """
 
     hit_blocks: int = 0
-    hit_tokens: int = 0
+    hit: Work = field(default_factory=Work)
     stored_blocks: int = 0
     loaded_blocks: int = 0
+    loaded: Work = field(default_factory=Work)
     evictions: int = 0
     lost_before_store: int = 0
     below_hit_blocks: int = 0
@@ -32,19 +33,28 @@ class Tally:
     def count(self, request: TraceRequest, hit: int, block_tokens: int) -> None:
         """Add a request whose first `hit` blocks were found."""
         self.hit_blocks += hit
-        self.hit_tokens += min(hit * block_tokens, request.tokens)
+        self.hit.add(0, min(hit * block_tokens, request.tokens))
+
+    def all_hits_were_loaded(self) -> None:
+        """To be said where there is no device."""
+        self.loaded_blocks, self.loaded = self.hit_blocks, self.hit
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """The shares of all blocks and of all tokens of a trace that were found."""
+    """The shares of all blocks, of all tokens, and of the time to compute them, that were found; the last if known."""
 
-    block_hit_ratio: float
-    token_hit_ratio: float
+    block_hit_ratio: float = 0.0
+    token_hit_ratio: float = 0.0
+    time_hit_ratio: float | None = 0.0
 
     @classmethod
-    def of(cls, tally: Tally, trace: Trace) -> "Ratios":
-        return cls(tally.hit_blocks / max(1, trace.blocks), tally.hit_tokens / max(1, trace.tokens))
+    def of(cls, tally: Tally, trace: Trace, even_depth: float = math.inf) -> "Ratios":
+        return cls(
+            tally.hit_blocks / max(1, trace.blocks),
+            tally.hit.share_of(trace.work, math.inf),
+            None if math.isinf(even_depth) else tally.hit.share_of(trace.work, even_depth),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,8 @@ class Outcome:
     """The result of one replay. `device_capacity` and `offload` are None without a device tier, and `below_capacity`
     and `below_offload` without one below the host. Capacities are blocks.
 
-    `seconds` is the time of the replay loop alone, `seconds_saved` those of prefill; None without rates.
+    `seconds` is the time of the replay loop alone, `seconds_saved` those of prefill, `share_saved` what that is of all
+    prefill, and `money_saved` what it costs; None without rates, or without a price.
     """
 
     policy: str
@@ -66,48 +77,5 @@ class Outcome:
     below_capacity: int | None = None
     below_offload: str | None = None
     seconds_saved: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        values = {
-            "policy": self.policy,
-            "capacity_blocks": self.capacity,
-            "device_capacity_blocks": self.device_capacity,
-            "offload": self.offload,
-            "block_hit_ratio": self.ratios.block_hit_ratio,
-            "token_hit_ratio": self.ratios.token_hit_ratio,
-            "stored_blocks": self.tally.stored_blocks,
-            "loaded_blocks": self.tally.loaded_blocks,
-            "evictions": self.tally.evictions,
-            "trace_blocks": self.trace_blocks,
-            "seconds": self.seconds,
-        }
-        if self.below_capacity is not None:
-            values |= self._below_as_json()
-        if self.seconds_saved is not None:
-            values["prefill_seconds_saved"] = self.seconds_saved
-        return values
-
-    def _below_as_json(self) -> dict[str, Any]:
-        tally, blocks = self.tally, max(1, self.trace_blocks)
-        return {
-            "below_capacity_blocks": self.below_capacity,
-            "below_offload": self.below_offload,
-            "block_hit_ratio_by_tier": {
-                "device": (tally.hit_blocks - tally.loaded_blocks) / blocks,
-                "host": (tally.loaded_blocks - tally.below_hit_blocks) / blocks,
-                "below": tally.below_hit_blocks / blocks,
-            },
-            "loaded_from_below_blocks": tally.below_loaded_blocks,
-            "stored_below_blocks": tally.below_stored_blocks,
-            "unsaved_blocks": tally.unsaved,
-            "requests_not_worth_reading": tally.declined,
-        }
-
-
-def as_json(trace: Trace, ideal: Ratios, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The contents of the file that `--json` writes."""
-    return {
-        "traces": trace.paths,
-        "ideal": {"block_hit_ratio": ideal.block_hit_ratio, "token_hit_ratio": ideal.token_hit_ratio},
-        "results": [outcome.as_json() for outcome in outcomes],
-    }
+    share_saved: float | None = None
+    money_saved: float | None = None

@@ -4,44 +4,47 @@ options -> tiers and policies to replay -> outcomes and references -> table, JSO
 """
 
 import argparse
-import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
 from cpu_prefix_cache.replay.below import replay_host_and_tier, replay_three_tiers
+from cpu_prefix_cache.replay.capacities import DEFAULT_PARTS, round_capacity
 from cpu_prefix_cache.replay.clairvoyant import Future, replay_ideal, replay_min
+from cpu_prefix_cache.replay.describe import (
+    describe_admission,
+    describe_below,
+    describe_depth,
+    describe_device,
+    describe_rates,
+    describe_trace,
+)
+from cpu_prefix_cache.replay.flops import Flops
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.options import (
-    add_rate_options,
+    add_result_options,
     add_trace_options,
     add_weight_options,
+    check_results_can_be_written,
     groups_of,
+    names_of,
     natural,
     positive,
-    rates_of,
     trace_of,
+    write_json,
 )
-from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally, as_json
-from cpu_prefix_cache.replay.plot import draw
-from cpu_prefix_cache.replay.report import (
-    References,
-    describe_admission,
-    describe_below,
-    describe_device,
-    describe_rates,
-    describe_trace,
-    notes,
-    table,
-)
+from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally
+from cpu_prefix_cache.replay.plot import draw_replay
+from cpu_prefix_cache.replay.rate_options import add_below_rate, add_rate_options, even_depth_of, flops_of, rates_of
+from cpu_prefix_cache.replay.report import References, notes, table
+from cpu_prefix_cache.replay.results_json import head, of_replay
 from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace
@@ -51,17 +54,20 @@ from cpu_prefix_cache.tiers.tiered_cache import LEAST_SIZE
 
 CLAIRVOYANT = "min"
 POLICY_NAMES = (*POLICIES, CLAIRVOYANT)
-# Without --capacity: the number of different blocks of the trace, divided by each of these.
-DEFAULT_PARTS = (32, 16, 8, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What is around each host that is replayed."""
+    """What is around each host that is replayed, and how long computing takes."""
 
     device: DeviceTier | None
     below: BelowTier | None
+    flops: Flops | None
     rates: Rates | None
+
+    @property
+    def even_depth(self) -> float:
+        return even_depth_of(self.flops)
 
     def blocks_beside(self) -> int:
         """Of device and tier together."""
@@ -80,43 +86,42 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     _add_cache_options(parser)
     add_weight_options(parser, required=False)
     add_rate_options(parser)
-    parser.add_argument("--json", metavar="OUT", help="write the results here, too")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw hit ratio over capacity (needs matplotlib)")
+    add_below_rate(parser)
+    add_result_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises PrefixCacheError for invalid options and traces."""
     policies = _policies(args.policy)
-    _check_results_can_be_written(args)
+    check_results_can_be_written(args)
     trace = trace_of(args)
     block_bytes = _block_bytes(args, trace)
-    tiers = Tiers(
-        _device_tier(args, block_bytes),
-        _tier_below(args, block_bytes),
-        rates_of(args, block_bytes, trace.block_tokens, has_below=args.below is not None),
-    )
+    tiers = _tiers(args, trace, block_bytes)
     hosts = _host_tiers(args, trace, block_bytes)
     _check_below_fits(tiers.below, hosts)
-    print("\n".join(_described(trace, hosts, tiers)), flush=True)
+    print("\n".join(_described(trace, hosts, tiers, has_model=args.model is not None)), flush=True)
     outcomes, references = _replay_all(trace, policies, hosts, tiers)
-    print(f"\n{table(outcomes, references, block_bytes)}\n\n{notes(outcomes)}")
+    has_time = math.isfinite(tiers.even_depth)
+    print(f"\n{table(outcomes, references, block_bytes, has_time=has_time)}\n\n{notes(outcomes, has_time=has_time)}")
     if args.json is not None:
-        _write_json(args.json, as_json(trace, references.ideal, outcomes))
+        results = of_replay(references, outcomes)
+        write_json(args.json, {**head("replay", trace, block_bytes, tiers.flops, tiers.rates), **results})
     if args.plot is not None:
         title = ", ".join(Path(path).name for path in trace.paths)
-        policies_only = [outcome for outcome in outcomes if outcome.policy != CLAIRVOYANT]
-        draw(args.plot, title, references.ideal, policies_only, references.clairvoyant)
+        draw_replay(args.plot, title, outcomes, references, block_bytes)
     return 0
 
 
-def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers) -> Iterator[str]:
+def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, *, has_model: bool) -> Iterator[str]:
     yield describe_trace(trace)
     if tiers.device is not None:
         yield describe_device(tiers.device)
     if tiers.below is not None:
         yield describe_below(tiers.below, hosts)
+    if depth := describe_depth(tiers.flops, has_model=has_model):
+        yield depth
     if tiers.rates is not None:
-        yield describe_rates(tiers.rates)
+        yield describe_rates(tiers.rates, trace)
     if hosts[0].store_after > 1 or hosts[0].min_store_tokens:
         yield describe_admission(hosts[0], has_below=tiers.below is not None)
 
@@ -129,7 +134,8 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         metavar="N,...",
-        help="of the host: blocks, or bytes like 10GiB (default: 1/32 to 1/2 of the different blocks of the trace)",
+        help="of the host: blocks, or bytes like 10GiB (default: from 1/32 to 1/2 of the trace's different blocks, "
+        "in round numbers)",
     )
     parser.add_argument("--device-capacity", metavar="N", help="put a device pool of this capacity before the host")
     parser.add_argument("--below", metavar="N", help="put a tier of this capacity below the host, such as a file")
@@ -161,23 +167,11 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 def _policies(names: str | None) -> list[str]:
     if names is None:
         return list(POLICY_NAMES)
-    policies = [name.strip() for name in names.split(",")]
+    policies = names_of(names, "--policy")
     for name in policies:
         if name not in POLICY_NAMES:
             raise ConfigurationError(f"unknown policy {name!r}; known are {', '.join(POLICY_NAMES)}")
-    return list(dict.fromkeys(policies))
-
-
-def _check_results_can_be_written(args: argparse.Namespace) -> None:
-    """Raises ConfigurationError before a long replay, not after it."""
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path is not None and Path(path).is_dir():
-            raise ConfigurationError(f"--{name} cannot be written to {path}, which is a folder")
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigurationError(f"--{name} cannot be written to {path}: there is no such folder")
-    if args.plot is not None:
-        check_plot_can_be_drawn(args.plot)
+    return policies
 
 
 def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:
@@ -189,6 +183,16 @@ def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:
     if per_token < 1:
         raise ConfigurationError(f"{args.model} keeps nothing for each token: give capacities in blocks")
     return per_token * trace.block_tokens
+
+
+def _tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> Tiers:
+    device, below, flops = _device_tier(args, block_bytes), _tier_below(args, block_bytes), flops_of(args)
+    if args.below_rate is not None and below is None:
+        raise ConfigurationError("--below-rate is for a tier below the host: give --below")
+    rates = rates_of(args, trace, block_bytes, flops, args.below_rate)
+    if rates is not None and below is not None and args.below_rate is None:
+        raise ConfigurationError("what a tier below saves follows from its rate: give --below-rate, too")
+    return Tiers(device, below, flops, rates)
 
 
 def _device_tier(args: argparse.Namespace, block_bytes: int | None) -> DeviceTier | None:
@@ -223,9 +227,9 @@ def _check_below_fits(below: BelowTier | None, hosts: Sequence[HostTier]) -> Non
 def _host_tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> list[HostTier]:
     """A host tier for each capacity; its policy is set later."""
     if args.capacity is None:
-        capacities = {max(1, trace.different_blocks // part) for part in DEFAULT_PARTS}
+        capacities = {round_capacity(trace.different_blocks // part, block_bytes) for part in DEFAULT_PARTS}
     else:
-        capacities = {parse_capacity(text, block_bytes) for text in args.capacity.split(",")}
+        capacities = {parse_capacity(text, block_bytes) for text in names_of(args.capacity, "--capacity")}
     return [
         HostTier(capacity, store_after=args.store_after, min_store_tokens=args.min_store_tokens)
         for capacity in sorted(capacities)
@@ -247,7 +251,8 @@ def _replay_all(
             for policy in policies
         ]
     at_eviction = [_at_eviction(trace, host, tiers) for host in hosts if tiers.blocks_beside()]
-    return outcomes, References(Ratios.of(replay_ideal(trace), trace), clairvoyant, at_eviction)
+    ideal = Ratios.of(replay_ideal(trace), trace, tiers.even_depth)
+    return outcomes, References(ideal, clairvoyant, at_eviction)
 
 
 def _replay(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
@@ -262,7 +267,13 @@ def _replay(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
     outcome = _outcome(trace, host, tiers, tally, meter)
     if tiers.rates is None:
         return outcome
-    return replace(outcome, seconds_saved=tiers.rates.saved(tally.loaded_blocks, tally.below_loaded_blocks))
+    seconds = tiers.rates.saved(tally.loaded, tally.loaded_blocks, tally.below_loaded_blocks)
+    return replace(
+        outcome,
+        seconds_saved=seconds,
+        share_saved=seconds / tiers.rates.seconds(trace.work),
+        money_saved=tiers.rates.money(seconds),
+    )
 
 
 def _clairvoyant(future: Future, host: HostTier, tiers: Tiers) -> Outcome:
@@ -276,7 +287,7 @@ def _at_eviction(trace: Trace, host: HostTier, tiers: Tiers) -> tuple[int, Ratio
     """Of two tiers, the lower of which is the lowest here, and the upper as large as all above that."""
     lower = host.capacity if tiers.below is None else tiers.below.capacity
     upper = host.capacity + tiers.blocks_beside() - lower
-    return host.capacity, Ratios.of(replay_at_eviction(trace, lower, upper), trace)
+    return host.capacity, Ratios.of(replay_at_eviction(trace, lower, upper), trace, tiers.even_depth)
 
 
 def _outcome(trace: Trace, host: HostTier, tiers: Tiers, tally: Tally, meter: Meter) -> Outcome:
@@ -287,16 +298,9 @@ def _outcome(trace: Trace, host: HostTier, tiers: Tiers, tally: Tally, meter: Me
         device_capacity=None if device is None else device.capacity,
         offload=None if device is None else device.offload,
         tally=tally,
-        ratios=Ratios.of(tally, trace),
+        ratios=Ratios.of(tally, trace, tiers.even_depth),
         trace_blocks=trace.blocks,
         seconds=meter.seconds,
         below_capacity=None if below is None else below.capacity,
         below_offload=None if below is None else below.mode(host),
     )
-
-
-def _write_json(path: str, values: dict[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error

@@ -26,6 +26,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
+from cpu_prefix_cache.replay.seconds_saved import Work
 from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
@@ -42,14 +43,14 @@ def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Me
             tally.count(request, hit, trace.block_tokens)
     now = engine.cache.statistics()
     tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks = now.chunks_loaded
+    tally.loaded_blocks, tally.loaded = now.chunks_loaded, engine.loaded
     tally.evictions = now.pool.evictions
     tally.lost_before_store = now.lost_before_store
     return tally
 
 
 class ReplayEngine:
-    """An engine that serves one request at a time. Its steps take no time."""
+    """An engine that serves one request at a time. Its steps take no time. `loaded` is what the host saved it."""
 
     block_bytes = 1  # nothing is copied
 
@@ -58,6 +59,7 @@ class ReplayEngine:
         self.block_tokens = trace.block_tokens
         self._step_blocks = max(1, horizon // 2)  # blocks that lazy stores have covered before each step
         self._served = 0
+        self.loaded = Work()
         longest = max(len(request.keys) for request in trace.requests)
         block = Group(
             name="blocks", kind=GroupKind.PREFIX, block_tokens=trace.block_tokens, block_bytes=self.block_bytes
@@ -93,6 +95,8 @@ class ReplayEngine:
         running = _Running(self, prompt, on_device, request.now)
         if isinstance(answer, Hit):
             running.load(answer.boundary, request.now)
+            stop = running.blocks * self.block_tokens
+            self.loaded.add(on_device * self.block_tokens, min(stop, request.tokens))
         else:
             self.cache.admit(prompt, on_device * self.block_tokens, now=request.now)
         hit = running.blocks
