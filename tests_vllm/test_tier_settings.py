@@ -8,12 +8,13 @@ import torch
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.tier.owner import MARK
+from connector.tier.weights import weights_of
 from connector.vllm import rank_tier, ranks, regions, versions
 from connector.vllm.messages import StepMetadata, WorkerReports
-from connector.vllm.rank_tier import MARK, Onlooker
+from connector.vllm.rank_tier import Onlooker
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
-from connector.vllm.weights import weights_of
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import CHUNK, Label
@@ -192,38 +193,35 @@ def test_what_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
     assert of() == of() == of(offload="eager", bytes=2 * SIZE)
 
 
-class Model:
-    """A model_config, of a folder or of a hub."""
-
-    def __init__(self, model, revision=None, commit=None):
-        self.model, self.revision = str(model), revision
-        self.hf_config = SimpleNamespace(_commit_hash=commit)
+def weights(model, revision=None, commit=None):
+    """Of a folder or of a model of a hub."""
+    return weights_of(str(model), SimpleNamespace(_commit_hash=commit), revision)
 
 
 def test_weights_in_a_folder_are_known_by_names_sizes_and_times(tmp_path):
     first, second = tmp_path / "model-1.safetensors", tmp_path / "part" / "model-2.safetensors"
     second.parent.mkdir()
     first.write_bytes(b"1")
-    seen = [weights_of(Model(tmp_path))]
+    seen = [weights(tmp_path)]
     second.write_bytes(b"2")
-    seen.append(weights_of(Model(tmp_path)))
+    seen.append(weights(tmp_path))
     second.write_bytes(b"22")
-    seen.append(weights_of(Model(tmp_path)))
+    seen.append(weights(tmp_path))
     time = first.stat().st_mtime_ns + 1
     __import__("os").utime(first, ns=(time, time))
-    seen.append(weights_of(Model(tmp_path)))
+    seen.append(weights(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    assert weights_of(Model(tmp_path)) == seen[-1]
+    assert weights(tmp_path) == seen[-1]
     assert len(set(seen)) == len(seen)
 
 
 def test_weights_of_a_hub_are_known_by_their_commit():
     commit = "0123456789abcdef" * 2 + "01234567"
-    assert weights_of(Model("org/model", commit=commit)) == f"commit {commit}"
-    assert weights_of(Model("org/model", revision=commit)) == f"commit {commit}"
+    assert weights("org/model", commit=commit) == f"commit {commit}"
+    assert weights("org/model", revision=commit) == f"commit {commit}"
     for revision in (None, "main"):
         with pytest.raises(ConfigurationError, match=r"'org/model' has.*give the tier a revision"):
-            weights_of(Model("org/model", revision=revision))
+            weights("org/model", revision=revision)
 
 
 def test_each_engine_under_data_parallelism_has_a_folder(tmp_path, path):

@@ -1,4 +1,5 @@
 """Adapters to other software, one package each.
 
-`vllm` translates vLLM's connector calls and decides nothing. `transformers` is a small engine for Hugging Face models.
+`vllm` and `atom` translate the connector calls of these engines and decide nothing; `tier` is what they share of a tier
+of files. `transformers` is a small engine for Hugging Face models.
 """

@@ -92,6 +92,9 @@ class CPUPrefixCache:
 
     After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good (`is_off`).
 
+    With `waits_for_loads` off, no lookup is Pending because others load (rule 13): for an engine in which a request
+    that waits has its device blocks already.
+
     With `log_boundaries`, `take_events` tells which boundaries can be hit on the host alone. It does not take off what
     groups that look ahead drop from the end of a hit.
 
@@ -113,6 +116,7 @@ class CPUPrefixCache:
         thresholds: Thresholds = NO_THRESHOLDS,
         min_load_tokens: int | None = 0,
         declines: bool = True,
+        waits_for_loads: bool = True,
         log_boundaries: bool = False,
     ) -> None:
         _check(planner, host_blocks, offload, checkpoint_interval)
@@ -131,6 +135,7 @@ class CPUPrefixCache:
         self._ranks = ranks
         self._steps = steps
         self._checkpoint_interval = checkpoint_interval
+        self._waits_for_loads = waits_for_loads
         self._ledger = TransferLedger(ranks)
         self._stores = StorePlanner(self.coordinator, device, self._ledger)
         self._offload = self._new_offload(offload)
@@ -155,13 +160,9 @@ class CPUPrefixCache:
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         if boundary == n0 or self.is_off or boundary - n0 < self.min_load_tokens:
             return MISS
-        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
-        if loading is not None and now < loading.deadline:
-            return Pending(loading.deadline)
-        if not self.planner.has_checkpoints:  # in those, waiting costs hits
-            others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
-            if others and not self._has_room_for(n0, boundary):
-                return Pending(min(others))
+        awaited = self._awaited(request, n0, boundary, now) if self._waits_for_loads else None
+        if awaited is not None:
+            return Pending(awaited)
         return Hit(boundary, self.planner.full_chunks(n0) * self.planner.grid_tokens)
 
     def reserve(self, request: Request, boundary: int) -> Lease | None:
@@ -459,6 +460,17 @@ class CPUPrefixCache:
         )
         self._ledger.add(transfer)
         return transfer
+
+    def _awaited(self, request: Request, n0: int, boundary: int, now: float) -> float | None:
+        """The deadline of the load that a load of tokens [n0, boundary) waits for."""
+        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
+        if loading is not None and now < loading.deadline:
+            return loading.deadline
+        if not self.planner.has_checkpoints:  # in those, waiting costs hits
+            others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
+            if others and not self._has_room_for(n0, boundary):
+                return min(others)
+        return None
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this

@@ -207,7 +207,8 @@ class _Machine(RuleBasedStateMachine):
         for block in hold.blocks:
             waits, may_wait = block in now, block not in in_use
             assert waits == may_wait or self.holds, f"block {block} waits, or not, after its hold ended"
-        ended = [now[block] for block in reversed(hold.blocks) if block in now and not self.waited_before(block)]
+        chunks = [block for block in hold.blocks if block in now and block in self.contents]
+        ended = [now[block] for block in reversed(chunks) if not self.waited_before(block)]
         assert ended == sorted(ended), "a chunk waits behind its ancestors, which are handed out before it"
         if hold.stays != self.stays:  # a place is remembered by the block before it, which may have been used since
             self.stays.update(hold.blocks)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connector.vllm.tier_options import TIER
+from connector.tier.options import TIER
 from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 

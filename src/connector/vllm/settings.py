@@ -11,6 +11,8 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.tier.options import TIER, check_options
+from connector.tier.settings import TierSettings
 from connector.vllm import versions
 from connector.vllm.groups import (
     device_blocks_per_chunk,
@@ -19,8 +21,7 @@ from connector.vllm.groups import (
     planned_group_ids,
     planner_for,
 )
-from connector.vllm.tier_options import TIER, check_options
-from connector.vllm.tier_settings import TierSettings
+from connector.vllm.tier_settings import tier_settings
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner, Thresholds
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
@@ -116,7 +117,7 @@ def _tier(
 ) -> TierSettings | None:
     if option is None:
         return None
-    return TierSettings.of(option, vllm_config, planner, planner.grid_tokens // hashes, regions)
+    return tier_settings(option, vllm_config, planner, planner.grid_tokens // hashes, regions)
 
 
 def _steps(vllm_config: VllmConfig, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> EngineSteps:

@@ -3,28 +3,23 @@
     the engine    release, platform, backend as configured, what the model computes with, tensor and pipeline ranks
     each rank     the order in which its rows lie: vLLM's, because `tensors.py` copies them as they are
 
-The engine's namespace is known to the scheduler, too, and names the folder. The order is known to a rank alone. It is
-in its manifest, and in what its records are sealed with: where it differs, the folder is refused.
+The first is known to the scheduler, too, and names the folder (`connector/tier/namespace.py`).
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.tier.namespace import digest
 from connector.vllm import versions
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
 from cpu_prefix_cache.slab.settings import FileTier
-
-VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")  # of a model's configuration
 
 
 def engine_namespace(
@@ -38,7 +33,7 @@ def engine_namespace(
         "configured backend": versions.configured_backend(vllm_config),
         "model dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "model configuration": _digest(model.hf_config.to_dict()),
+        "model configuration": digest(model.hf_config.to_dict()),
         "drafter": _drafter(vllm_config),
         "tensor parallel ranks": parallel.tensor_parallel_size,
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
@@ -55,26 +50,11 @@ def engine_namespace(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankNamespace(Namespace):
-    """That of a rank: of the engine's folder, with fields of the rank's own."""
-
-    engine_folder: str = ""
-
-    @classmethod
-    def of(cls, engine: Namespace, own: Mapping[str, Value]) -> "RankNamespace":
-        return cls((*engine.fields, *own.items()), engine.folder)
-
-    @property
-    def folder(self) -> str:
-        return self.engine_folder
-
-
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:
     """How rows lie in the host blocks of a rank. `orders` are the rows of each layer's KV here, `layers` vLLM's."""
     lines = list(_lines(kv_cache_config, orders, layers))
     distinct = sorted({line.partition(" ")[2] for line in lines})
-    return f"{'; '.join(distinct)}; {len(lines)} layers {_digest(lines)[:16]}"
+    return f"{'; '.join(distinct)}; {len(lines)} layers {digest(lines)[:16]}"
 
 
 def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> Iterator[str]:
@@ -89,11 +69,4 @@ def _drafter(vllm_config: VllmConfig) -> str:
     speculative, draft = vllm_config.speculative_config, drafter_of(vllm_config)
     if speculative is None or draft is None:
         return ""
-    return f"{speculative.method} {draft.model} {_digest(draft.hf_config.to_dict())}"
-
-
-def _digest(described: Mapping[str, Any] | Sequence[str]) -> str:
-    if isinstance(described, Mapping):
-        described = {name: value for name, value in described.items() if name not in VOLATILE}
-    text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f"{speculative.method} {draft.model} {digest(draft.hf_config.to_dict())}"

@@ -1,58 +1,20 @@
-"""What identifies the weights of a model, so that KV on disk is never served to other ones.
+"""What identifies the weights of an engine's models. One that drafts has KV of its own, and counts, too."""
 
-    a local folder or file    names, sizes and times of change of its weight files
-    a model of a hub          the commit, which vLLM or transformers has resolved
-
-A model that drafts has KV of its own, and counts, too.
-
-Weights of one architecture have the same names and sizes, so the times count, too: a folder that is copied without them
-(`cp` without `-p`) has other weights. If nothing is known, the operator must say a revision.
-"""
-
-import hashlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 
-from cpu_prefix_cache import ConfigurationError
-
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
-COMMIT_DIGITS = 40
+from connector.tier.weights import weights_of
 
 
 def weights_of_all(vllm_config: VllmConfig) -> str:
     """A text that changes with the weights of the model, and of the one that drafts. Raises ConfigurationError."""
     draft = drafter_of(vllm_config)
     of_models = [vllm_config.model_config] if draft is None else [vllm_config.model_config, draft]
-    return ", ".join(map(weights_of, of_models))
+    return ", ".join(weights_of(each.model, each.hf_config, each.revision) for each in of_models)
 
 
 def drafter_of(vllm_config: VllmConfig) -> Any:
     """The configuration of the model that drafts; None without one."""
     speculative = vllm_config.speculative_config
     return None if speculative is None else vars(speculative).get("draft_model_config")
-
-
-def weights_of(model_config: Any) -> str:
-    """A text that changes with the weights. Raises ConfigurationError if nothing says which they are."""
-    files = list(_weight_files(Path(model_config.model)))
-    if files:
-        described = "".join(f"{path.name} {status.st_size} {status.st_mtime_ns}\n" for path, status in files)
-        return f"files {hashlib.sha256(described.encode()).hexdigest()}"
-    commit = vars(model_config.hf_config).get("_commit_hash")
-    for known in (commit, model_config.revision):
-        if known is not None and len(known) == COMMIT_DIGITS and not set(known) - set("0123456789abcdef"):
-            return f"commit {known}"
-    raise ConfigurationError(
-        f"nothing tells which weights {model_config.model!r} has: no weight files are there, and no commit is known; "
-        "give the tier a revision, and another one whenever the weights change"
-    )
-
-
-def _weight_files(path: Path) -> Iterator[tuple[Path, Any]]:
-    there = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for each in there:
-        if each.suffix in SUFFIXES and each.is_file():
-            yield each, each.stat()

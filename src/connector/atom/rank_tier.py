@@ -1,0 +1,72 @@
+"""The tier of one rank: its slab, and what is to be told of it.
+
+Ranks begin together or not at all: if one raises, ATOM does not start. A report is told until a plan has answered it,
+and every REPEAT_SECONDS, since ATOM drops reports when a rank takes long.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from connector.atom.tensors import BoundTensors
+from connector.tier.owner import Owner, open_slab
+from connector.tier.settings import TierSettings
+from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+
+REPEAT_SECONDS = 1.0
+
+
+class TierOfRank:
+    """`region` is the host memory of this rank, and `planner` says what lies in it.
+
+    Raises ConfigurationError when the files cannot be made, or hold other bytes.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        planner: HybridChunkPlanner,
+        bound: BoundTensors,
+        region: torch.Tensor,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        slots = settings.num_slots(planner.host_block_bytes, region.shape[0])
+        own = {"row order": "; ".join(bound.spelled), "device": _name_of(bound.device)}
+        slab = open_slab(settings, own, number=rank, slots=slots, slot_bytes=planner.host_block_bytes)
+        self._owner = Owner(slab, region, planner.pieces, rank)
+        self._clock = clock
+        self._told: TierReport | None = None
+        self._told_at = 0.0
+
+    def run(self, plan: TierPlan) -> None:
+        """Begin one step's transfers."""
+        self._owner.run(plan)
+
+    def news(self) -> TierReport | None:
+        """What the scheduler side may not know yet."""
+        report, now = self._owner.report(), self._clock()
+        is_unanswered = report.transfers.done or report.transfers.failed or report.found
+        if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:
+            return None
+        self._told, self._told_at = report, now
+        return report
+
+    def close(self) -> None:
+        self._owner.close()
+
+
+def rank_here(config: Any) -> int:
+    """The number of this process among the tensor parallel ranks."""
+    if config.tp_world_size == 1:
+        return 0
+    from aiter.dist.parallel_state import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,282 @@
+"""The scheduler half: translates ATOM's calls into calls of CPUPrefixCache. It decides nothing.
+
+    ATOM's call                          becomes
+    get_num_new_matched_tokens           cache.lookup, as if the device had nothing: ATOM has not looked there yet
+    update_state_after_alloc             cache.lookup from where the device's prefix ends; cache.admit, cache.load
+    should_park_for_load_after_alloc     whether that was a load
+    build_connector_meta                 cache.computed, then cache.step
+    process_completions                  cache.report
+    should_defer_free                    cache.preempted: ATOM asks right before it frees the blocks of a request
+    request_finished                     cache.finished
+
+The life of a request that is loaded:
+
+    allocated     it waits, with all of its blocks; those after the device's prefix are destinations
+    awaiting      only where a tier below the host has more of it: until the host has that, or its deadline
+    sent          every rank copies
+    ended         ATOM gives the loaded blocks their hashes, and computes from the boundary on. If the load has failed,
+                  it computes from where the device's prefix ends, into the same blocks
+
+The sources of stores and the destinations of loads have references of their own, so ATOM need not keep a request's
+blocks for them: `should_defer_free` always answers no.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from atom.kv_transfer.disaggregation.base import KVConnectorSchedulerBase
+from atom.kv_transfer.disaggregation.types import KVConnectorOutput
+
+from connector.atom import geometry
+from connector.atom.device import AtomDevice
+from connector.atom.messages import StepMetadata, ready_blocks_of
+from connector.atom.requests import KnownRequests
+from connector.atom.settings import Settings
+from connector.atom.state_device import StateDevice
+from connector.atom.states import States
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Hit, MisuseError, Pending, RankReport, Request
+from cpu_prefix_cache.messages.request import MISS, Answer
+from cpu_prefix_cache.messages.tier import TierReport
+from cpu_prefix_cache.prefix_cache import Resolved
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+
+# ATOM's status of a request that should_park_for_load_after_alloc has stopped, and of one whose client has gone.
+WAITS, ABORTED = "WAITING_FOR_REMOTE_KVS", "ABORTED"
+
+
+class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
+    """A CPUPrefixCache over ATOM's block pool, called by ATOM's scheduler.
+
+    There is no cache until all ranks have reported what a block takes, which they do before the first request.
+
+    Raises ConfigurationError if ATOM's config does not fit.
+    """
+
+    is_producer = False
+    is_offload = True
+
+    def __init__(self, config: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = Settings.of(config)
+        self._config = config
+        self._clock = clock
+        self._block_tokens = geometry.block_tokens(config)
+        self._requests = KnownRequests(self._block_tokens, self._settings.hash)
+        self.cache: CPUPrefixCache | None = None
+        self.tier: TieredCache | None = None  # the cache, if there is a tier
+        self._offered: Any = None  # the sequence that was looked up last, if some of it may be had
+        self._admitted: dict[Any, Any] = {}  # id -> sequence
+        self._loading: dict[int, Any] = {}  # load -> id
+        self._awaiting: dict[Any, Any] = {}  # id -> sequence that waits for what the tier has of it
+        self._unloaded: set[Any] = set()  # ids of those whose wait has ended without a load
+        self._parked: dict[Any, Any] = {}  # id -> sequence that waits for a load, or whose load ATOM has not taken yet
+        self._waiting: Any = None  # ATOM's queue of requests
+        self._block_bytes: tuple[int, ...] | None = None  # as the ranks have reported them
+        self._states = States()
+        self._ready_blocks = 0
+        self._sent: tuple[Any, ...] = ()  # what the last metadata said beside its transfers
+
+    def bind(self, block_manager: Any, waiting: Any) -> None:
+        """These are the blocks and the queue of ATOM's scheduler. When it clears its own prefix cache, this one is
+        reset.
+        """
+        self._waiting = waiting
+        self._states = States.of(block_manager)
+        pool = block_manager.kv
+        self._requests.device = StateDevice(pool, self._states) if self._states.units else AtomDevice(pool)
+        block_manager.clear_cache = partial(self._clear_both, block_manager.clear_cache)
+
+    def reset_cache(self) -> None:
+        """Nothing cached before now may be used again: new weights, for example."""
+        if self.cache is not None:
+            for seq in list(self._awaiting.values()):  # its blocks are from before the reset, so it is among what runs
+                self._end_wait(self.cache, seq, MISS)
+            self.cache.reset()
+            for seq in self._admitted.values():
+                seq.offload_loaded_tokens = seq.num_cached_tokens  # if a load has ended, ATOM would take it in now
+                self._states.forget(seq.id)
+            self._requests.reset(self._admitted.values())
+            self._sent = ()  # the ranks hear of it at once, from an idle engine too: the process may end
+
+    # A request begins
+
+    def get_num_new_matched_tokens(self, seq: Any) -> tuple[int, bool]:
+        self._offered = None
+        if self.cache is None or not self._requests.may_load(seq):
+            return 0, False
+        if self.tier is not None:  # is asked once for each request, when it is known what the device has
+            self._offered = seq
+            return 0, True
+        answer = self.cache.lookup(self._requests.request(seq), 0, self._clock())
+        if not isinstance(answer, Hit):
+            return 0, False
+        self._offered = seq
+        return answer.boundary, True
+
+    def update_state_after_alloc(self, seq: Any) -> None:
+        is_offered, self._offered = self._offered is seq, None
+        request = self._requests.request(seq)  # also without a cache: later ATOM forgets that it has images
+        if self.cache is None:
+            return
+        answer = self._look_up(self.cache, request, seq) if is_offered else MISS
+        if isinstance(answer, Pending):
+            self._awaiting[seq.id] = seq
+        else:
+            self._admit(self.cache, seq, answer)
+
+    def should_park_for_load_after_alloc(self, seq: Any) -> bool:
+        if seq.id not in self._awaiting and not self._loads(seq):
+            return False
+        self._parked[seq.id] = seq
+        return True
+
+    # A step
+
+    def build_connector_meta(self) -> StepMetadata | None:
+        """The plan of a step. None if it is no news for the ranks; ATOM then does not call them."""
+        if self.cache is None:
+            return None
+        self._states.restore()
+        for id in self.cache.due():
+            self.cache.computed(id, self._requests.confirm(self._admitted[id]))
+        if self.tier is not None:
+            self.tier.passed(self._clock())
+        plan = self.cache.step()
+        metadata = StepMetadata(plan, self._ready_blocks, None if self.tier is None else self.tier.plan_below())
+        if not metadata.moves and metadata.said == self._sent:
+            return None
+        self._sent = metadata.said
+        return metadata
+
+    def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """ATOM's output, with the loads and waits that have ended in place of the completions on our channel."""
+        ours = {each for each in output.connector_completions if each.channel == geometry.CHANNEL}
+        output.connector_completions -= ours
+        for completion in ours:
+            self._hear(completion.operation_id)
+        if ours and self.cache is not None:
+            transfers = {each.operation_id: each.succeeded for each in ours if isinstance(each.operation_id, int)}
+            done = frozenset(id for id, succeeded in transfers.items() if succeeded)
+            for resolved in self._report(self.cache, done, frozenset(transfers.keys() - done)):
+                id = self._loading.pop(resolved.id, None)
+                if id in self._admitted:
+                    self._states.load_ended(id, resolved.ok)
+                    (output.finished_loading if resolved.ok else output.failed_loading).add(id)
+        if self.cache is not None:
+            self._end_waits(self.cache, output)
+            self._free_aborted()
+        return output
+
+    def has_pending_work(self) -> bool:
+        """Whether an idle engine must go on asking its ranks, and sending them plans."""
+        is_opening = self.tier is not None and self.tier.tier_statistics().state == "opening"
+        return not self._sent or is_opening or (self.cache is not None and self.cache.has_transfers)
+
+    # A request ends
+
+    def should_defer_free(self, seq: Any) -> bool:
+        """No. If the request was not finished before, ATOM preempts it now."""
+        if self.cache is not None:
+            self._leave(seq, self.cache.preempted)
+        return False
+
+    def request_finished(self, seq: Any) -> None:
+        if self.cache is not None:
+            self._leave(seq, self.cache.finished)
+
+    # Details
+
+    def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
+        """What can be loaded beyond what the device had when the request got its blocks."""
+        return cache.lookup(request, int(seq.num_cached_tokens), self._clock())
+
+    def _admit(self, cache: CPUPrefixCache, seq: Any, answer: Answer) -> None:
+        """The request loads what the answer says. When that has ended, ATOM reads from it how far that was."""
+        n0, now = int(seq.num_cached_tokens), self._clock()
+        boundary = answer.boundary if isinstance(answer, Hit) else n0
+        units = self._states.reserve(seq) if boundary > n0 else []
+        if units is None:
+            boundary = n0  # it is computed
+        self._requests.confirm(seq)
+        self._admitted[seq.id] = seq
+        cache.admit(self._requests.request(seq), n0, boundary, now)
+        if units is not None and boundary > n0:
+            blocks = seq.block_table[n0 // self._block_tokens : boundary // self._block_tokens]
+            self._loading[cache.load(seq.id, boundary, [blocks, *units], now)] = seq.id
+        seq.offload_load_start_tokens, seq.offload_loaded_tokens = n0, boundary
+
+    def _end_waits(self, cache: CPUPrefixCache, output: KVConnectorOutput) -> None:
+        """Requests that wait for what the tier has are looked up again. One that was aborted waits no longer."""
+        for seq in list(self._awaiting.values()):
+            answer = self._look_up(cache, self._requests.request(seq), seq) if seq.status.name == WAITS else MISS
+            if not isinstance(answer, Pending):
+                self._end_wait(cache, seq, answer)
+        output.finished_loading |= self._unloaded
+        self._unloaded.clear()
+
+    def _end_wait(self, cache: CPUPrefixCache, seq: Any, answer: Answer) -> None:
+        """The request loads what the answer says. If that is nothing, it goes on as after a load."""
+        del self._awaiting[seq.id]
+        self._admit(cache, seq, answer)
+        if not self._loads(seq):
+            self._unloaded.add(seq.id)
+
+    def _free_aborted(self) -> None:
+        """ATOM frees the blocks of an aborted request that waited for a load when that request heads its queue. If the
+        head needs these blocks, it would wait for ever.
+        """
+        for id, seq in list(self._parked.items()):
+            if seq.status.name == WAITS or self._loads(seq):
+                continue
+            del self._parked[id]
+            if seq.status.name == ABORTED and seq.block_table:
+                self._waiting.remove(seq)
+                self._waiting.appendleft(seq)
+
+    def _loads(self, seq: Any) -> bool:
+        return seq.id in self._loading.values()
+
+    def _report(self, cache: CPUPrefixCache, done: frozenset[int], failed: frozenset[int]) -> list[Resolved]:
+        """What ATOM has passed on, all ranks have reported."""
+        ranks = range(self._config.tp_world_size)
+        reports = (RankReport(rank, done, failed, self._ready_blocks) for rank in ranks)
+        return [each for report in reports for each in cache.report(report)]
+
+    def _leave(self, seq: Any, tell: Callable[[Any, int], None]) -> None:
+        """A request still has its blocks, and will lose them."""
+        self._awaiting.pop(seq.id, None)
+        self._parked.pop(seq.id, None)
+        if seq.id in self._admitted:
+            tell(seq.id, self._requests.confirm(seq))
+            self._requests.lost_blocks(seq)
+            self._states.forget(seq.id)
+            del self._admitted[seq.id]
+
+    def _hear(self, operation: Any) -> None:
+        """What ranks report besides transfers: of their tiers, how many host blocks are ready, what a block takes."""
+        if isinstance(operation, TierReport) and self.tier is not None:
+            self.tier.report_below(operation)
+        self._ready_blocks = max(self._ready_blocks, ready_blocks_of(operation))
+        block_bytes = geometry.block_bytes_of(operation)
+        if block_bytes is None or block_bytes == self._block_bytes:
+            return
+        if self._block_bytes is not None:
+            raise ConfigurationError(
+                f"the blocks of one rank take {self._block_bytes} bytes and those of another {block_bytes}: the host "
+                "cache keeps them alike; start ATOM without it"
+            )
+        self._block_bytes = block_bytes
+        device = self._requests.device
+        if device is None:
+            raise MisuseError(
+                "the connector does not know ATOM's blocks: call connector.atom.plugin.register at the top level of "
+                "the main module, and select the connector by itself, not as one of several"
+            )
+        self._states.check_bytes(block_bytes)
+        self.cache = self._settings.build(self._settings.planner(block_bytes, self._states.units), device)
+        self.tier = self.cache if isinstance(self.cache, TieredCache) else None
+
+    def _clear_both(self, clear_cache: Callable[[], None]) -> None:
+        clear_cache()
+        self.reset_cache()

@@ -1,0 +1,41 @@
+"""What each rank has to say of itself passes ATOM's aggregator as it is.
+
+ATOM passes a completion on when all ranks have reported the same operation. What a rank says of its tier has the number
+of the rank in it, rates and slots, and is joined by the scheduler half. What its blocks take should be the same on all
+ranks, and if it is not, nobody would hear of it. So these operations are taken out of what each rank has said, and put
+back beside what was joined.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnectorOutput
+
+from connector.atom.geometry import block_bytes_of
+from cpu_prefix_cache.messages.tier import TierReport
+
+Aggregate = Callable[[Any, Sequence[KVConnectorOutput]], KVConnectorOutput]
+
+
+def passing_on(aggregate: Aggregate) -> Aggregate:
+    """ATOM's `KVOutputAggregator.aggregate`, around reports of tiers."""
+
+    @wraps(aggregate)
+    def aggregate_and_pass_on(aggregator: Any, outputs: Sequence[KVConnectorOutput]) -> KVConnectorOutput:
+        taken = [_take(output) for output in outputs]
+        joined = aggregate(aggregator, outputs)
+        joined.connector_completions.update(*taken)
+        return joined
+
+    return aggregate_and_pass_on
+
+
+def _take(output: KVConnectorOutput) -> set[ConnectorCompletion]:
+    reports = {each for each in output.connector_completions if _is_of_one_rank(each.operation_id)}
+    output.connector_completions -= reports
+    return reports
+
+
+def _is_of_one_rank(operation: object) -> bool:
+    return isinstance(operation, TierReport) or block_bytes_of(operation) is not None

@@ -1,0 +1,126 @@
+"""ATOM's BlockPool as a Device, by what a CPUPrefixCache demands of one (`check_device`), and what is ATOM's own."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from cpu_prefix_cache.testing import check_device
+from tests_engines.atom.source import WHY_NOT_REAL
+
+if WHY_NOT_REAL:
+    pytest.skip(WHY_NOT_REAL, allow_module_level=True)
+
+from atom.model_engine.block_pool import BlockPool
+
+from connector.atom.device import AtomDevice
+
+
+def hash_of(key):
+    return int.from_bytes(key[:7], "little")
+
+
+class Trial:
+    """Requests that take blocks, compute and end as ATOM's BlockManager has them do, on the real pool."""
+
+    chunk_blocks = 1
+    remembers = True
+
+    def __init__(self, num_blocks):
+        self.pool = BlockPool(num_blocks)
+        self.device = AtomDevice(self.pool)
+
+    def take(self, keys, cached, tokens):
+        found = [self.device.block(key) for key in keys[:cached]]
+        if self.pool.num_free - sum(not self.pool.is_used(block) for block in found) < len(keys) - cached:
+            return None
+        for block in found:
+            self.pool.claim(block)
+        return SimpleNamespace(keys=keys, table=found + [self.hand_out() for _ in keys[cached:]], computed=cached)
+
+    def hand_out(self):
+        block = self.pool.pop()
+        self.pool.allocate(block)
+        return block
+
+    def blocks(self, request):
+        return [[block] for block in request.table]
+
+    def computed(self, request, chunks):
+        for block, key in list(zip(request.table, request.keys, strict=True))[request.computed : chunks]:
+            self.pool.publish(block, hash_of(key), list(key))
+            if self.remembers:
+                self.device.remember(block, key)
+        request.computed = max(request.computed, chunks)
+
+    def free(self, request):
+        for block in reversed(request.table):
+            self.pool.free(block)
+
+
+def test_a_block_pool_is_a_device():
+    check_device(lambda: Trial(7))
+
+
+def test_the_check_sees_a_device_that_puts_nothing_back():
+    class Forgetful(Trial):
+        def __init__(self, num_blocks):
+            super().__init__(num_blocks)
+            self.device._put_behind = lambda followers: None
+
+    with pytest.raises(AssertionError, match="waited before"):
+        check_device(lambda: Forgetful(7), shrink=False)
+
+
+def test_what_atom_holds_and_we_were_not_told_of_has_no_key():
+    class Untold(Trial):
+        remembers = False
+
+    trial = Untold(4)
+    request = trial.take([b"a" * 16, b"b" * 16], 0, ())
+    trial.computed(request, 2)
+    trial.free(request)
+    assert [key for _, key in trial.device.soonest_evicted()] == [None] * 4
+    assert trial.device.find(b"a" * 16) is None
+
+
+def test_a_key_counts_while_the_block_has_its_hash():
+    trial = Trial(2)
+    request = trial.take([b"a" * 16], 0, ())
+    trial.computed(request, 1)
+    (block,) = request.table
+    assert trial.device.find(b"a" * 16) == (block,)
+    trial.free(request)
+    trial.pool.clear_index()  # ATOM's reset
+    assert trial.device.find(b"a" * 16) is None and trial.device.key(block) is None
+
+
+def test_a_second_block_with_the_key_is_found_when_it_is_remembered_after_the_first_is_gone():
+    trial = Trial(2)
+    one, two = (trial.take([b"a" * 16], 0, ()) for _ in range(2))
+    trial.computed(one, 1)
+    trial.computed(two, 1)
+    trial.free(one)
+    trial.hand_out()
+    assert trial.device.find(b"a" * 16) is None
+    trial.device.remember(two.table[0], b"a" * 16)
+    assert trial.device.find(b"a" * 16) == tuple(two.table)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_order_keeps_its_order_through_holds_of_its_front(seed):
+    """A thousand waiting blocks; what lazy offload holds comes back to where it waited."""
+    draw, trial = random.Random(seed), Trial(1000)
+    for at in range(100):
+        keys = [b"%08d%08d" % (at, each) for each in range(10)]
+        request = trial.take(keys, 0, ())
+        trial.computed(request, 10)
+        trial.free(request)
+    order = list(trial.device.soonest_evicted())
+    for _ in range(50):
+        drawn = [block for block, _ in draw.sample(order[:200], 60)]
+        holds = [trial.device.hold(drawn[at : at + 20]) for at in range(0, 60, 20)]
+        draw.shuffle(holds)
+        for hold in holds:
+            trial.device.release(hold)
+        assert list(trial.device.soonest_evicted()) == order

@@ -1,0 +1,84 @@
+"""ATOM finds the connector in all of its processes, and its scheduler tells the connector its blocks."""
+
+import multiprocessing
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests_engines.atom.source import WHY_NOT_REAL, unpacked
+
+if WHY_NOT_REAL:
+    pytest.skip(WHY_NOT_REAL, allow_module_level=True)
+
+from atom.kv_transfer.disaggregation.factory import KVConnectorFactory
+from atom.model_engine.scheduler import Scheduler
+
+from connector.atom.plugin import register
+from connector.atom.scheduler import CPUPrefixCacheScheduler
+from tests_engines.atom.engine import config_of, transfer_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_known():
+    return "cpu_prefix_cache" in KVConnectorFactory._registry
+
+
+def tell(depth, queue):
+    """Whether this process knows the connector, and those that it spawns."""
+    queue.put((depth, is_known()))
+    if depth:
+        child = multiprocessing.get_context("spawn").Process(target=tell, args=(depth - 1, queue))
+        child.start()
+        child.join()
+
+
+MAIN = """
+import multiprocessing, sys
+from tests_engines.atom import source
+{register}
+if __name__ == "__main__":
+    from tests_engines.atom.test_plugin import tell
+    queue = multiprocessing.get_context("spawn").Queue()
+    tell(2, queue)
+    print(sorted(queue.get() for _ in range(3)))
+"""
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_processes_that_atom_spawns_know_the_connector(tmp_path, registers):
+    """An engine's process spawns the ranks' processes; each imports the main module of the program."""
+    main = tmp_path / "main.py"
+    main.write_text(MAIN.format(register="from connector.atom.plugin import register; register()" if registers else ""))
+    path = ":".join(map(str, (ROOT, ROOT / "src", unpacked())))
+    ran = subprocess.run([sys.executable, main], capture_output=True, text=True, env={"PYTHONPATH": path, "PATH": ""})
+    assert ran.stdout.splitlines()[-1] == str([(depth, registers) for depth in range(3)]), ran.stderr
+
+
+def test_the_server_registers_where_spawned_processes_import_it():
+    KVConnectorFactory._registry.pop("cpu_prefix_cache", None)
+    runpy.run_module("connector.atom.serve", run_name="__mp_main__")
+    assert is_known()
+
+
+def test_it_asks_for_no_staging_pool():
+    register()
+    assert not KVConnectorFactory.topology_uses_pd_staging(transfer_config(9))
+
+
+def test_registered_twice_schedulers_are_told_once():
+    register()
+    init = Scheduler.__init__
+    register()
+    assert Scheduler.__init__ is init
+    scheduler = Scheduler(config_of(kv_transfer_config=transfer_config(9)))
+    assert isinstance(scheduler.kv_connector, CPUPrefixCacheScheduler)
+    assert scheduler.kv_connector._requests.device._pool is scheduler.block_manager.kv
+
+
+def test_another_connector_is_left_alone():
+    register()
+    assert Scheduler(config_of(kv_transfer_config={})).kv_connector is None
