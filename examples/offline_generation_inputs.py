@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 
-from connector.transformers import PrefixCachedGenerator, build_model
-from cpu_prefix_cache import ConfigurationError, KVCacheCoordinator
+from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
+from cpu_prefix_cache import ConfigurationError
 
 DOCUMENT_TOKENS = (1_500, 3_600)
 QUESTIONS = [
@@ -118,26 +118,15 @@ def load_documents(count: int, encode: Encode, limit: int) -> dict[str, list[int
 def check_prompt(prompt: Prompt, generator: PrefixCachedGenerator, max_new_tokens: int) -> None:
     """Raise ConfigurationError for a prompt that the generator would refuse."""
     vocabulary = generator.model.config.get_text_config().vocab_size
-    if not prompt.tokens:
-        raise ConfigurationError(f"{prompt.source}: a prompt needs at least one token")
-    if max(prompt.tokens) >= vocabulary:
+    largest = max(prompt.tokens, default=0)
+    if largest >= vocabulary:
         raise ConfigurationError(
-            f"{prompt.source}: the tokenizer gives token {max(prompt.tokens)}, and the model has {vocabulary}"
+            f"{prompt.source}: the tokenizer gives token {largest}, and the model has {vocabulary}"
         )
-    asked = f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens and {max_new_tokens} new ones"
-    if len(prompt.tokens) + max_new_tokens > generator.max_model_len:
-        raise ConfigurationError(f"{asked} are more than the model's {generator.max_model_len}")
-    needed = device_blocks(generator, len(prompt.tokens) + max_new_tokens - 1)  # the last token is never fed back
-    if needed > generator.pool.capacity:
-        raise ConfigurationError(f"{asked} take {needed} device blocks, but the pool has {generator.pool.capacity}")
-
-
-def device_blocks(generator: PrefixCachedGenerator, tokens: int) -> int:
-    """The blocks of the device pool that a request of so many tokens takes."""
-    planner = generator.planner
-    chunks = -(-tokens // planner.grid_tokens)
-    checkpoint = KVCacheCoordinator(planner, generator.pool, on_device=True).num_blocks(chunks)
-    return chunks * planner.device_blocks_per_chunk + checkpoint
+    try:
+        generator.check(prompt.tokens, max_new_tokens)
+    except PromptRefused as error:
+        raise ConfigurationError(f"{prompt.source}: {error}") from error
 
 
 def read_prompts(file: Path) -> list[tuple[str, str]]:

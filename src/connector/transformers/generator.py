@@ -356,6 +356,11 @@ class PrefixCachedGenerator:
         tier = self.tier_statistics() if self._has_tier else None
         return 0 if tier is None else tier.hit_tokens
 
+    def check(self, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """Raise PromptRefused for a prompt, as token ids, that `answer` would refuse with so many new tokens."""
+        self._check_tokens(tokens)
+        self._check_fits(len(tokens), max_new_tokens)
+
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not tokens:
