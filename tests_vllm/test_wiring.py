@@ -222,7 +222,7 @@ def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, method, looka
 
 
 def test_the_cache_hears_of_the_tokens_of_a_decoding_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("connector.vllm.settings.CPUPrefixCache", lambda *args, **options: options)
+    monkeypatch.setattr("connector.tier.cache.CPUPrefixCache", lambda *args, **options: options)
     config = configure(tmp_path)
     config.speculative_config = drafting("eagle")
     assert Settings.of(config, one_group(BLOCKS)).build(None)["steps"].decode_tokens == 4

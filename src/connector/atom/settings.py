@@ -12,6 +12,7 @@ from typing import Any
 
 from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
+from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
@@ -21,9 +22,7 @@ from cpu_prefix_cache import (
     Device,
     EngineSteps,
     HybridChunkPlanner,
-    Thresholds,
 )
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 BYTES = "cpu_bytes_to_use"
 NUMBERS = {  # whole numbers: the least that is allowed, and what they count
@@ -34,7 +33,6 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
 }
 TEXTS = {"offload": OFFLOAD_MODES, "policy": tuple(POLICIES)}
 OPTIONS = (*NUMBERS, *TEXTS, TIER)
-THRESHOLDS = ("store_after", "min_store_tokens")
 FASTEST = "xxh3_128"  # hash of keys that no other process sees
 ROLES = ("offload", "kv_both")
 REPLACING_RUNNER = "atom.rollout.model_runner_ext.RLHFModelRunner"
@@ -84,24 +82,17 @@ class Settings:
 
     def build(self, planner: HybridChunkPlanner, device: Device) -> CPUPrefixCache:
         """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
-        thresholds = {name: value for name, value in self.options.items() if name in THRESHOLDS}
-        rest = {name: value for name, value in self.options.items() if name not in THRESHOLDS}
-        options: dict[str, Any] = dict(
+        tier = None if self.tier is None else tier_settings(self.tier, self.config, planner)
+        return build_cache(
+            *(planner, device, tier, self.options),
             host_blocks=self.host_blocks(planner),
             ready_blocks=0,  # until every rank has reported that some are
             ranks=self.config.tp_world_size,
             steps=_steps(self.config, planner),
             # ATOM decides where it keeps states, so each boundary is asked for one.
             checkpoint_interval=planner.grid_tokens,
-            thresholds=Thresholds(**thresholds),
             waits_for_loads=False,  # in ATOM a request waits with blocks of its own, which it can as well fill
-            **rest,
         )
-        if self.tier is None:
-            return CPUPrefixCache(planner, device, **options)
-        tier = tier_settings(self.tier, self.config, planner)
-        slots = tier.num_slots(planner.host_block_bytes, self.host_blocks(planner))
-        return TieredCache(planner, device, slots=slots, below_offload=tier.said.offload, **options)
 
 
 def _steps(config: Any, planner: HybridChunkPlanner) -> EngineSteps:

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
 from connector.tier.settings import TierSettings
 from connector.vllm import versions
@@ -22,9 +23,8 @@ from connector.vllm.groups import (
     planner_for,
 )
 from connector.vllm.tier_settings import tier_settings
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner, Thresholds
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 BYTES = "cpu_bytes_to_use"
 NUMBERS = {  # whole numbers: the least that is allowed, and what they count
@@ -36,7 +36,6 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
 }
 TEXTS = ("offload", "policy")
 OPTIONS = (*NUMBERS, *TEXTS, TIER)
-THRESHOLDS = ("store_after", "min_store_tokens")
 LOAD_DEADLINE_SECONDS = 30.0
 STUCK_SECONDS = 300.0  # where vLLM cannot be told of a failed load, the engine stops: not for a pause of the machine
 
@@ -95,21 +94,15 @@ class Settings:
 
     def build(self, device: Device) -> CPUPrefixCache:
         """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
-        thresholds = {name: value for name, value in self.options.items() if name in THRESHOLDS}
-        rest = {name: value for name, value in self.options.items() if name not in THRESHOLDS}
-        options: dict[str, Any] = dict(
+        return build_cache(
+            *(self.planner, device, self.tier, self.options),
             host_blocks=self.host_blocks,
             ready_blocks=0,  # until every rank has reported its region
             ranks=self.ranks,
             steps=self.steps,
-            thresholds=Thresholds(**thresholds),
             log_boundaries=self.publishes_events,
-            **{"min_load_tokens": None, **rest},
+            min_load_tokens=None,
         )
-        if self.tier is None:
-            return CPUPrefixCache(self.planner, device, **options)
-        slots = self.tier.num_slots(self.planner.host_block_bytes, self.host_blocks)
-        return TieredCache(self.planner, device, slots=slots, below_offload=self.tier.said.offload, **options)
 
 
 def _tier(
