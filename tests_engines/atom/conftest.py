@@ -3,7 +3,10 @@
 Kernels run in Triton's interpreter. It must be told so before anything imports it, as ATOM does.
 """
 
+import logging
 import os
+
+import pytest
 
 if os.environ.get("COPIER_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -11,3 +14,24 @@ if os.environ.get("COPIER_DEVICE", "cpu") == "cpu":
 from tests_engines.atom import source  # noqa: F401
 
 collect_ignore = ["engine.py", "mends.py", "simulation.py"]  # they import the real one
+
+
+@pytest.fixture
+def quiet():
+    """Failed copies and prefills are logged by the thousand."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """How the copiers of ranks that are made from now on behave."""
+    import connector.atom.worker
+    from tests_engines.atom.simulation import troubled  # the real ATOM, as those who ask for this have
+
+    def behave(wrap):
+        choose = connector.atom.worker.choose_copier
+        monkeypatch.setattr(connector.atom.worker, "choose_copier", troubled(choose, wrap))
+
+    return behave

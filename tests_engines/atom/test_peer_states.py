@@ -4,8 +4,6 @@ Theirs saves a *sidecar*, the copy of a slot, beside the blocks of a prefix; our
 blocks. ATOM keeps one after 16 tokens and their multiples here, and where a second prompt leaves a first.
 """
 
-import logging
-
 import pytest
 
 from tests_engines.atom.source import WHY_NOT_REAL
@@ -21,7 +19,6 @@ from tests_engines.atom.test_peer_cases import Mute
 from tests_engines.atom.test_states import (
     FailingLoads,
     check_at_rest,
-    copies,  # noqa: F401  # a fixture
     engine_of,
     keys,
     serve,
@@ -31,12 +28,7 @@ from tests_engines.atom.test_stories import engine_of as engine_without_states
 
 PROMPT = list(range(100, 135))  # a state after 32 tokens, and three more
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def evict(engine):
@@ -59,7 +51,7 @@ class FailingStores(MeddlingCopier):
         super().__init__(copier)
         self.left = 2
 
-    def copy(self, direction, copies):  # noqa: F811
+    def copy(self, direction, copies):
         if direction is Direction.STORE and self.left and any(copy.group for copy in copies):
             self.left -= 1
             raise RuntimeError("this store fails")
@@ -150,7 +142,7 @@ def test_a_load_fills_the_slot_of_its_request():
     check_at_rest(engine)
 
 
-def test_what_a_failed_load_has_read_is_gone_and_is_stored_anew(copies):  # noqa: F811
+def test_what_a_failed_load_has_read_is_gone_and_is_stored_anew(copies):
     """test_stateful_load_failure_evicts_committed_boundary_idempotently."""
     copies(FailingLoads)
     engine = engine_of()
@@ -228,7 +220,7 @@ def test_a_state_is_not_stored_twice():
     check_at_rest(engine)
 
 
-def test_a_store_that_failed_is_no_hit_and_is_tried_again(copies):  # noqa: F811
+def test_a_store_that_failed_is_no_hit_and_is_tried_again(copies):
     """test_sidecar_save_failure_clears_inflight_without_committing,
     test_failed_terminal_sidecar_does_not_pin_or_retry_finished_request.
     """
@@ -255,7 +247,7 @@ def test_a_state_is_there_when_all_ranks_have_it():
     assert hit(engine, PROMPT) == 32
 
 
-def test_one_rank_that_fails_is_enough(copies):  # noqa: F811
+def test_one_rank_that_fails_is_enough(copies):
     """test_tp_sidecar_failure_prevents_commit_after_all_workers_terminal."""
     ranks = []
     copies(lambda copier, tensors: ranks.append(0) or (FailingStores(copier, tensors) if len(ranks) == 2 else copier))

@@ -3,7 +3,6 @@
 ATOM_REQUESTS is how many each variant has, ATOM_SEEDS how many seeds.
 """
 
-import logging
 import os
 
 import pytest
@@ -18,13 +17,7 @@ from tests_engines.atom.simulation import CONTROL, VARIANTS, simulate
 
 REQUESTS, SEEDS = int(os.environ.get("ATOM_REQUESTS", "200")), int(os.environ.get("ATOM_SEEDS", "1"))
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Failed copies and prefills are logged by the thousand."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))

@@ -3,7 +3,6 @@
 ATOM keeps a state every 16 tokens here, in three blocks.
 """
 
-import logging
 import os
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ if WHY_NOT_REAL:
 from atom.model_engine.scheduler import Scheduler
 from atom.model_engine.state_runtime import StateRuntime, StateTransfer
 
-import connector.atom.worker
 from connector.atom import geometry
 from connector.atom.states import States
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
@@ -26,7 +24,7 @@ from tests.faults import CorruptingCopier, MeddlingCopier
 from tests.troubled_copiers import COPIERS, LateCopier
 from tests_engines.atom import mends
 from tests_engines.atom.engine import transfer_config
-from tests_engines.atom.simulation import CONTROL, simulate, troubled
+from tests_engines.atom.simulation import CONTROL, simulate
 from tests_engines.atom.state_engine import LAYOUT, StateEngine, spec_of, state_config
 from tests_engines.atom.state_simulation import STATE_VARIANTS, StateSimulation
 
@@ -34,23 +32,7 @@ REQUESTS, SEEDS = int(os.environ.get("ATOM_REQUESTS", "100")), int(os.environ.ge
 PROMPT = list(range(100, 140))  # ten blocks; ATOM keeps a state after 32 tokens
 PAGES, STATES = 0, 1  # groups on the ranks
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-@pytest.fixture
-def copies(monkeypatch):
-    """How the copiers of ranks that are made from now on behave."""
-
-    def behave(wrap):
-        choose = connector.atom.worker.choose_copier
-        monkeypatch.setattr(connector.atom.worker, "choose_copier", troubled(choose, wrap))
-
-    return behave
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def engine_of(offload="eager", device_blocks=24, ranks=1, defers=False, **options):

@@ -20,21 +20,9 @@ from tests.faults import MeddlingCopier
 from tests.troubled_copiers import COPIERS, LateCopier
 from tests_engines.atom import mends
 from tests_engines.atom.engine import EOS, POISON, Engine, config_of, transfer_config
-from tests_engines.atom.simulation import troubled
 
 PROMPT = list(range(100, 140))  # ten blocks
 DEVICE = 16  # blocks
-
-
-@pytest.fixture
-def copies(monkeypatch):
-    """How the copiers of ranks that are made from now on behave."""
-
-    def behave(wrap):
-        choose = connector.atom.worker.choose_copier
-        monkeypatch.setattr(connector.atom.worker, "choose_copier", troubled(choose, wrap))
-
-    return behave
 
 
 def engine_of(offload="eager", device_blocks=DEVICE, ranks=1, defers=False, **options):

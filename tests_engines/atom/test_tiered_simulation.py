@@ -3,7 +3,6 @@
 ATOM_REQUESTS is how many each variant has, ATOM_SEEDS how many seeds.
 """
 
-import logging
 import os
 
 import pytest
@@ -17,13 +16,7 @@ from tests_engines.atom.tiered_simulation import CONTROL, VARIANTS, simulate_ove
 
 REQUESTS, SEEDS = int(os.environ.get("ATOM_REQUESTS", "100")), int(os.environ.get("ATOM_SEEDS", "1"))
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Failed copies and prefills are logged by the thousand."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
