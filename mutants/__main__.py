@@ -3,8 +3,11 @@
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,6 +15,8 @@ from tqdm import tqdm
 from mutants.faults import Content, Fault
 from mutants.sample import by_file, draw, population, read, write
 from mutants.trial import Outcome, Trial
+
+_trial: Trial
 
 
 def main() -> None:
@@ -24,10 +29,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         trial = Trial(options.root, Path(scratch), options.examples)
         print(f"{len(chosen)} of {len(faults)} faults, {len(trial.seconds)} tests", flush=True)
-        for fault in tqdm(chosen, disable=None):
-            if fault.content not in outcomes:
-                outcomes[fault.content] = trial.run(fault)
-                _keep(options.results, fault, outcomes[fault.content])
+        new = [fault for fault in chosen if fault.content not in outcomes]
+        for fault, outcome in tqdm(_tried(trial, new, options.jobs), total=len(new), disable=None):
+            outcomes[fault.content] = outcome
+            _keep(options.results, fault, outcome)
     _print(chosen, outcomes, gone)
 
 
@@ -39,8 +44,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="write the faults to this file, for --list on another day")
     parser.add_argument("--results", type=Path, help="JSON lines, one a fault; a run that was cut off goes on")
     parser.add_argument("--examples", type=float, default=1 / 3, help="share of the examples of property tests")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree")
     return parser.parse_args()
+
+
+def _tried(trial: Trial, faults: list[Fault], jobs: int) -> Iterator[tuple[Fault, Outcome]]:
+    fork = multiprocessing.get_context("fork")  # a trial is not copied to its processes
+    with ProcessPoolExecutor(jobs, mp_context=fork, initializer=_start, initargs=(trial,)) as processes:
+        yield from zip(faults, processes.map(_try, faults), strict=True)
+
+
+def _start(trial: Trial) -> None:
+    global _trial  # of a process of the pool
+    _trial = trial.of_this_process()
+
+
+def _try(fault: Fault) -> Outcome:
+    return _trial.run(fault)
 
 
 def _earlier(results: Path | None) -> dict[Content, Outcome]:

@@ -6,6 +6,7 @@ shrinking. The first failure ends it. Each test has a limit of processor time, f
 endless loop ends and counts as seen.
 """
 
+import copy
 import dataclasses
 import json
 import os
@@ -49,6 +50,7 @@ class Trial:
     """`seconds` of processor time that each test of the tree took, and who runs which line."""
 
     def __init__(self, root: Path, scratch: Path, share: float) -> None:
+        self._scratch = scratch
         self._root = scratch / "tree"
         self._output = scratch / "output"
         self._share = share
@@ -62,6 +64,14 @@ class Trial:
         for file in data.measured_files():
             lines = data.contexts_by_lineno(file)
             self._runs[str(Path(file).relative_to(self._root))] = {line: set(tests) for line, tests in lines.items()}
+
+    def of_this_process(self) -> "Trial":
+        """The same trial in a tree of its own, so that several processes try faults at once."""
+        own = copy.copy(self)
+        own._root = self._scratch / f"{os.getpid()}" / "tree"
+        own._output = self._scratch / f"{os.getpid()}" / "output"
+        shutil.copytree(self._root, own._root)
+        return own
 
     def tests_of(self, fault: Fault) -> list[str]:
         """Tests in the order in which they run: examples that run the statement, then properties of its function."""
