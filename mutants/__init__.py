@@ -1,9 +1,9 @@
-"""Mutation testing of the deciding half: put one fault into a copy of the tree, run the tests, print who was not seen.
+"""Mutation testing: put one fault into a copy of the tree, run the tests, print who was not seen.
 
     python -m mutants --seed 1 --count 300
 
-`faults.py` finds what can be done wrong to each statement, `sample.py` draws from that and finds a list again after
-code has moved, `trial.py` runs the tests that cover a fault.
+`subjects.py` says which code is judged by which tests, `faults.py` finds what can be done wrong to each statement,
+`sample.py` draws from that and finds a list again after code has moved, `trial.py` runs the tests that cover a fault.
 
 Written here because no library samples, drops statements and knows a mutant again in another file: mutmut, the nearest
 (coverage first, forks, limits on processor time), has none of the three and numbers mutants by module; cosmic-ray runs

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from mutants.faults import Content, Fault
 from mutants.sample import by_file, draw, population, read, write
+from mutants.subjects import SUBJECTS
 from mutants.trial import Outcome, Trial
 
 _trial: Trial
@@ -21,13 +22,14 @@ _trial: Trial
 
 def main() -> None:
     options = _options()
-    faults = population(options.root)
+    subject = SUBJECTS[options.of]
+    faults = population(options.root, subject)
     chosen, gone = read(options.list, faults) if options.list else (draw(faults, options.seed, options.count), [])
     if options.write:
         write(options.write, chosen)
     outcomes = _earlier(options.results)
     with tempfile.TemporaryDirectory() as scratch:
-        trial = Trial(options.root, Path(scratch), options.examples)
+        trial = Trial(options.root, subject, Path(scratch), options.examples)
         print(f"{len(chosen)} of {len(faults)} faults, {len(trial.seconds)} tests", flush=True)
         new = [fault for fault in chosen if fault.content not in outcomes]
         for fault, outcome in tqdm(_tried(trial, new, options.jobs), total=len(new), disable=None):
@@ -38,6 +40,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__)
+    parser.add_argument("--of", choices=SUBJECTS, default="deciding", help="what is judged")
     parser.add_argument("--seed", type=int, default=1, help="which faults are drawn")
     parser.add_argument("--count", type=int, default=100, help="how many")
     parser.add_argument("--list", type=Path, help="take the faults of this file and draw none")

@@ -11,15 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 
 from mutants.faults import Content, Fault, faults_of
-
-DECIDING = "src/cpu_prefix_cache"
-NOT_DECIDING = ("copier", "memory", "replay", "bench", "cli.py", "plots.py")
+from mutants.subjects import Subject
 
 
-def population(root: Path) -> list[Fault]:
-    """Every fault of the deciding half in the tree at `root`."""
-    home = root / DECIDING
-    files = sorted(file for file in home.rglob("*.py") if file.relative_to(home).parts[0] not in NOT_DECIDING)
+def population(root: Path, subject: Subject) -> list[Fault]:
+    """Every fault of the subject in the tree at `root`."""
+    files = subject.sources(root)
     return [fault for file in files for fault in faults_of(str(file.relative_to(root)), file.read_text())]
 
 

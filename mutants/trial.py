@@ -19,18 +19,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import coverage
 import hypothesis.stateful  # imported here once, and not again in each fork
 import pytest
 from _pytest.config import default_plugins
-from _pytest.unittest import TestCaseFunction
 
 from mutants.faults import Fault
-from mutants.sample import DECIDING, population
+from mutants.subjects import Subject
+from property_tests.search import search
 
-NOT_ABOUT_IT = ("bench", "connector", "copier", "examples", "memory", "mutants", "replay")  # folders of tests/
 PROPERTIES = "property_tests/"
 MEASURED_SHARE = 0.1  # of a property test's examples, to see which functions it comes through
 MEMORY_BYTES = 6 * 10**9  # a fault may ask for any amount
@@ -49,13 +47,13 @@ class Outcome:
 class Trial:
     """`seconds` of processor time that each test of the tree took, and who runs which line."""
 
-    def __init__(self, root: Path, scratch: Path, share: float) -> None:
+    def __init__(self, root: Path, subject: Subject, scratch: Path, share: float) -> None:
         self._scratch = scratch
         self._root = scratch / "tree"
         self._output = scratch / "output"
         self._share = share
         shutil.copytree(root, self._root, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
-        if _forked(lambda: _measure(self._root, scratch), self._output) != 0:
+        if _forked(lambda: _measure(self._root, subject, scratch), self._output) != 0:
             raise SystemExit("the tests fail without a fault:\n" + self._output.read_text()[-4000:])
         self.seconds: dict[str, float] = json.loads((scratch / "seconds.json").read_text())
         self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
@@ -135,14 +133,10 @@ def _pytest(root: Path, files: Sequence[str], plugin: object) -> int:
     return int(pytest.main(["-x", "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
 
 
-def _measure(root: Path, scratch: Path) -> int:
+def _measure(root: Path, subject: Subject, scratch: Path) -> int:
     """Every test once; writes coverage, and seconds of each test."""
-    tests = [file for file in (root / "tests").rglob("test_*.py") if file.parent.name not in NOT_ABOUT_IT]
-    tests += (root / "property_tests").rglob("test_*.py")
-    tests += {root / fault.file for fault in population(root)}  # their doctests
-    tests += [root / "README.md"] if (root / "README.md").exists() else []
-    plugin = _Measuring(root, scratch)
-    return _pytest(root, sorted(str(file.relative_to(root)) for file in tests), plugin)
+    plugin = _Measuring([str(root / folder) for folder in subject.code], scratch)
+    return _pytest(root, [str(file.relative_to(root)) for file in subject.test_files(root)], plugin)
 
 
 def _run(root: Path, tests: Sequence[str], limits: dict[str, float], share: float, answer: Path) -> int:
@@ -157,9 +151,9 @@ def _limit_processor_time(seconds: float) -> None:
 
 
 class _Measuring:
-    def __init__(self, root: Path, scratch: Path) -> None:
+    def __init__(self, code: list[str], scratch: Path) -> None:
         self._scratch = scratch
-        self._coverage = coverage.Coverage(data_file=str(scratch / "coverage"), source=[str(root / DECIDING)])
+        self._coverage = coverage.Coverage(data_file=str(scratch / "coverage"), source=code)
         self._seconds: dict[str, float] = {}
 
     def pytest_configure(self) -> None:
@@ -213,19 +207,6 @@ class _Chosen:
 
 
 def _search(items: Sequence[pytest.Item], share: float) -> None:
-    """Has property tests search `share` of their examples, always the same ones, and not shrink what they find."""
-    tests: set[Any] = {item.cls if isinstance(item, TestCaseFunction) else getattr(item, "obj", None) for item in items}
-    for test in tests:
-        for name in ("settings", "_hypothesis_internal_use_settings"):  # of a state machine, of a function
-            if isinstance(own := getattr(test, name, None), hypothesis.settings):
-                setattr(test, name, _quick(own, share))
-
-
-def _quick(settings: hypothesis.settings, share: float) -> hypothesis.settings:
-    return hypothesis.settings(
-        settings,
-        max_examples=max(1, round(settings.max_examples * share)),
-        derandomize=True,
-        database=None,
-        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-    )
+    """Searches a share of the examples, always the same ones, and does not shrink what is found."""
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    search(items, share, derandomize=True, database=None, phases=phases)

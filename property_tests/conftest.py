@@ -1,10 +1,21 @@
-"""One Hypothesis profile for all machines: small pools, many short stories, no clock."""
+"""One Hypothesis profile for all machines: small pools, many short stories, no clock.
+
+`EXAMPLES=7 python -m pytest property_tests` searches seven times as far, and says how many steps the machines ran.
+"""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine
+
+from property_tests.search import search
 
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: Triton reads it as it decorates
+
+STEPS = pytest.StashKey[int]()
 
 settings.register_profile(
     "core",
@@ -17,3 +28,28 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("core")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "EXAMPLES" in os.environ:
+        search(items, float(os.environ["EXAMPLES"]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _counted_steps(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Counts the rules that state machines run in this process."""
+    check = RuleBasedStateMachine.check_invariants
+    pytestconfig.stash[STEPS] = 0
+
+    def count(machine: RuleBasedStateMachine, *arguments: Any) -> None:
+        pytestconfig.stash[STEPS] += 1
+        check(machine, *arguments)
+
+    RuleBasedStateMachine.check_invariants = count
+    yield
+    RuleBasedStateMachine.check_invariants = check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if "EXAMPLES" in os.environ:
+        terminalreporter.write_line(f"{config.stash.get(STEPS, 0):,} steps of state machines")

@@ -9,6 +9,7 @@ import pytest
 
 from mutants.faults import Fault, faults_of
 from mutants.sample import draw, population, read, write
+from mutants.subjects import SUBJECTS
 
 HOME = Path(__file__).parents[2]
 TINY = """
@@ -115,7 +116,7 @@ def test_every_fault_can_be_compiled_and_changes_its_statement_alone() -> None:
 
 
 def test_a_draw_is_that_of_its_seed(tree: Path) -> None:
-    faults = population(tree)
+    faults = population(tree, SUBJECTS["deciding"])
     assert draw(faults, 1, 5) == draw(list(reversed(faults)), 1, 5) == draw(faults, 1, 7)[:5]
     assert draw(faults, 1, 5) != draw(faults, 2, 5)
     assert len({fault.lines.start for fault in draw(faults, 1, 1000)}) == len(draw(faults, 1, 1000))
@@ -123,12 +124,12 @@ def test_a_draw_is_that_of_its_seed(tree: Path) -> None:
 
 def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
     tiny = tree / "src/cpu_prefix_cache/tiny.py"
-    before = population(tree)
+    before = population(tree, SUBJECTS["deciding"])
     write(tree / "list.json", before)
     (tree / "src/cpu_prefix_cache/room").mkdir()
     (tree / "src/cpu_prefix_cache/room/larger.py").write_text("\n\n\n" + TINY.replace("return n + 1", "return n + 3"))
     tiny.unlink()
-    found, gone = read(tree / "list.json", population(tree))
+    found, gone = read(tree / "list.json", population(tree, SUBJECTS["deciding"]))
     assert {fault.content[1:] for fault in found} == {
         fault.content[1:] for fault in before if fault.function != "never"
     }
@@ -138,7 +139,7 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
 
 def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Path) -> None:
     def only(part: str) -> Fault:
-        (fault,) = [fault for fault in population(tree) if part in str(fault)]
+        (fault,) = [fault for fault in population(tree, SUBJECTS["deciding"]) if part in str(fault)]
         return fault
 
     expected = {

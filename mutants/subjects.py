@@ -1,0 +1,50 @@
+"""What can be judged: a part of the code, and the tests that should notice a fault in it."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """Folders and files relative to the root of the tree; what is left out is named by a folder or file below them."""
+
+    code: tuple[str, ...]
+    tests: tuple[str, ...]
+    code_left_out: frozenset[str] = frozenset()
+    tests_left_out: frozenset[str] = frozenset()
+
+    def sources(self, root: Path) -> list[Path]:
+        """Python files whose faults are tried."""
+        return sorted(_python_files(root, self.code, self.code_left_out))
+
+    def test_files(self, root: Path) -> list[Path]:
+        """Files with tests; doctests are taken from the sources and from README.md."""
+        tests = [file for file in _python_files(root, self.tests, self.tests_left_out) if file.name.startswith("test_")]
+        return [*tests, *self.sources(root), *root.glob("README.md")]
+
+
+def _python_files(root: Path, folders: tuple[str, ...], left_out: frozenset[str]) -> Iterator[Path]:
+    for folder in folders:
+        for file in (root / folder).rglob("*.py"):
+            if left_out.isdisjoint(file.relative_to(root / folder).parts):
+                yield file
+
+
+SUBJECTS = {
+    "deciding": Subject(
+        code=("src/cpu_prefix_cache",),
+        tests=("tests", "property_tests"),
+        code_left_out=frozenset({"copier", "memory", "replay", "bench", "cli.py", "plots.py"}),
+        tests_left_out=frozenset(
+            {"bench", "connector", "copier", "examples", "memory", "mutants", "packaging", "replay"}
+        ),
+    ),
+    "connectors": Subject(
+        code=("src/connector",),
+        tests=("tests/connector", "tests_engines/atom"),
+        code_left_out=frozenset({"vllm"}),
+    ),
+    # In the environment of `make test-vllm`. Only what runs in the test's own process is seen to cover a line.
+    "vllm": Subject(code=("src/connector/vllm", "src/connector/tier"), tests=("tests_vllm",)),
+}
