@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test test-long lint mutants test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants planted test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -32,6 +32,10 @@ SEED ?= 1
 COUNT ?= 100
 mutants: $(VENV)/installed
 	nice $(BIN)/python -m mutants --seed $(SEED) --count $(COUNT)
+
+# The faults of property_tests/faults, each with the tests that must notice it.
+planted: $(VENV)/installed
+	nice $(BIN)/python -m mutants.planted $(filter-out %/vllm.toml,$(wildcard property_tests/faults/*.toml))
 
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed

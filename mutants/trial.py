@@ -160,7 +160,7 @@ class _Measuring:
         self._coverage.start()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        _search(items, MEASURED_SHARE)
+        search_alike(items, MEASURED_SHARE)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -191,7 +191,7 @@ class _Chosen:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self._order]
         items.sort(key=lambda item: self._order[item.nodeid])
-        _search(items, self._share)
+        search_alike(items, self._share)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._answer.write_text(f"out of time: {nodeid}")
@@ -206,7 +206,7 @@ class _Chosen:
             self._answer.write_text(f"import: {report.nodeid}")
 
 
-def _search(items: Sequence[pytest.Item], share: float) -> None:
+def search_alike(items: Sequence[pytest.Item], share: float) -> None:
     """Searches a share of the examples, always the same ones, and does not shrink what is found."""
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     search(items, share, derandomize=True, database=None, phases=phases)
