@@ -4,6 +4,7 @@
     load       plan the load of those chunks
     allocate   512 blocks, evicting as many
     commit     512 blocks
+    reset      all of the pool, and what the same calls take after it, which drop what it left
 
 Blocks are stored from two loads: new chunks only, and a mix in which every second prompt is used again and every fifth
 was evicted before, so that ARC has as many ghosts as blocks.
@@ -102,8 +103,9 @@ def main() -> None:
     while cache.pool.statistics().free >= RUN:
         insert(cache.pool, rng, RUN)
     new = (rng.randbytes(16 * RUN) for _ in range(2 * options.blocks // RUN))
-    measure_churn("never seen", cache.pool, map(split, new))
-    measure_churn("mix", cache.pool, mix(options.blocks))
+    measure_churn("evicting as many: never seen", cache.pool, map(split, new))
+    measure_churn("evicting as many: mix", cache.pool, mix(options.blocks))
+    measure_reset(cache, rng)
 
 
 def build(blocks: int, policy: str) -> CPUPrefixCache:
@@ -228,9 +230,16 @@ def measure_churn(name: str, pool: BlockPool, prompts: Iterator[list[bytes]]) ->
         blocks += len(missing)
         allocations.append(middle - begin)
         commits.append(end - middle)
-    print(f"\n{RUN} blocks, evicting as many: {name:<12} per block  longest call")
+    print(f"\n{RUN} blocks, {name:<30} per block  longest call")
     for what, seconds in (("touch", touches), ("allocate", allocations), ("commit", commits)):
         print(f"  {what:<38}{1e6 * sum(seconds) / blocks:10.3f} us {1e3 * max(seconds):8.1f} ms")
+
+
+def measure_reset(cache: CPUPrefixCache, rng: random.Random) -> None:
+    cached = cache.pool.statistics().cached
+    print(f"\nreset of {cached:,} chunks {1e3 * timed(cache.reset):26.1f} ms")
+    new = (rng.randbytes(16 * RUN) for _ in range(cached // RUN))
+    measure_churn("after the reset", cache.pool, map(split, new))
 
 
 def measure_memory(blocks: int, policy: str) -> None:

@@ -1,11 +1,12 @@
 """Hit ratios of a generated load of exact repeats: every prompt is asked repeatedly, some much more often than others.
 
-    python benchmarks/repeats.py [--prompts 2000] [--requests 20000] [--exponent 1.0] [--a-second 1.0] [--seed 1]
+    python benchmarks/repeats.py [--prompts 2000] [--requests 20000] [--exponent 1.0] [--a-second 1.0] [--longest 40]
     python benchmarks/repeats.py --write trace.jsonl     and then: cpu-prefix-cache replay trace.jsonl
 
-Prompts of 1 to 40 blocks without common prefixes are drawn by Zipf's law: the n-th with a weight of 1 / n^exponent.
-Requests come at random times. Printed are the hit ratios of each policy, and of `adaptive` without its kinds for
-repeated prompts (REPEATED_OF in eviction/kinds.py), with the difference to the better of LRU and ARC in points.
+Prompts of 1 to `longest` blocks without common prefixes are drawn by Zipf's law: the n-th with a weight of
+1 / n^exponent. Requests come at random times. Printed are the hit ratios of each policy, and of `adaptive` without its
+kinds for repeated prompts (REPEATED_OF in eviction/kinds.py), with the difference to the better of LRU and ARC in
+points.
 """
 
 import argparse
@@ -21,13 +22,12 @@ from cpu_prefix_cache.replay.one_tier import serve
 from cpu_prefix_cache.replay.outcome import Tally
 from cpu_prefix_cache.replay.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
-LONGEST = 40  # blocks
 PARTS = (32, 16, 8, 4, 2)  # capacities: the number of different blocks, divided by each of these
 
 
 def main() -> None:
     options = arguments()
-    load = drawn(options.prompts, options.requests, options.exponent, options.a_second, options.seed)
+    load = drawn(options.prompts, options.requests, options.exponent, options.a_second, options.longest, options.seed)
     if options.write is not None:
         options.write.write_text("".join(json.dumps(line) + "\n" for line in mooncake_lines(load)))
         return
@@ -51,15 +51,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=20_000, help="(default 20000)")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1.0)")
     parser.add_argument("--a-second", type=float, default=1.0, help="requests a second, in the mean (default 1.0)")
+    parser.add_argument("--longest", type=int, default=40, help="prompt, in blocks (default 40)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, help="write the load as a trace in Mooncake's format, and replay nothing")
     return parser.parse_args()
 
 
-def drawn(prompts: int, requests: int, exponent: float, a_second: float, seed: int) -> list[TraceRequest]:
+def drawn(prompts: int, requests: int, exponent: float, a_second: float, longest: int, seed: int) -> list[TraceRequest]:
     chance = random.Random(seed)
     weights = [1 / place**exponent for place in range(1, prompts + 1)]
-    lengths = [chance.randint(1, LONGEST) for _ in range(prompts)]
+    lengths = [chance.randint(1, longest) for _ in range(prompts)]
     keys = [[chance.randbytes(16) for _ in range(length)] for length in lengths]
     now, load = 0.0, []
     for which in chance.choices(range(prompts), weights, k=requests):

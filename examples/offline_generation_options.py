@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from connector.transformers import ARCHITECTURES
+from builtin_models import ARCHITECTURES
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError, GroupKind
+from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.slab.settings import parse_tier
 from offline_generation_report import check_json
@@ -23,6 +24,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, with sizes in bytes. Raises ConfigurationError for what cannot be carried out."""
     options = parse(argv)
     options.host_bytes = parse_bytes(options.host_bytes)
+    policy_of(options.policy)  # raises
     options.tier = None if options.tier is None else parse_tier(options.tier)
     for option in ("device_blocks", "host_bytes", "documents", "rounds", "max_new_tokens"):
         if getattr(options, option) < 1:
@@ -47,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--offload", choices=(*OFFLOAD_MODES, "off"), default="lazy")
-    parser.add_argument("--policy", choices=POLICIES, default="lru")
+    parser.add_argument("--policy", default="lru", help=f"{', '.join(POLICIES)}, or adaptive@N (docs/policies.md)")
     parser.add_argument("--device-blocks", type=int, default=512, help="blocks of 16 tokens in the device pool")
     parser.add_argument("--host-bytes", metavar="SIZE", default="2GiB", help="host memory, such as 2GiB or 500MB")
     parser.add_argument("--tier", metavar="file:PATH:SIZE", help="files below host memory, such as file:/nvme/kv:64GiB")

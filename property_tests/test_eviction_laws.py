@@ -19,7 +19,7 @@ requests = st.lists(st.tuples(prompts, st.booleans()), min_size=4, max_size=25)
     blocks=9,
     story=[(prompt, False) for prompt in ("a", "bbaaaa", "bbbaa", "aaaaa", "abaaa", "b", "aa", "ba")],
 )
-@given(policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(6, 9), story=requests)
+@given(policy=st.sampled_from([*sorted(POLICIES), "adaptive@2"]), blocks=st.integers(6, 9), story=requests)
 def test_a_batch_of_n_is_n_singles(policy: str, blocks: int, story: list[tuple[str, bool]]) -> None:
     """Whether a request allocates its chunks together or one by one: the same ones leave, in the same order."""
     batch, singles = BlockPool(blocks, policy), BlockPool(blocks, policy)

@@ -30,7 +30,7 @@ class LazyEngine:
     The last chunk of each is decoded: the cache hears of it at the end.
     """
 
-    def __init__(self, slots: Any, width: int, *, host_blocks: int = 10_000, **options: int) -> None:
+    def __init__(self, slots: Any, width: int, *, host_blocks: int = 10_000, **options: Any) -> None:
         attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
         self.slots = slots
@@ -92,6 +92,33 @@ def test_what_leaves_next_is_on_the_host_or_on_its_way(width: int, slots: int, s
             assert key in coming or engine.cache.pool.find(key) is not None, f"{key!r} is about to leave"
         if lands:
             engine.lands()
+
+
+@given(
+    slots=st.integers(8, 40),
+    host_blocks=st.integers(1, 6),
+    ahead_blocks=st.integers(2, 8),
+    policy=st.sampled_from(["lru", "arc"]),
+    story=STORY,
+)
+def test_nothing_is_stored_twice_while_it_waits_in_the_stretch(
+    slots: int, host_blocks: int, ahead_blocks: int, policy: str, story: list[Any]
+) -> None:
+    """What a small host evicts meanwhile is not missed before it is used again, or so that something else is."""
+    engine = LazyEngine(
+        QueueSlots(slots), 1, host_blocks=host_blocks, ahead_blocks=ahead_blocks, policy=policy, max_tokens=1_000
+    )
+    stored: set[bytes] = set()  # while in the stretch, and there since
+    for prompt, for_steps, _ in story:
+        engine.comes(prompt, for_steps)
+        engine.end_some()
+        stretch = set(engine.next_to_leave(ahead_blocks))
+        stored &= stretch
+        engine.steps(lands=False)
+        coming = engine.on_its_way()
+        assert stored.isdisjoint(coming), f"{stored & coming} is stored again"
+        stored |= coming & stretch
+        engine.lands()
 
 
 @given(width=st.sampled_from([1, 2, 4]), slots=st.integers(16, 40), story=STORY)

@@ -183,14 +183,16 @@ def test_a_checkpoint_is_what_the_tokens_to_come_read(planner: HybridChunkPlanne
 def test_a_load_fills_what_lies_in_its_chunks(planner: HybridChunkPlanner, start: int, stop: int) -> None:
     assume(start <= stop)
     filled = [
-        group.device_blocks
-        * sum(
-            start * planner.grid_tokens <= block * group.block_tokens
+        [
+            block
             for block in blocks_to_resume(group, stop * planner.grid_tokens)
-        )
+            if start * planner.grid_tokens <= block * group.block_tokens
+        ]
         for group in planner.groups
     ]
-    assert planner.device_blocks(start, stop) == filled
+    assert planner.positions(start, stop) == filled
+    counts = [group.device_blocks * len(blocks) for group, blocks in zip(planner.groups, filled, strict=True)]
+    assert planner.device_blocks(start, stop) == counts
 
 
 # Memory

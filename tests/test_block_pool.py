@@ -188,6 +188,40 @@ def test_reset_takes_all_keys_and_spares_pinned_bytes():
     assert shelf.pool.statistics().free == 4
 
 
+def test_a_reset_that_follows_another_takes_what_came_between_and_no_more():
+    """Blocks that were not handed out meanwhile still show what they were, and nobody sees it."""
+    shelf = Shelf(6)
+    shelf.put("abcd")
+    shelf.pool.reset()
+    shelf.put("ax")
+    pin = shelf.pin("ax")
+    assert shelf.names == {"a", "ax"} and shelf.order == []
+    shelf.pool.reset()
+    shelf.put("abc")
+    assert shelf.names == {"a", "ab", "abc"} and shelf.order == ["abc", "ab", "a"]
+    now = shelf.pool.statistics()
+    assert (now.cached, now.retired, now.free) == (3, 2, 1)
+    shelf.pool.unpin(pin)
+    shelf.put("vwx")
+    assert shelf.names == {"a", "ab", "abc", "v", "vw", "vwx"}
+
+
+def test_a_reset_keeps_what_hangs_above_a_pin_and_frees_its_other_branches():
+    shelf = Shelf(8)
+    for prompt in ("abc", "abd", "ax", "y"):
+        shelf.put(prompt)
+    pins = [shelf.pin("abd"), shelf.pin("ab")]
+    retired = [shelf.at(prompt) for prompt in ("a", "ab", "abd")]
+    shelf.pool.reset()
+    assert shelf.pool.statistics().retired == 3 and shelf.pool.statistics().free == 5
+    assert all(shelf.pool.state(block) is State.RETIRED for block in retired)
+    assert set(shelf.pool.allocate(5)).isdisjoint(retired)
+    for pin, left in zip(pins, (2, 0), strict=True):
+        shelf.pool.unpin(pin)
+        shelf.pool.check_valid()
+        assert shelf.pool.statistics().retired == left
+
+
 def test_a_retired_writer_goes_on_and_ends_with_abort():
     pool = BlockPool(2)
     blocks = pool.allocate(2)

@@ -69,7 +69,7 @@ def test_a_reset_takes_everything_back_and_what_comes_later_is_told_again(engine
     engine.cache.reset()
     engine.device_forgets()
     engine.serves("a")
-    assert engine.cache.take_events() == [removed("ab", "a"), stored("a")]
+    assert engine.cache.take_events() == [removed("a", "ab"), stored("a")]
 
 
 def test_what_a_failed_load_withdraws_is_taken_back(engine):
@@ -138,4 +138,4 @@ def test_chunks_without_blocks_are_told_by_numbers_beyond_the_blocks():
     host.keeps("a")
     assert host.pool.take_events() == [removed("abc"), stored("a")]
     host.pool.reset()
-    assert host.pool.take_events() == [removed("ab", "a")]
+    assert host.pool.take_events() == [removed("a", "ab")]

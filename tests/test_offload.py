@@ -611,14 +611,17 @@ def rests(cache):
     return cache.statistics().work - before
 
 
-def test_what_a_small_host_evicted_is_stored_again_when_the_device_has_gone_on():
+def test_what_a_small_host_evicted_is_stored_again_when_it_was_used_again():
     device, cache = lazy_on_a_queue(24, *"abcdef", host_blocks=2, max_tokens=4 * GRID, report_steps=1)
     device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
-    for taken, stored in [(0, 6), (1, 0), (1, 4)]:  # all of them in turn; then what still waits
+    for taken, used, stored in [(0, "", 6), (1, "", 0), (1, "", 0), (0, "c", 0), (4, "", 0), (4, "", 0), (3, "", 1)]:
         device.take([], 0, taken)
+        if used:
+            runs_and_ends(device, cache, used)
         before = cache.statistics().chunks_stored
         rests(cache)
         assert cache.statistics().chunks_stored - before == stored
+    assert cache.pool.find(b"c") is not None
 
 
 def test_what_hangs_below_what_the_host_evicted_is_walked_once():

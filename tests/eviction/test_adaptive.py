@@ -243,8 +243,13 @@ def test_requests_of_one_moment_grow_old_a_part_in_each_call():
     pool = BlockPool(20_000, "adaptive")
     for number in range(10_000):
         asks_alone(pool, number, number * 1e-6)
-    stand, moved = Buckets._stand, []
-    with mock.patch.object(Buckets, "_stand", lambda *args: moved.append(stand(*args))):
+    move_leaves, moved = Buckets._move_leaves, []
+
+    def counted(buckets, use):
+        moved.extend(use.leaves)
+        move_leaves(buckets, use)
+
+    with mock.patch.object(Buckets, "_move_leaves", counted):
         for hour in range(1, 200):
             began = len(moved)
             pool.touch(None, [b"a"], hour * 3_600.0)

@@ -3,12 +3,16 @@
 That victims come in the right order, whatever happens, is held by property_tests/test_pool_machine.py.
 """
 
+import gc
+import sys
+
 import pytest
 
 from cpu_prefix_cache import POLICIES, BlockPool, PoolExhausted
 from tests.story import Shelf, chain
 
 pytestmark = pytest.mark.parametrize("policy", POLICIES)
+NUM_RINGS = 30  # an end of one is a mark, too
 
 
 def test_childless_chunks_leave_first(policy):
@@ -118,6 +122,51 @@ def test_what_cannot_be_had_is_refused_before_anything_is_learnt(policy):
         shelf.pool.allocate(2, chain("xy"))
     assert before == (shelf.pool.statistics(), shelf.order)
     shelf.pool.check_valid()
+
+
+def test_a_touch_of_before_a_reset_can_be_committed_after_it(policy):
+    """Also one that named a chunk then. It is as old as it was."""
+    shelf = Shelf(4, policy=policy)
+    pool = shelf.pool
+    before = pool.touch(None, chain("ab"), 1.0)
+    pool.commit(pool.allocate(2, chain("ab")), chain("ab"), pool.root, before)
+    pool.reset()
+    shelf.now = 1.0
+    shelf.put("x")
+    pool.commit(pool.allocate(2, chain("ab")), chain("ab"), pool.root, before)
+    pool.check_valid()
+    assert shelf.names == {"a", "ab", "x"}
+    assert policy == "adaptive" or shelf.order == ["ab", "a", "x"]
+
+
+def test_what_a_reset_has_left_goes_when_its_blocks_are_handed_out(policy):
+    """Nothing keeps the keys of before, nor what the policy had of them, and no garbage collection was needed."""
+    pool = BlockPool(60, policy)
+    keys = [bytes([97, at]) * 8 for at in range(40)]
+    gc.disable()
+    try:
+        before = kept_of(keys)
+        for now in range(40):
+            one = keys[now : now + 1]
+            pool.commit(pool.allocate(1, one), one, pool.root, pool.touch(None, one, float(now)))
+        pool.reset()
+        pool.check_valid()
+        del one
+        after_reset = kept_of(keys)
+        pool.abort(pool.allocate(60))
+        pool.check_valid()
+        after_all = kept_of(keys)
+    finally:
+        gc.enable()
+    known = 20 if policy == "adaptive" else 0  # prompts it learns from: as many as a third of the blocks
+    assert after_reset[0] >= before[0] + 40 and after_reset[1] >= before[1] + 40
+    assert after_all[0] <= before[0] + known and after_all[1] <= before[1] + 2 * known + NUM_RINGS
+
+
+def kept_of(keys):
+    """How many of these keys somebody has besides, and how many marks and uses policies keep."""
+    marks = sum(type(each).__name__ in ("Touch", "Segment", "Use") for each in gc.get_objects())
+    return sum(sys.getrefcount(key) > 3 for key in keys), marks
 
 
 def test_a_reset_in_the_middle_of_everything(policy):

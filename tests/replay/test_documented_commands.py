@@ -9,7 +9,7 @@ import pytest
 from cpu_prefix_cache import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md")
+PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md", "docs/sizing.md")
 
 
 def commands(text):

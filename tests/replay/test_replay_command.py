@@ -284,6 +284,7 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
     ("arguments", "sentence"),
     [
         (["--policy", "mru"], "unknown policy 'mru'; known are lru, arc"),
+        (["--policy", "lru,adaptive@x"], "got 'adaptive@x'"),
         (["--policy", ""], "--policy has nothing between two commas, or none at all: ''"),
         (["--capacity", "100,,200"], "--capacity has nothing between two commas, or none at all: '100,,200'"),
         (["--capacity", "many"], "a capacity is a number of blocks"),

@@ -11,6 +11,7 @@ from cpu_prefix_cache.replay import size_command
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import read_model
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.replay.options import policies_of
 from cpu_prefix_cache.replay.resumable import ResumableReplay
 from cpu_prefix_cache.replay.tiers import HostTier
 from cpu_prefix_cache.replay.traces import read_traces
@@ -82,7 +83,7 @@ def test_the_least_memory_of_each_policy_stands_in_the_table_and_below_it(size):
 
 def test_it_asks_for_no_policy_and_then_compares_all(tmp_path):
     args = argparse_of_size().parse_args(["size", "trace", "--bytes-per-token", "1"])
-    assert size_command.policies_of(args.policy) == list(POLICIES)
+    assert policies_of(args.policy, list(POLICIES)) == list(POLICIES)
 
 
 def test_round_amounts_of_memory_are_tried(size, tmp_path):

@@ -16,13 +16,13 @@ from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
-    POLICIES,
     ConfigurationError,
     CPUPrefixCache,
     Device,
     EngineSteps,
     HybridChunkPlanner,
 )
+from cpu_prefix_cache.eviction import policy_of
 
 BYTES = "cpu_bytes_to_use"
 NUMBERS = {  # whole numbers: the least that is allowed, and what they count
@@ -31,8 +31,7 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
     "store_after": (1, "prompts"),
     "min_store_tokens": (0, "tokens"),
 }
-TEXTS = {"offload": OFFLOAD_MODES, "policy": tuple(POLICIES)}
-OPTIONS = (*NUMBERS, *TEXTS, TIER)
+OPTIONS = (*NUMBERS, "offload", "policy", TIER)
 FASTEST = "xxh3_128"  # hash of keys that no other process sees
 ROLES = ("offload", "kv_both")
 REPLACING_RUNNER = "atom.rollout.model_runner_ext.RLHFModelRunner"
@@ -145,9 +144,12 @@ def checked_options(transfer: Mapping[str, Any]) -> dict[str, Any]:
         if name == TIER:
             check_options(value)
             continue
-        if name in TEXTS:
-            if value not in TEXTS[name]:
-                raise ConfigurationError(f"{name} must be one of {', '.join(TEXTS[name])}; got {value!r}")
+        if name == "policy":
+            policy_of(str(value))  # raises
+            continue
+        if name == "offload":
+            if value not in OFFLOAD_MODES:
+                raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {value!r}")
             continue
         least, unit = NUMBERS[name]
         if type(value) is not int or value < least:

@@ -15,6 +15,7 @@ A segment moves only here:
     admitted    by other requests: to the next bin, when it is old enough (buckets.py)
     inserted    more of its chunks are here, from the first on
     evict       its last chunks leave; without any it is a *ghost*. So with `removed`
+    cleared     nowhere, until a request has it again, or a block of it is handed out: then it is a ghost
     forgotten   the oldest ghosts, while there are more than a third as many as blocks
 
 It is a *leaf*, and can be evicted from, while nothing hangs below its deepest chunk. A checkpoint is a segment of its
@@ -32,9 +33,11 @@ from typing import Any
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
 from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, UNKNOWN, kinds_of
+from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 
@@ -45,14 +48,17 @@ LONGEST_PACE = 1.0  # second between two of those, and between all requests of a
 
 
 class Adaptive(EvictionPolicy):
-    """Evicts from the bucket of the least worth. See EvictionPolicy."""
+    """Evicts from the bucket of the least worth, times what its blocks cost to compute again. See EvictionPolicy.
 
-    def __init__(self, forest: Forest) -> None:
+    `even_depth`: in chunks, as in levels.py; infinite, and they all cost the same.
+    """
+
+    def __init__(self, forest: Forest, even_depth: float = inf) -> None:
         self._forest = forest
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
-        self._buckets = Buckets(FEATURES)
+        self._buckets = Buckets(FEATURES, Levels(even_depth))
         self._most_ghosts = max(1, forest.root // 3)
         self._num_ghosts = 0
         self._ghosts = segment_ring()
@@ -72,10 +78,12 @@ class Adaptive(EvictionPolicy):
         self._foreseen = (NONE, [])
         use = self._buckets.begin(self._now)
         path, matched = self._walk(keys)
-        for segment, kind in zip(reversed(path), kinds_of(path, matched), strict=True):
-            self._buckets.use(segment, kind, use)
-            if segment.ring is self._ghosts:
-                enter(self._ghosts, segment)
+        kinds = kinds_of(path, matched)
+        while kinds:  # from the last one to the first
+            segment = path[len(kinds) - 1]
+            self._buckets.use(segment, kinds.pop(), use)
+            if not segment.resident:
+                self._become_youngest_ghost(segment)
         if deepest != NONE and self._is_checkpoint(deepest):
             self._buckets.use(self._mark[deepest], path[-1].kind, use)
         self._forget_ghosts()
@@ -90,7 +98,10 @@ class Adaptive(EvictionPolicy):
             self._at_once = 0
         self._at_once += 1
         self._told = now
-        self._now = max(now, self._now + self._pace * (self._at_once > MOST_AT_ONCE))
+        if self._at_once > MOST_AT_ONCE:
+            self._now += self._pace
+        if self._now < now:
+            self._now = now
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int]:
         """The segments of a prompt, the last of which may be new; and how many of its chunks were known."""
@@ -113,7 +124,6 @@ class Adaptive(EvictionPolicy):
             above.children += 1
             segment.turn = above.turn + above.is_end
             segment.gap = above.gap if above.is_end else 0
-        self._place(segment)
         return segment
 
     def _was_cut(self, upper: Segment, lower: Segment, displaced: Segment | None) -> None:
@@ -171,6 +181,7 @@ class Adaptive(EvictionPolicy):
         if segment is None:
             keys = self._unknown_keys(blocks, at, stop)
             segment = Segment(keys, 0, len(keys))
+            segment.depth = self._forest.depth[blocks[at]] + len(keys) - 1
             self._segments.add(segment)
             if above is None:
                 self._buckets.use(segment, UNKNOWN, self._buckets.begin(self._now))
@@ -190,6 +201,22 @@ class Adaptive(EvictionPolicy):
         self._shrink(segment, 1, self._forest.parent[block])
         self._forget_ghosts()
 
+    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
+        self._segments.clear()
+        self._buckets.clear(left)
+        self._foreseen = (NONE, [])
+
+    def forgotten(self, blocks: Sequence[int]) -> None:
+        mark = self._mark
+        segments: dict[Segment, None] = dict.fromkeys(mark[block] for block in blocks if mark[block] is not None)
+        for block in blocks:
+            mark[block] = None
+        for segment in segments:
+            is_known = segment.first and self._segments.find(segment.first) is segment
+            if is_known and segment.ring is None and not segment.resident:
+                self._become_youngest_ghost(segment)
+        self._forget_ghosts()
+
     def bared(self, block: int) -> None:
         self._place(self._mark[block])
 
@@ -206,7 +233,8 @@ class Adaptive(EvictionPolicy):
             if rank <= own:
                 runs.append(run)
                 count -= len(run)
-                rank, run = next(order, NOBODY)
+                if count > 0:
+                    rank, run = next(order, NOBODY)
                 continue
             declined = min(count, chunks)
             accepted -= declined
@@ -335,36 +363,45 @@ class Adaptive(EvictionPolicy):
         if is_leaf and segment.ring is None:
             self._buckets.enter(segment)
         elif ring is not ghosts and not is_here:
-            enter(ghosts, segment)
-            self._num_ghosts += 1
+            self._become_youngest_ghost(segment)
+
+    def _become_youngest_ghost(self, segment: Segment) -> None:
+        self._num_ghosts += segment.ring is None
+        enter(self._ghosts, segment)
 
     def _forget_ghosts(self) -> None:
         while self._num_ghosts > self._most_ghosts:
             self._forget(self._ghosts.younger)
 
     def _forget(self, ghost: Segment) -> None:
+        self._num_ghosts -= ghost.ring is not None
         leave(ghost)
-        self._num_ghosts -= 1
         self._buckets.forget(ghost, self._now)
         self._segments.forget(ghost)
 
     def check_valid(self) -> None:
         mark, children = self._mark, self._forest.children
         ghosts = list(members(self._ghosts))
-        here: set[Segment] = {segment for segment in mark if segment is not None}
+        nodes = self._forest.nodes()
+        here: set[Segment] = {mark[block] for block in nodes}
+        before = {segment for block, segment in enumerate(mark) if segment is not None and block not in nodes}
         assert len(ghosts) == self._num_ghosts, "ghosts are miscounted"
         assert self._num_ghosts <= self._most_ghosts, "there are too many ghosts"
         assert here.isdisjoint(ghosts), "a segment that is here is a ghost"
-        known = [*here, *ghosts]
+        known = self._segments.known()
+        assert here.union(ghosts) <= set(known), "a segment cannot be found"
         self._buckets.check_valid(known)
         for segment in known:
-            assert self._segments.find(segment.first) is segment, "a segment cannot be found"
-            assert mark.count(segment) == segment.resident <= segment.length, "the chunks of a segment are miscounted"
-            is_leaf = bool(segment.resident and not children[segment.deepest])
+            resident = sum(mark[block] is segment for block in nodes)
+            assert segment in here or segment in ghosts or segment in before, "a segment stands nowhere"
+            is_leaf = bool(resident and not children[segment.deepest])
             assert (segment in segment.use.leaves) == is_leaf, "a segment is a leaf, or is none"
-            assert (segment.ring is None) == (not is_leaf and bool(segment.resident)), "a segment stands nowhere"
-        for block, segment in enumerate(mark):
-            assert (segment is None) == (self._keys[block] is None), f"block {block}: a key without a segment"
-            if segment is not None and block != segment.deepest:
+            if segment in here or segment in ghosts:
+                assert resident == segment.resident <= segment.length, "the chunks of a segment are miscounted"
+                assert (segment.ring is None) == (not is_leaf and bool(resident)), "a segment stands nowhere"
+        for block in nodes:
+            segment = mark[block]
+            assert segment is not None, f"block {block}: a key without a segment"
+            if block != segment.deepest:
                 below = [each for each, above in enumerate(self._forest.parent) if above == block]
                 assert segment in [mark[each] for each in below], f"block {block} is cut off from its segment"

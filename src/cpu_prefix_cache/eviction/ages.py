@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, move, new_ring, unlink
+from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, move_oldest, new_ring, unlink
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, Survival
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ class Ages:
         inside, seconds, since = self._survival.inside, self._survival.seconds, self._survival.since
         moves = 0
         for bin, edge, ring, older in self._steps:
-            while (use := ring.younger) is not ring and now - use.at >= edge and moves < MOST_MOVES:
+            use = ring.younger
+            while use is not ring and now - use.at >= edge and moves < MOST_MOVES:
                 moves += 1 + len(use.leaves) // LEAVES_OF_A_MOVE
                 then = use.at + edge
                 for each, count in use.members.items():
@@ -88,7 +89,8 @@ class Ages:
                 if use.leaves:
                     moved.append(use)
                 use.bin = bin + 1
-                move(use, older)
+                use = use.younger
+            move_oldest(ring, use, older)
         return moved
 
     def uses(self) -> Iterator[Use]:

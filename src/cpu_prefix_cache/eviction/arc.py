@@ -35,7 +35,7 @@ from typing import Any
 
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
-from cpu_prefix_cache.eviction.touches import Ring
+from cpu_prefix_cache.eviction.touches import Ring, renew
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.index.forest import NONE, Forest
 
@@ -126,11 +126,13 @@ class Arc(TwoLists):
         assert once + counts[ONCE] <= max(once, capacity), "T1 and B1 are too large"
         assert once + again + sum(counts) <= max(once + again, 2 * capacity), "the ghosts are too many"
         ghosts = self._ghosts.keys(ONCE) + self._ghosts.keys(AGAIN)
-        assert set(self._forest.key).isdisjoint(ghosts), "a chunk that is here is a ghost"
+        assert set(self._forest.nodes().values()).isdisjoint(ghosts), "a chunk that is here is a ghost"
 
     def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
         mark, once, again, added = self._mark, self._once, self._again, touch.added
+        renew(touch.found, again)
+        renew(added, once)
         returned = rings.count(again)
         again.expect(-returned)
         once.expect(returned - len(blocks))

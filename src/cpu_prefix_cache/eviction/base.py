@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 
 
 class EvictionPolicy(Protocol):
@@ -16,6 +17,7 @@ class EvictionPolicy(Protocol):
         announced          they are being written to these blocks
         inserted           they can be found now; or `retired`: they never will be
         removed            they lose their key, by withdrawal; what `evict` returns has lost it already
+        cleared            or all have lost theirs at once, and are `forgotten` when their blocks are handed out
 
     A request is one use, whatever its length. `admitted` returns its *touch*, the policy's own mark of that use, which
     the pool gives back with every chunk the request adds. Only a childless, unpinned chunk may be evicted (rule 3).
@@ -42,6 +44,15 @@ class EvictionPolicy(Protocol):
     def removed(self, block: int) -> None:
         """A chunk is about to lose its key, by withdrawal. All chunks below it have lost theirs."""
 
+    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
+        """All chunks have lost their keys at once, but those being written are still coming. What was learned is kept.
+
+        O(chunks being written). What was kept of the others goes with `forgotten`, or with what is `left`.
+        """
+
+    def forgotten(self, blocks: Sequence[int]) -> None:
+        """The marks of these are of before `cleared`, if they have any, and are to go."""
+
     def bared(self, block: int) -> None:
         """The last of the withdrawn chunks below `block` is gone: it may leave again."""
 
@@ -54,9 +65,11 @@ class EvictionPolicy(Protocol):
 
     def announced(self, blocks: Sequence[int]) -> None:
         """The chunks that were `incoming` in the last `evict` are being written to `blocks`, in that order."""
+        return
 
     def retired(self, blocks: Sequence[int]) -> None:
         """What is being written to `blocks` will not be inserted. Not all of them need to have been announced."""
+        return
 
     def soonest_evicted(self) -> Iterator[int]:
         """The chunks in the order `evict` would take them now. Changes nothing; ends with the unpinned ones."""

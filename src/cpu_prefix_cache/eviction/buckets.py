@@ -1,20 +1,21 @@
 """Buckets: what is of one class and in one bin of ages, in the order in which it is to be evicted.
 
-The *leaves* of a bucket, its segments that can be evicted from, stand in a ring, as they came. The rings are sorted by
-*rank*: what a block is worth there (survival.py), and of equal ones the older bin first. A segment changes its bucket
-when it is used, and when its use is old enough for the next bin (ages.py); a bucket changes its rank when its class is
-learned anew.
+The *leaves* of a bucket, its segments that can be evicted from, stand in *rows*, as they came: one for each level of
+what it costs to compute them again (levels.py). Rows are sorted by *rank*: what a block is worth there (survival.py)
+times that cost, and of equal ones the older bin first. A segment changes its row when it is used, and when its use is
+old enough for the next bin (ages.py); a row changes its rank when its class is learned anew.
 """
 
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from sortedcontainers import SortedList
-
 from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
-from cpu_prefix_cache.eviction.rings import members
+from cpu_prefix_cache.eviction.levels import Levels
+from cpu_prefix_cache.eviction.rings import members, move
 from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
+from cpu_prefix_cache.index.leftovers import Leftovers
 
 # Classes are learned anew in rounds, one with each request, which takes 20 us. A round is so many requests.
 ROUND, EARLY_ROUND = 200, 32
@@ -22,24 +23,26 @@ EARLY = 512  # requests
 TOGETHER = 1.0  # second, half of the first bin: the error of an age
 MOST_TOGETHER = 500  # requests: what they used grows old in one call
 
-Rank = tuple[float, int, int]  # worth, bin from the last to the first, bucket: who has the least goes first
+Rank = tuple[float, int, int]  # worth, bin from the last to the first, row: who has the least goes first
 
 
 class Buckets:
-    """`features[c]`: the levels of the features of class c (survival.py)."""
+    """`features[c]`: the levels of the features of class c (survival.py). `levels`: of costs."""
 
-    def __init__(self, features: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, features: Sequence[tuple[int, ...]], levels: Levels) -> None:
         self._survival = Survival(features)
         self._ages = Ages(self._survival)
-        self._rings: dict[int, Segment] = {}  # by bucket
-        self._ranks: SortedList[Rank] = SortedList()  # of the rings that may have members
-        self._ranked = bytearray(len(features) * BINS)  # by bucket: whether its rank is among them
+        self._levels = levels
+        self._width = len(levels.costs)
+        self._rings = defaultdict[int, Segment](segment_ring)  # by row
+        self._ranks: list[Rank] = []  # of the rings that may have members, in order
+        self._ranked: list[dict[int, Rank]] = [{} for _ in features]  # by class, and by row: those that are among them
         self._use = Use(0.0)  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
 
     def rank(self, segment: Segment) -> Rank:
-        return self._rank(segment.kind * BINS + segment.use.bin)
+        return self._rank(self._row(segment))
 
     def ends(self) -> Iterator[tuple[Rank, int]]:
         """The deepest chunks of all leaves, by rank. Changes nothing."""
@@ -57,8 +60,7 @@ class Buckets:
             use.shared_by += 1
             return use
         for grown in self._ages.grow_old(now):
-            for segment in grown.leaves:
-                self._stand(segment, grown)
+            self._move_leaves(grown)
         self._use = Use(now)
         self._ages.begin(self._use)
         return self._use
@@ -70,8 +72,11 @@ class Buckets:
         if before is not NEVER:
             self._survival.reuses[segment.kind * BINS + before.bin] += 1
             self._ages.part(before, segment.kind, use.at)
+        else:
+            segment.level = self._levels.of(segment.depth)
         segment.use, segment.kind = use, kind
-        if self._survival.begin(kind):
+        if kind not in self._survival.known:
+            self._survival.begin(kind)
             self._learn(kind, use.at)
         if segment in before.leaves:
             del before.leaves[segment]
@@ -80,6 +85,7 @@ class Buckets:
     def stand_beside(self, segment: Segment, other: Segment) -> None:
         """A new segment begins with the use and the class of another."""
         segment.use, segment.kind = other.use, other.kind
+        segment.level = self._levels.of(segment.depth)
         self._ages.join(segment.use, segment.kind)
 
     def forget(self, segment: Segment, now: float) -> None:
@@ -89,12 +95,23 @@ class Buckets:
     def enter(self, segment: Segment) -> None:
         """A segment is a leaf from now on."""
         segment.use.leaves[segment] = None
-        self._stand(segment, segment.use)
+        row = self._row(segment)
+        ring = self._rings[row]
+        if ring.younger is ring and row not in self._ranked[segment.kind]:
+            self._begin_ranking(segment.kind, row)
+        enter(ring, segment)
 
     def leave(self, segment: Segment) -> None:
         """A segment is no leaf any more."""
         leave(segment)
         del segment.use.leaves[segment]
+
+    def clear(self, left: Leftovers) -> None:
+        """No segment is a leaf any more. O(uses)."""
+        self._rings.clear()
+        for use in self._ages.uses():
+            left.add(use.leaves)
+            use.leaves = {}
 
     def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""
@@ -114,35 +131,42 @@ class Buckets:
             use = segment.use
             assert use in uses, "a segment has a use that has ended"
             if segment in use.leaves:
-                assert segment.ring is self._rings[segment.kind * BINS + use.bin], "a leaf stands in the wrong ring"
+                assert segment.ring is self._rings[self._row(segment)], "a leaf stands in the wrong ring"
         kinds = Counter((segment.use, segment.kind) for segment in known)
         assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
-        ranked = {bucket for bucket, ranked in enumerate(self._ranked) if ranked}
-        assert list(self._ranks) == sorted(map(self._rank, ranked)), "buckets are out of order"
-        assert ranked >= {at for at, ring in self._rings.items() if ring.younger is not ring}, "a bucket is forgotten"
+        ranked = {row for rows in self._ranked for row in rows}
+        assert self._ranks == sorted(map(self._rank, ranked)), "rows are out of order"
+        assert ranked >= {row for row, ring in self._rings.items() if ring.younger is not ring}, "a row is forgotten"
 
-    def _stand(self, segment: Segment, use: Use) -> None:
-        """Stand as the youngest in the ring of its bucket, and in no other."""
-        bucket = segment.kind * BINS + use.bin
-        ring = self._rings.get(bucket)
-        if ring is None:
-            ring = self._rings[bucket] = segment_ring()
-        enter(ring, segment)
-        if not self._ranked[bucket]:
-            self._ranked[bucket] = True
-            self._ranks.add(self._rank(bucket))
+    def _move_leaves(self, use: Use) -> None:
+        """A use is in the next bin, and so are its leaves, each as the youngest of its bucket."""
+        rings, ranked, bin, width = self._rings, self._ranked, use.bin, self._width
+        for segment in use.leaves:
+            kind = segment.kind
+            row = (kind * BINS + bin) * width + segment.level
+            ring = segment.ring = rings[row]
+            if ring.younger is ring and row not in ranked[kind]:
+                self._begin_ranking(kind, row)
+            move(segment, ring)
+
+    def _begin_ranking(self, kind: int, row: int) -> None:
+        rank = self._ranked[kind][row] = self._rank(row)
+        insort(self._ranks, rank)
 
     def _learn(self, each: int, now: float) -> None:
         """Learn what the buckets of a class are worth now, and put them in their places."""
-        first, stop = each * BINS, (each + 1) * BINS
-        ranked = [bucket for bucket in range(first, stop) if self._ranked[bucket]]
-        for bucket in ranked:
-            self._ranks.remove(self._rank(bucket))
+        ranked = self._ranked[each]
+        self._ranked[each] = {}
+        for rank in ranked.values():
+            del self._ranks[bisect_left(self._ranks, rank)]
         self._survival.learn(each, now)
-        for bucket in ranked:
-            self._ranked[bucket] = self._rings[bucket].younger is not self._rings[bucket]
-            if self._ranked[bucket]:
-                self._ranks.add(self._rank(bucket))
+        for row in ranked:
+            if self._rings[row].younger is not self._rings[row]:
+                self._begin_ranking(each, row)
 
-    def _rank(self, bucket: int) -> Rank:
-        return self._survival.worth[bucket], -(bucket % BINS), bucket
+    def _row(self, segment: Segment) -> int:
+        return (segment.kind * BINS + segment.use.bin) * self._width + segment.level
+
+    def _rank(self, row: int) -> Rank:
+        bucket, level = divmod(row, self._width)
+        return self._survival.worth[bucket] * self._levels.costs[level], -(bucket % BINS), row

@@ -9,7 +9,7 @@ That they tell apart which conversations go on, and when, is from "KVCache in th
 agents, whose tools take their time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cpu_prefix_cache.eviction.segments import Segment
 from cpu_prefix_cache.eviction.survival import BINS
@@ -19,20 +19,23 @@ FEATURES = [(turn, role, gap) for turn in range(TURNS) for role in range(ROLES) 
 TURN_OF = (0, 0, 1, 2, 2, *[3] * 6, *[4] * 20, 5)  # turn 1 | 2 | 3 to 4 | 5 to 10 | 11 to 30 | 31 and more
 SHARED_OF = (0, 0, 2, 4, 4, 4, 5)  # by 2 | 3 to 5 | 6 and more segments
 REPEATED_OF = (0, 0, 6, 7, 7, *[8] * 6, 9)  # the prompt comes for the 2nd time | 3rd to 4th | 5th to 10th | after that
+MOST_TURNS, MOST_SHARES, MOST_REPEATS = len(TURN_OF) - 1, len(SHARED_OF) - 1, len(REPEATED_OF) - 1
 CONTINUES, PASSED, DOCUMENT = 0, 1, 3
 DOCUMENT_CHUNKS = 2  # a first turn that shares as many with others has something to branch off
 GAP_OF = (1, 2, 3, 4, *[5] * (BINS - 4))  # by bin, and so by seconds: up to 2 | 8 | 32 | 64 | more. 0: not used before
 UNKNOWN = FEATURES.index((0, CONTINUES, 0))
 
 
-def kinds_of(path: Sequence[Segment], matched: int) -> Iterator[int]:
-    """The class that a prompt gives each of its segments, from the last to the first. `matched` chunks were known."""
+def kinds_of(path: Sequence[Segment], matched: int) -> list[int]:
+    """The class that a prompt gives each of its segments, in their order. `matched` chunks were known."""
     last = path[-1]
-    turn = TURN_OF[min(last.turn, len(TURN_OF) - 1)]
+    turn = TURN_OF[min(last.turn, MOST_TURNS)]
     alone = DOCUMENT if last.turn == 1 and matched >= DOCUMENT_CHUNKS else CONTINUES
-    own = REPEATED_OF[min(last.ended, len(REPEATED_OF) - 1)] or alone
-    for segment in reversed(path):
-        role, gap = SHARED_OF[min(segment.children, len(SHARED_OF) - 1)], segment.gap
+    own = REPEATED_OF[min(last.ended, MOST_REPEATS)] or alone
+    kinds: list[int] = []
+    for segment in path:
+        role, gap = SHARED_OF[min(segment.children, MOST_SHARES)], segment.gap
         if not role:
             role, gap = own if segment is last else PASSED, last.gap
-        yield (turn * ROLES + role) * GAPS + gap
+        kinds.append((turn * ROLES + role) * GAPS + gap)
+    return kinds

@@ -3,8 +3,9 @@
 import heapq
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy
+from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, renew
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.messages.errors import InternalError
 
 
@@ -23,7 +24,12 @@ class Lru(TouchPolicy):
             self._ring.enter_young(touch, deepest)
         return touch
 
+    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
+        super().cleared(writing, left)
+        (self._ring,) = self._rings
+
     def inserted(self, blocks: Sequence[int], touch: Touch) -> None:
+        renew(touch, self._ring)
         if touch.block != NONE and not self._forest.children[touch.block]:
             self._branch_off(touch)
         for block in blocks:

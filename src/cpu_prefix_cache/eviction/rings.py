@@ -45,6 +45,15 @@ def move(member: Member, end: Member) -> None:
     youngest.younger = end.older = member
 
 
+def move_oldest(end: Member, stop: Member, other: Member) -> None:
+    """Let the members of a ring that are older than `stop`, or all if that is its end, follow those of another."""
+    oldest, last = end.younger, stop.older
+    if last is not end:
+        end.younger, stop.older = stop, end
+        oldest.older, last.younger = other.older, other
+        other.older.younger, other.older = oldest, last
+
+
 def members(end: Member) -> Iterator[Member]:
     """From old to young."""
     member = end.younger

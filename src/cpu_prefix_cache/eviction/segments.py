@@ -27,12 +27,14 @@ class Segment(Linked):
 
     Its last use was `use`, and made it of class `kind`. `turn` counts the prompts that had ended above, `ended` those
     that ended here, `children` the segments that have begun below. `gap` is how long the last use came after the one
-    before, in the steps of `kinds.GAP_OF`; 0: it was the first.
+    before, in the steps of `kinds.GAP_OF`; 0: it was the first. `depth` is how deep in its prompt it ended at first,
+    and `level` that of its cost (levels.py).
     """
 
     __slots__ = (
         *("first", "last_but_one", "last", "length", "resident", "deepest"),
-        *("use", "kind", "turn", "ended", "is_end", "children", "gap", "ring"),
+        *("use", "kind", "turn", "ended", "is_end", "children", "gap", "ring", "epoch"),
+        *("depth", "level"),
     )
 
     def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
@@ -48,7 +50,10 @@ class Segment(Linked):
         self.is_end = False
         self.children = 0
         self.gap = 0
+        self.depth = stop
+        self.level = 0
         self.ring: Segment | None = None  # the ring it stands in, by its end
+        self.epoch = 0  # of `Segments`, when it was known to be here, or not
 
     def extend(self, keys: Sequence[bytes]) -> None:
         """It goes on with these chunks."""
@@ -99,12 +104,25 @@ class Segments:
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
+        self._epoch = 0
 
     def find(self, key: bytes) -> Segment | None:
         """The segment that begins with this key."""
-        return self._by_first[key[0]].get(key)
+        segment = self._by_first[key[0]].get(key)
+        if segment is not None and segment.epoch != self._epoch:
+            self._lose(segment)
+        return segment
+
+    def known(self) -> list[Segment]:
+        """All of them. For tests."""
+        return [segment for shard in self._by_first for segment in shard.values()]
+
+    def clear(self) -> None:
+        """Nothing is here any more, of any segment: seen when it is found."""
+        self._epoch += 1
 
     def add(self, segment: Segment) -> None:
+        segment.epoch = self._epoch
         self._by_first[segment.first[0]][segment.first] = segment
 
     def forget(self, segment: Segment) -> None:
@@ -115,7 +133,7 @@ class Segments:
 
     def walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int, list[Cut]]:
         """The segments of a prompt from its beginning on, how many chunks those have, and which were cut for it."""
-        by_first, stop, at = self._by_first, len(keys), 0
+        by_first, epoch, stop, at = self._by_first, self._epoch, len(keys), 0
         path: list[Segment] = []
         cuts: list[Cut] = []
         while at < stop:
@@ -123,6 +141,8 @@ class Segments:
             segment = by_first[key[0]].get(key)
             if segment is None:
                 break
+            if segment.epoch != epoch:
+                self._lose(segment)
             end = at + segment.length
             if end <= stop and keys[end - 1] == segment.last:
                 at = end
@@ -134,6 +154,13 @@ class Segments:
                 at += length
             path.append(segment)
         return path, at, cuts
+
+    def _lose(self, segment: Segment) -> None:
+        """What was here of a segment before `clear` is not."""
+        segment.epoch = self._epoch
+        if segment.resident:
+            segment.resident, segment.deepest = 0, NONE
+            leave(segment)
 
     def _common(self, segment: Segment, keys: Sequence[bytes], at: int) -> int:
         """How many chunks, one or more, a prompt shares with a segment that it leaves or ends in."""

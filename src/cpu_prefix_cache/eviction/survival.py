@@ -50,7 +50,7 @@ class Survival:
         self.seconds = [0.0] * buckets
         self.since = [0.0] * len(features)
         self.worth = [0.0] * buckets
-        self._known: dict[int, None] = {}  # classes, in the order in which they came
+        self.known: dict[int, None] = {}  # classes, in the order in which they came
         self._learned_at = [0] * len(features)  # in requests
         self._requests = 0
         self._seen = [([0.0] * BINS, [0.0] * BINS)] * len(features)  # reuses and seconds, when a class was last learned
@@ -62,14 +62,11 @@ class Survival:
         self._rounds = 0
         self._set_rate()
 
-    def begin(self, each: int) -> bool:
-        """Something of class `each` is there. Whether it is the first time."""
-        if each in self._known:
-            return False
-        self._known[each] = None
+    def begin(self, each: int) -> None:
+        """Something of class `each` is there for the first time."""
+        self.known[each] = None
         self._product[each] = prod(map(getitem, self._factors, self._features[each]))
         self._learned_at[each] = self._requests
-        return True
 
     def begin_round(self, requests: int) -> list[int]:
         """All classes that are known, each to be learned anew. So many requests have come so far."""
@@ -77,7 +74,7 @@ class Survival:
         self._set_rate()
         self._fit_factor(self._rounds % len(self._factors))
         self._rounds += 1
-        return list(self._known)
+        return list(self.known)
 
     def learn(self, each: int, now: float) -> None:
         """Set the worth of the buckets of a class from what is known at `now`."""
@@ -103,7 +100,7 @@ class Survival:
     def _set_rate(self) -> None:
         """The rate of all classes, as they were when they were last learned."""
         reuses, seconds = [PRIOR_REUSES] * BINS, list(PRIOR_SECONDS)
-        for each in self._known:
+        for each in self.known:
             came, spent = self._seen[each]
             reuses, seconds = list(map(add, reuses, came)), list(map(add, seconds, spent))
         self._rate = list(map(truediv, reuses, seconds))
@@ -113,13 +110,13 @@ class Survival:
         """A step of backfitting: the reuses of each level come out right, given what the other features are worth."""
         factors, product = self._factors[feature], self._product
         sums: dict[int, tuple[float, float]] = {}
-        for each in self._known:
+        for each in self.known:
             level = self._features[each][feature]
             came, expected = self._came[each]
             all_came, all_expected = sums.get(level, (FACTOR_REUSES, FACTOR_REUSES))
             sums[level] = all_came + came, all_expected + expected * product[each] / factors[level]
         change = {level: came / expected / factors[level] for level, (came, expected) in sums.items()}
-        for each in self._known:
+        for each in self.known:
             product[each] *= change[self._features[each][feature]]
         factors.update((level, factors[level] * by) for level, by in change.items())
 

@@ -22,6 +22,7 @@ from typing import Any
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, unlink
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 
 
 class Touch(Linked):
@@ -99,6 +100,23 @@ class TouchPolicy(EvictionPolicy):
             leave(touch)
         self._inherit(self._forest.parent[block], touch)
 
+    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
+        rings = self._rings
+        self._rings = tuple(Ring() for _ in rings)
+        self._last = self._rings[0]
+        for block in writing:
+            ring = self._mark[block]
+            if ring is not None:  # it was announced
+                ring = self._mark[block] = self._rings[rings.index(ring)]
+                ring.expect(1)
+
+    def forgotten(self, blocks: Sequence[int]) -> None:
+        mark = self._mark
+        for block in blocks:
+            touch, mark[block] = mark[block], None
+            if touch is not None and touch.block == block:
+                leave(touch)
+
     def bared(self, block: int) -> None:
         touch = self._mark[block]
         if touch.block == block:
@@ -121,10 +139,12 @@ class TouchPolicy(EvictionPolicy):
             assert ring.coming == coming, "chunks on their way are miscounted"
             carrying = sum(mark is not None and mark.ring is ring for mark in self._mark)
             assert ring.size == carrying, "the chunks of a ring are miscounted"
-        for block, key in enumerate(forest.key):
-            mark = self._mark[block]
-            assert (key is None) == (mark is None or mark in self._rings), f"block {block}: a key without a touch"
-            if key is not None and not forest.children[block]:
+        nodes = forest.nodes()
+        for block, mark in enumerate(self._mark):
+            if forest.key[block] is None or block in nodes:
+                is_carried = mark is not None and mark not in self._rings
+                assert is_carried == (block in nodes), f"block {block}: a key without a touch"
+            if block in nodes and not forest.children[block]:
                 assert block in standing, f"childless block {block} cannot be found by eviction"
 
     def _take_childless(self, ring: Ring, count: int) -> list[int]:
@@ -196,6 +216,13 @@ class TouchPolicy(EvictionPolicy):
         self._mark[block] = touch
         if before.block == block:
             leave(before)
+
+
+def renew(touch: Touch, ring: Ring) -> None:
+    """Before a touch is used: if it was made before its ring was `cleared`, it begins anew in the one that followed."""
+    if touch.ring is not ring:
+        leave(touch)
+        touch.older = touch.younger = touch.ring = ring
 
 
 def leave(touch: Touch) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from cpu_prefix_cache.eviction.outlook import ONCE
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.messages.errors import InternalError
 
 
@@ -42,10 +43,16 @@ class TwoLists(TouchPolicy):
             self._use_again(deepest, touch.found)
         return touch
 
+    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
+        super().cleared(writing, left)
+        self._once, self._again = self._rings
+        left.add(self._forks)
+        self._forks = {}
+
     def check_valid(self) -> None:
         super().check_valid()
         forest = self._forest
-        again = [block for block, key in enumerate(forest.key) if key is not None and self._is_again(block)]
+        again = [block for block in forest.nodes() if self._is_again(block)]
         children = Counter(forest.parent[block] for block in again)
         del children[forest.root]
         assert set(children) <= set(again), "a chunk is in T2, its parent in T1"

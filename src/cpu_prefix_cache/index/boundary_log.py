@@ -11,7 +11,8 @@ key when it leaves. Replayed from the beginning the log gives exactly the bounda
 stored or removed twice in a row. Neighbours are told together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from cpu_prefix_cache.index.forest import Forest
@@ -56,14 +57,20 @@ class BoundaryLog:
 
     def removed(self, chunks: Sequence[int]) -> None:
         """After these a request cannot resume any more."""
-        keys = [self._told[chunk] for chunk in chunks]
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BoundariesRemoved):
-            last.keys.extend(keys)
-        elif keys:
-            self._events.append(BoundariesRemoved(keys))
+        self._removed([self._told[chunk] for chunk in chunks])
+
+    def cleared(self, resumable: Iterable[int]) -> None:
+        """Nor after any other. By chunk, from the first on: whether a request could."""
+        self._removed(list(compress(self._told, resumable)))
 
     def take(self) -> list[BoundaryEvent]:
         """What happened since this was asked last, in order."""
         events, self._events = self._events, []
         return events
+
+    def _removed(self, keys: list[bytes]) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BoundariesRemoved):
+            last.keys.extend(keys)
+        elif keys:
+            self._events.append(BoundariesRemoved(keys))

@@ -24,6 +24,10 @@ Links that `children` and the keys say are none are left as they were.
 
 The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
 keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 17).
+
+`clear` takes all keys at once, by a new index and a root without children. Nodes that are gone then are *stale*: they
+show what they were, and nothing leads to them, until `reuse` wipes those that are handed out again. (New lists of a
+million would take 50 ms, and to free the keys as much.)
 """
 
 from array import array
@@ -31,6 +35,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
@@ -62,6 +67,7 @@ class Forest:
         self.departed: list[bytes] | None = None  # keys of what was removed, if somebody asks for them
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
+        self._num_stale = 0
 
     def __len__(self) -> int:
         """How many nodes have a key."""
@@ -195,6 +201,38 @@ class Forest:
         self.changes += 1
         return parent
 
+    def clear(self, left: Leftovers) -> list[int]:
+        """Take away all keys. Returns the nodes at or above a pin, which stay linked: O(nodes returned)."""
+        keys, parents, root = self.key, self.parent, self.root
+        held: dict[int, None] = {}
+        for block in self.pinned:
+            while block != root and block not in held:
+                held[block] = None
+                block = parents[block]
+        self._num_stale -= sum(keys[block] is not None for block in held)
+        for block in (root, *held):
+            self._wipe(block)
+        self._num_stale += self._count
+        self._count = 0
+        for block in held:
+            self._link(block, parents[block])
+        left.add(*self._shards)
+        self._shards = [{} for _ in range(256)]
+        self._withdrawn.update(held)
+        self._protected, self._pinned_since, self._is_exact = set(), set(), True
+        self.changes += 1
+        return list(held)
+
+    def reuse(self, blocks: Sequence[int]) -> Sequence[int]:
+        """These were free and are handed out. Returns the stale ones, which show nothing any more but their marks."""
+        if not self._num_stale:
+            return ()
+        stale = [block for block in blocks if self.key[block] is not None]
+        for block in stale:
+            self._wipe(block)
+        self._num_stale -= len(stale)
+        return stale
+
     def pin(self, block: int) -> None:
         self.pins[block] += 1
         self.changes += 1
@@ -258,18 +296,27 @@ class Forest:
                 child = self._next_sibling[child]
         return order
 
+    def nodes(self) -> dict[int, bytes]:
+        """Every node with its key. For tests: O(blocks)."""
+        return {block: key for shard in self._shards for key, block in shard.items()}
+
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
-        indexed = {block: key for shard in self._shards for key, block in shard.items()}
+        indexed = self.nodes()
         assert self._count == len(indexed), "nodes are miscounted"
-        assert indexed == {block: key for block, key in enumerate(self.key) if key is not None}, "keys differ"
+        shown = {block: key for block, key in enumerate(self.key) if key is not None}
+        stale = shown.keys() - indexed
+        assert indexed == {block: key for block, key in shown.items() if block not in stale}, "keys differ"
+        assert self._num_stale == len(stale), "what was cleared is miscounted"
         linked, closed = self.subtree(self.root), {self.root, *indexed}
+        assert stale.isdisjoint(linked), "what was cleared can be found"
         for block in linked[1:]:
             assert block not in closed or self.parent[block] in closed, f"block {block} has a key and its parent none"
             assert self.depth[block] == self.depth[self.parent[block]] + 1, f"block {block} is at the wrong depth"
         assert set(indexed) <= set(linked), "a chunk is not linked"
         below = Counter(self.parent[block] for block in linked[1:])
-        assert all(below[block] == count for block, count in enumerate(self.children)), "children are miscounted"
+        for block, count in enumerate(self.children):
+            assert below[block] == count or block in stale, f"the children of block {block} are miscounted"
         pinned = {block for block, pins in enumerate(self.pins) if pins}
         assert self.pinned == pinned.intersection(linked), "pinned chunks are miscounted"
         assert self._pinned_before == pinned.difference(linked), "what was pinned before it was linked is miscounted"
@@ -286,6 +333,19 @@ class Forest:
         self.pinned.add(block)
         self._pinned_since.add(block)
         self.pinned_depth += self.depth[block]
+
+    def _wipe(self, block: int) -> None:
+        self.key[block] = None
+        self.children[block] = 0
+        self._next_sibling[block] = self._previous_sibling[block] = NONE
+
+    def _link(self, block: int, parent: int) -> None:
+        """Make `block`, which has no siblings, the first child of `parent`."""
+        if self.children[parent]:
+            sibling = self._next_sibling[block] = self._first_child[parent]
+            self._previous_sibling[sibling] = block
+        self._first_child[parent] = block
+        self.children[parent] += 1
 
     def _unlink(self, block: int) -> None:
         parent, before, after = self.parent[block], self._previous_sibling[block], self._next_sibling[block]

@@ -20,9 +20,7 @@ class NearestCheckpoints:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._head = array("i")  # the first chunk of the segment
-        self._count = array("i")  # of a first chunk: how many in its segment can be resumed from
-        self.here = bytearray()  # whether a chunk can be resumed from
+        self.clear()
 
     def enter(self, chunk: int) -> None:
         """A chunk has been inserted into the forest; it cannot be resumed from yet."""
@@ -42,6 +40,12 @@ class NearestCheckpoints:
         self._count[self._head[chunk]] += 1 if resumable else -1
         return True
 
+    def clear(self) -> None:
+        """There are no chunks any more."""
+        self._head = array("i")  # the first chunk of the segment
+        self._count = array("i")  # of a first chunk: how many in its segment can be resumed from
+        self.here = bytearray()  # whether a chunk can be resumed from
+
     def nearest(self, chunk: int) -> int:
         """The deepest chunk at or above `chunk` that can be resumed from; the root if there is none."""
         parents, root = self._forest.parent, self._forest.root
@@ -58,10 +62,11 @@ class NearestCheckpoints:
     def check_valid(self) -> None:
         """Assert that segments count what is in them. For tests: O(blocks)."""
         counts = dict.fromkeys(range(len(self._head)), 0)
+        nodes = self._forest.nodes()
         for chunk, here in enumerate(self.here):
             if here:
-                assert self._forest.key[chunk] is not None, f"chunk {chunk} is gone and can be resumed from"
+                assert chunk in nodes, f"chunk {chunk} is gone and can be resumed from"
                 counts[self._head[chunk]] += 1
-        for chunk, head in enumerate(self._head):
-            if head == chunk and self._forest.key[chunk] is not None:
+        for chunk in nodes:
+            if chunk < len(self._head) and self._head[chunk] == chunk:
                 assert self._count[chunk] == counts[chunk], f"the segment of chunk {chunk} is miscounted"

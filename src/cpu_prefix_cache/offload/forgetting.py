@@ -37,6 +37,7 @@ class Forgetting:
         self._oldest.extend(compress(keys, here))
         return list(compress(keys, map(not_, here)))
 
-    def clear(self) -> None:
-        self._oldest.clear()
-        self._due = 0
+    def clear(self) -> deque[bytes]:
+        """Forget all. Returns them."""
+        oldest, self._oldest, self._due = self._oldest, deque(), 0
+        return oldest

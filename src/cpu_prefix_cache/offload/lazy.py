@@ -25,9 +25,9 @@ A step without any of these costs nothing. The sources of a store are held, and 
   portions, its end would be evicted before its turn. So a chain is stored whole, however long it is, if the device can
   spare it: if a whole stretch waits besides, and as much again as is held. Otherwise stores of the stretch hold at most
   what `report_steps` steps allocate, and never what the device has promised to running requests.
-* **A host smaller than the stretch** evicts the beginning of it for the end. So a chunk that was stored or declined is
-  *settled*: neither it nor what hangs below it is stored again, until the watermark has been handed out or a quarter
-  of the stretch used again.
+* **What was stored or declined** may be missing at the next look: declined, or evicted from a host that is smaller than
+  the stretch, or whose policy found it to be worth least. So it is *settled* as long as it waits in the stretch, which
+  it leaves when it is used again: neither it nor what hangs below it is stored meanwhile.
 * **A device nearly all in use.** Where less waits than the stretch, the blocks of a request that ends are handed out in
   the same step or the next, before any look. Until more waits, lazy stores what requests compute, as eager does.
 * **Loads** take blocks of the stretch too, many at once. So while one load is on the link, another waits if its
@@ -192,8 +192,6 @@ class Lazy(Eager):
 
     def _plan(self) -> None:
         if self._is_due():
-            if self._used >= self._last.quarter or self._was_handed_out(self._last.watermark):
-                self._settled.clear()
             self._look()
         if self._last.is_short:
             super().plan(with_loads=False)
@@ -211,13 +209,6 @@ class Lazy(Eager):
 
     def _waits(self, place: Place | None) -> bool:
         return place is not None and self._device.is_waiting(*place)
-
-    def _was_handed_out(self, place: Place | None) -> bool:
-        """Whether the block was handed out. A block that waits no more may also be in use, under its key."""
-        if place is None or self._waits(place):
-            return False
-        key = place[1]
-        return key is None or not self._parents.are_here((key,))[0]
 
     def _lacks_cover(self) -> bool:
         """Whether something may wait that is not covered, if all was at the last look: a store was refused since."""
@@ -238,6 +229,7 @@ class Lazy(Eager):
         ahead = self._ahead()
         held, held_ahead = self._stores.ledger.held_by_walk()
         stretch = list(islice(self._device.soonest_evicted(), max(0, ahead - held_ahead)))
+        self._settled.intersection_update([key for _, key in stretch if key is not None])
         is_short = len(stretch) + held < ahead  # what is held waits too
         self.work += len(stretch)
         taken: set[int | bytes] = set()

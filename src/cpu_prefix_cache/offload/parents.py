@@ -132,11 +132,9 @@ class Parents:
         return [each is not None for each in found]
 
     def clear(self) -> None:
-        self._parent.clear()
-        self._checkpoints.clear()
-        self._dependent.clear()
-        self._sweep.clear()
-        self._unsaved.clear()
+        old = self._parent, self._checkpoints, self._dependent, self._unsaved, self._sweep.clear()
+        self._pool.drop_later(*old)
+        self._parent, self._checkpoints, self._dependent, self._unsaved = {}, {}, set(), set()
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

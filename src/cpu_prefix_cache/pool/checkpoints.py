@@ -16,10 +16,11 @@ all blocks of pieces that count as CACHED.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING
 
 
@@ -63,6 +64,7 @@ class Checkpoints:
         self._by_key: dict[Hashable, _Piece] = {}  # those that a new checkpoint can share
         self._at: dict[int, _Piece] = {}  # by block
         self._widths = Counter[int]()  # of all checkpoints, in blocks
+        self._held: set[_Piece] = set()  # whose bytes are pinned
 
     def __contains__(self, node: int) -> bool:
         return node in self._of
@@ -141,6 +143,25 @@ class Checkpoints:
             del self._of[checkpoint]
         return freed
 
+    def clear(self, states: Mapping[int, int], left: Leftovers) -> None:
+        """All checkpoints are gone but those in `states`, which are in these now. Counts the blocks that are in use."""
+        of, by_key = self._of, self._by_key
+        left.add(of, by_key, self._at)
+        self._of = {node: of[node] for node in states if node in of}
+        pieces = self._held.union(*self._of.values())
+        for piece in pieces:
+            piece.users = [0, 0, 0, 0]
+        for node, used in self._of.items():
+            for piece in used:
+                piece.users[states[node]] += 1
+        self._by_key = {key: piece for piece in pieces if by_key.get(key := piece.need.key) is piece}
+        self._at = {block: piece for piece in pieces for block in piece.blocks}
+        self._widths = Counter(map(self._width, self._of))
+        for piece in pieces:
+            self._count[piece.state] += piece.need.num_blocks
+            if not piece.users[WRITING]:
+                self._hide(piece)
+
     def pin(self, node: int, change: int) -> None:
         """A node has one pin more (+1) or less (-1). Ignored for a chunk."""
         for piece in self._of.get(node, ()):
@@ -157,6 +178,10 @@ class Checkpoints:
         piece = self._at[block]
         was = piece.state
         piece.byte_pins += change
+        if piece.byte_pins:
+            self._held.add(piece)
+        else:
+            self._held.discard(piece)
         return self._recount(piece, was)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -179,6 +204,7 @@ class Checkpoints:
             assert found or not counted[CACHED], f"{name} is in use and cannot be found"
         for piece in self._by_key.values():
             assert piece in users, f"{piece.need.key!r} is used by no checkpoint"
+        assert self._held == {piece for piece in self._at.values() if piece.byte_pins}, "pins on bytes are miscounted"
         assert self._widths == Counter(map(self._width, self._of)), "sizes of checkpoints are miscounted"
         assert {piece for piece in users if piece.need.num_blocks} <= set(self._at.values()), "a piece has no blocks"
 

@@ -57,6 +57,7 @@ def new_pool(
         num_blocks,
         policy,
         blocks_per_chunk=planner.device_blocks_per_chunk if on_device else planner.host_blocks_per_chunk,
+        chunk_tokens=planner.grid_tokens,
         ready=ready,
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
         thresholds=thresholds,

@@ -38,7 +38,32 @@ class FreeRuns:
     def put(self, blocks: Iterable[int]) -> None:
         """Add `blocks`, in ascending order."""
         for first, end in _runs(blocks):
-            self._put_run(first, end)
+            self.put_run(first, end)
+
+    def put_run(self, first: int, end: int) -> None:
+        """Add the blocks from `first` up to `end`, of which there is one at least. O(log runs)."""
+        at = self._length_at.bisect_left(first)
+        if at < len(self._length_at):
+            after, length = self._length_at.peekitem(at)
+            if after < end:
+                raise MisuseError(f"block {after} is free already")
+            if after == end:
+                self._drop_run(after, length)
+                end += length
+        if at > 0:
+            before, length = self._length_at.peekitem(at - 1)
+            if before + length > first:
+                raise MisuseError(f"block {first} is free already")
+            if before + length == first:
+                self._drop_run(before, length)
+                first = before
+        self._add_run(first, end - first)
+
+    def clear(self) -> None:
+        """Remove all. O(runs)."""
+        self._length_at.clear()
+        self._by_length.clear()
+        self._count = 0
 
     def take(self, count: int) -> list[int]:
         """Remove and return `count` blocks, ascending: the smallest run that holds them, else the longest runs."""
@@ -82,24 +107,6 @@ class FreeRuns:
         """Every free block, ascending."""
         for first, length in self._length_at.items():
             yield from range(first, first + length)
-
-    def _put_run(self, first: int, end: int) -> None:
-        at = self._length_at.bisect_left(first)
-        if at < len(self._length_at):
-            after, length = self._length_at.peekitem(at)
-            if after < end:
-                raise MisuseError(f"block {after} is free already")
-            if after == end:
-                self._drop_run(after, length)
-                end += length
-        if at > 0:
-            before, length = self._length_at.peekitem(at - 1)
-            if before + length > first:
-                raise MisuseError(f"block {first} is free already")
-            if before + length == first:
-                self._drop_run(before, length)
-                first = before
-        self._add_run(first, end - first)
 
     def _add_run(self, first: int, length: int) -> None:
         self._length_at[first] = length

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.index.boundary_log import BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.index.nearest_checkpoint import NearestCheckpoints
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
 
@@ -68,6 +69,15 @@ class ResumePoints:
                 self._log.removed((chunk,))
             if not children[parent]:
                 self.may_be_useless(parent)
+
+    def clear(self, cached: Sequence[int], left: Leftovers) -> None:
+        """Nothing is cached any more. By node: whether it was."""
+        if self._log is not None:
+            self._log.cleared(cached if self._nearest is None else self._nearest.here)
+        if self._nearest is not None:
+            self._nearest.clear()
+        left.add(self._candidates)
+        self._candidates = {}
 
     def may_be_useless(self, node: int) -> None:
         """A chunk has lost a child, a pin or its checkpoint, or the request that stored it has ended."""

@@ -15,7 +15,7 @@ SLICES = 50  # updates of the bar in one replay
 class Meter:
     """Measures one replay. `seconds` is the time of its loop so far, including garbage collections.
 
-    Objects that exist before the loop, mostly the trace, are frozen (`gc.freeze`), as the README advises engines to do.
+    Objects that exist before the loop, mostly the trace, are frozen (`gc.freeze`), which engines should do, too.
     """
 
     def __init__(self, label: str, blocks: int) -> None:

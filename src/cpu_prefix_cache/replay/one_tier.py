@@ -16,6 +16,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
     pool = BlockPool(
         trace.usable(host.capacity),
         host.policy,
+        chunk_tokens=trace.block_tokens,
         thresholds=Thresholds(host.store_after, host.min_store_tokens),
     )
     tally = Tally()

@@ -3,9 +3,11 @@
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cpu_prefix_cache.eviction import WEIGHED, policy_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
@@ -14,6 +16,7 @@ from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace, read_traces
 
 MOST_DIGITS = 15
 MOST = 1e15
+WEIGHED_HELP = f"{WEIGHED}N for the most time saved, N as printed with --model"
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +111,17 @@ def names_of(text: str, option: str) -> list[str]:
     if not all(names):
         raise ConfigurationError(f"{option} has nothing between two commas, or none at all: {text[:40]!r}")
     return list(dict.fromkeys(names))
+
+
+def policies_of(text: str | None, known: Sequence[str]) -> list[str]:
+    """The policies between commas, `adaptive@N` among them; all that are known if none are given."""
+    policies = list(known) if text is None else names_of(text, "--policy")
+    for name in policies:
+        if name.startswith(WEIGHED):
+            policy_of(name)  # raises
+        elif name not in known:
+            raise ConfigurationError(f"unknown policy {name!r}; known are {', '.join(known)}, and {WEIGHED}N")
+    return policies
 
 
 def rate(text: str) -> float:

@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.replay.flops import Flops, read_flops
 from cpu_prefix_cache.replay.options import positive, rate
-from cpu_prefix_cache.replay.seconds_saved import Rates, Work
+from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.traces import Trace
 
 BENCH, BENCH_TIER = "bench --json FILE", "bench --tier PATH --json FILE"

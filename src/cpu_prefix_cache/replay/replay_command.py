@@ -29,6 +29,7 @@ from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.options import (
+    WEIGHED_HELP,
     add_result_options,
     add_trace_options,
     add_weight_options,
@@ -36,6 +37,7 @@ from cpu_prefix_cache.replay.options import (
     groups_of,
     names_of,
     natural,
+    policies_of,
     positive,
     trace_of,
     write_json,
@@ -92,7 +94,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises PrefixCacheError for invalid options and traces."""
-    policies = _policies(args.policy)
+    policies = policies_of(args.policy, POLICY_NAMES)
     check_results_can_be_written(args)
     trace = trace_of(args)
     block_bytes = _block_bytes(args, trace)
@@ -130,7 +132,9 @@ def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, *, has_mod
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", metavar="NAME,...", help=f"of {', '.join(POLICY_NAMES)} (default: all of them)")
+    parser.add_argument(
+        "--policy", metavar="NAME,...", help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}"
+    )
     parser.add_argument(
         "--capacity",
         metavar="N,...",
@@ -162,16 +166,6 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="store nothing of shorter prompts (default: 0; with a device, lengths are whole blocks)",
     )
-
-
-def _policies(names: str | None) -> list[str]:
-    if names is None:
-        return list(POLICY_NAMES)
-    policies = names_of(names, "--policy")
-    for name in policies:
-        if name not in POLICY_NAMES:
-            raise ConfigurationError(f"unknown policy {name!r}; known are {', '.join(POLICY_NAMES)}")
-    return policies
 
 
 def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:

@@ -3,9 +3,7 @@
     saved = seconds to compute what was loaded - loaded bytes / host rate - bytes read from below / below rate
     seconds to compute = (tokens + pairs / even depth) / prefill rate
 
-A *pair* is a token and one that it attends to, so tokens deep in a prompt have many. At the *even depth* a token's
-attention takes as long as everything else of it (flops.py): 26,600 tokens in Llama 3.1 8B. The prefill rate is that at
-the beginning of a prompt.
+Pairs and the even depth are those of `model/prefill_work.py`. The prefill rate is that at the beginning of a prompt.
 
 Checked with vLLM 0.26 on an H200 (README.md): from 214 ms for 8,224 tokens follow 1,194 ms for 32,800; measured 1,208.
 
@@ -27,29 +25,10 @@ A tier is not read where that takes longer than computing (`tiers/time_saved.py`
 import math
 from dataclasses import dataclass
 
+from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
 SECONDS_AN_HOUR = 3600
-
-
-@dataclass(slots=True)
-class Work:
-    """What computing tokens of prompts takes: `pairs` of such a token with one that it attends to, itself included."""
-
-    tokens: int = 0
-    pairs: int = 0
-
-    def add(self, start: int, stop: int) -> None:
-        """Add the tokens [start, stop) of a prompt."""
-        self.tokens += stop - start
-        self.pairs += (stop * (stop + 1) - start * (start + 1)) // 2
-
-    def at_start(self, even_depth: float) -> float:
-        """As many tokens at the beginning of a prompt take as long."""
-        return self.tokens + self.pairs / even_depth
-
-    def share_of(self, whole: "Work", even_depth: float) -> float:
-        return self.at_start(even_depth) / max(1.0, whole.at_start(even_depth))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.replay.capacities import doublings
 from cpu_prefix_cache.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.replay.describe import describe_depth, describe_rates, describe_trace
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import ANY_LENGTH, checkpoint_bytes, in_large_blocks, prefix_bytes_per_token
 from cpu_prefix_cache.replay.options import (
+    WEIGHED_HELP,
     add_result_options,
     add_trace_options,
     add_weight_options,
     check_results_can_be_written,
     groups_of,
-    names_of,
+    policies_of,
     trace_of,
     write_json,
 )
@@ -36,7 +37,6 @@ from cpu_prefix_cache.replay.plot import draw
 from cpu_prefix_cache.replay.rate_options import add_rate_options, even_depth_of, flops_of, rates_of
 from cpu_prefix_cache.replay.results_json import head
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
-from cpu_prefix_cache.replay.seconds_saved import Work
 from cpu_prefix_cache.replay.size_report import KIB, MIB, Sized, answers, as_json, goals, panels, table
 from cpu_prefix_cache.replay.sizing import Point, Sizing, check_target, smallest_capacity
 from cpu_prefix_cache.replay.traces import Trace
@@ -54,7 +54,9 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     add_weight_options(parser, required=True)
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
     parser.add_argument(
-        "--policy", metavar="NAME,...", help=f"what the host evicts: of {', '.join(POLICIES)} (default: all of them)"
+        "--policy",
+        metavar="NAME,...",
+        help=f"what the host evicts: of {', '.join(POLICIES)} (default: all of them), or {WEIGHED_HELP}",
     )
     add_rate_options(parser)
     add_result_options(parser)
@@ -64,7 +66,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises PrefixCacheError for invalid options, traces and models."""
     check_target(args.target)
-    policies = policies_of(args.policy)
+    policies = policies_of(args.policy, list(POLICIES))
     check_results_can_be_written(args)
     flops = flops_of(args)
     trace = trace_of(args)
@@ -87,14 +89,6 @@ def run(args: argparse.Namespace) -> int:
         title = ", ".join(Path(path).name for path in trace.paths)
         draw(args.plot, title, panels(sized, ideal), sized.host_block_bytes)
     return 0
-
-
-def policies_of(names: str | None) -> list[str]:
-    policies = list(POLICIES) if names is None else names_of(names, "--policy")
-    for name in policies:
-        if name not in POLICIES:
-            raise ConfigurationError(f"unknown policy {name!r}; known are {', '.join(POLICIES)}")
-    return policies
 
 
 def _sizing(trace: Trace, planner: HybridChunkPlanner, policy: str, target: float) -> Sizing:

@@ -26,6 +26,7 @@ import xxhash
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.model.hashing import ChainHasher
+from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.replay.lines import (
     BadLine,
     LineReader,
@@ -36,7 +37,6 @@ from cpu_prefix_cache.replay.lines import (
     parsed_object,
     shown,
 )
-from cpu_prefix_cache.replay.seconds_saved import Work
 
 MOONCAKE_BLOCK_TOKENS = 512
 LOG_BLOCK_TOKENS = 16

@@ -19,6 +19,7 @@ from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Answer, Hit, Request
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.pool.admission import Thresholds
@@ -26,7 +27,6 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.outcome import Tally
-from cpu_prefix_cache.replay.seconds_saved import Work
 from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.replay.traces import Trace, TraceRequest
 
@@ -80,7 +80,7 @@ class ReplayEngine:
         self.cache = self.new_cache(planner, PooledDevice(self.gpu), options)
 
     def new_pool(self, capacity: int, policy: str) -> BlockPool:
-        return BlockPool(capacity, policy)
+        return BlockPool(capacity, policy, chunk_tokens=self.block_tokens)
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> CPUPrefixCache:
         return CPUPrefixCache(planner, device, **options)
