@@ -1,6 +1,8 @@
 """`connector.transformers` beside `model.generate`: decode, and the first token after a prefix that is known.
 
     decode         from the first token to the last one of `--tokens`, after a prompt of 256, 2,048 and 6,000 tokens
+    batch          the same of 1, 4 and 8 prompts of 193 to 256 tokens together. `generate` gets them padded; ours are
+                   timed from the last first token on
     first token    2,048 tokens that are known, and 32 new ones. `generate` continues a deep copy of a cache that holds
                    the known ones; the generator finds them in its host memory, after its device pool was reset
 
@@ -10,7 +12,8 @@ pair: decode speed over that of `generate`, and time to the first token over tha
 
 The answers are compared, too. Models are small and random: what is measured is the work around the matrices.
 
-    python benchmarks/transformers_speed.py [--pairs 21] [--families llama,gemma3] [--parts decode,first] [--json FILE]
+    PYTHONPATH=examples python benchmarks/transformers_speed.py \\
+        [--pairs 21] [--families llama,gemma3] [--parts decode,batch,first] [--json FILE]
 """
 
 import argparse
@@ -25,20 +28,23 @@ from statistics import median
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from common import print_environment
 from connector.transformers import PrefixCachedGenerator
-from connector.transformers.families import build_family
+from random_models import build_family
 
 DECODE_FAMILIES = ("llama", "gemma3", "falcon_h1")
 FIRST_FAMILIES = ("llama", "qwen3", "deepseek_v3_dense", "gemma3", "qwen3_5", "falcon_h1")
 PROMPTS = (256, 2048, 6000)
+BATCHES = (1, 4, 8)
+BATCH_PROMPT = 256
 KNOWN, NEW = 2048, 32
 WINDOW = 128
 HIDDEN, LAYERS = 256, 4
 LONGEST = 6144
+FIRST, BATCH = "first token", "batch of"
 
 
 class Clock(BaseStreamer):
@@ -58,6 +64,19 @@ class Clock(BaseStreamer):
         """Nothing to do."""
 
 
+class Steps(StoppingCriteria):
+    """The processor time of this thread after each step, and the tokens chosen in it. It stops nothing."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
+        self.times.append(time.thread_time())
+        self.tokens += input_ids[:, -1].tolist()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 @dataclass(frozen=True)
 class Row:
     """Milliseconds, of `generate` and of the generator, for every pair."""
@@ -73,10 +92,11 @@ class Row:
     def ratios(self) -> list[float]:
         """Of speeds for decode, of times for a first token."""
         pairs = zip(self.generate_ms, self.ours_ms, strict=True)
-        return [theirs / ours if self.part == "decode" else ours / theirs for theirs, ours in pairs]
+        return [ours / theirs if self.part == FIRST else theirs / ours for theirs, ours in pairs]
 
 
-Turn = Callable[[int], Clock]  # of a pair: the number of the pair
+Times = Clock | Steps
+Turn = Callable[[int], Times]  # of a pair: the number of the pair
 
 
 def main() -> int:
@@ -99,7 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--tokens", type=int, default=32, help="tokens that each decode generates after the first one")
     parser.add_argument("--families", help="comma-separated; default: those of the part")
-    parser.add_argument("--parts", default="decode,first")
+    parser.add_argument("--parts", default="decode,batch,first")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -111,18 +131,23 @@ def plan(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     rows: list[tuple[str, str, int]] = []
     if "decode" in options.parts.split(","):
         rows += [("decode", family, length) for family in wanted(DECODE_FAMILIES) for length in PROMPTS]
+    if "batch" in options.parts.split(","):
+        rows += [(f"{BATCH} {size}", family, BATCH_PROMPT) for family in wanted(DECODE_FAMILIES) for size in BATCHES]
     if "first" in options.parts.split(","):
-        rows += [("first token", family, KNOWN + NEW) for family in wanted(FIRST_FAMILIES)]
+        rows += [(FIRST, family, KNOWN + NEW) for family in wanted(FIRST_FAMILIES)]
     return rows
 
 
 def measure(part: str, family: str, length: int, options: argparse.Namespace) -> Row:
     model = build_family(family, hidden=HIDDEN, layers=LAYERS, window=WINDOW)
+    size = int(part.removeprefix(BATCH)) if part.startswith(BATCH) else 1
     with PrefixCachedGenerator(
-        model, device_blocks=2 * LONGEST // 16, host_bytes=1 << 29, offload="eager"
+        model, device_blocks=2 * LONGEST // 16, host_bytes=1 << 29, offload="eager", batch_size=size
     ) as generator:
         if part == "decode":
             theirs, ours, seconds = decode(model, generator, length, options.tokens)
+        elif part != FIRST:
+            theirs, ours, seconds = batch(model, generator, length, options.tokens)
         else:
             theirs, ours, seconds = first_token(model, generator)
         return pairs(part, family, length, theirs, ours, seconds, options.pairs)
@@ -130,7 +155,7 @@ def measure(part: str, family: str, length: int, options: argparse.Namespace) ->
 
 def decode(
     model: PreTrainedModel, generator: PrefixCachedGenerator, length: int, tokens: int
-) -> tuple[Turn, Turn, Callable[[Clock], float]]:
+) -> tuple[Turn, Turn, Callable[[Times], float]]:
     prompt = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(1))
     known = prefilled(model, prompt[:, :-1])
 
@@ -147,9 +172,34 @@ def decode(
     return theirs, ours, lambda clock: clock.times[-1] - clock.times[0]
 
 
+def batch(
+    model: PreTrainedModel, generator: PrefixCachedGenerator, length: int, tokens: int
+) -> tuple[Turn, Turn, Callable[[Times], float]]:
+    random, size = torch.Generator().manual_seed(1), generator.batch_size
+    prompts = [torch.randint(0, 256, (length - 64 * row // size,), generator=random) for row in range(size)]
+    mask = torch.tensor([[0] * (length - len(each)) + [1] * len(each) for each in prompts])
+    padded = torch.stack([torch.nn.functional.pad(each, (length - len(each), 0)) for each in prompts])
+
+    def theirs(pair: int) -> Steps:
+        steps = Steps()
+        options = dict(max_new_tokens=tokens + 1, do_sample=False, stopping_criteria=[steps])
+        model.generate(padded, attention_mask=mask, **options)
+        steps.times = steps.times[-1 - tokens :]
+        return steps
+
+    def ours(pair: int) -> Steps:
+        steps = Steps()
+        answers = list(generator.generate(prompts, tokens + 1, do_sample=False, stopping_criteria=[steps]))
+        steps.times = steps.times[size - 1 :]
+        steps.tokens = [token for step in zip(*(answer.tokens for answer in answers), strict=True) for token in step]
+        return steps
+
+    return theirs, ours, lambda steps: steps.times[-1] - steps.times[0]
+
+
 def first_token(
     model: PreTrainedModel, generator: PrefixCachedGenerator
-) -> tuple[Turn, Turn, Callable[[Clock], float]]:
+) -> tuple[Turn, Turn, Callable[[Times], float]]:
     random = torch.Generator().manual_seed(1)
     prefix = torch.randint(0, 256, (1, KNOWN), generator=random)
     known = prefilled(model, prefix)
@@ -187,7 +237,7 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
 
 
 def pairs(
-    part: str, family: str, length: int, theirs: Turn, ours: Turn, seconds: Callable[[Clock], float], count: int
+    part: str, family: str, length: int, theirs: Turn, ours: Turn, seconds: Callable[[Times], float], count: int
 ) -> Row:
     """Measure pairs. One before them is not counted."""
     times: dict[Turn, list[float]] = {theirs: [], ours: []}

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 
-from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError
 
 DOCUMENT_TOKENS = (1_500, 3_600)

@@ -42,6 +42,8 @@ from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, 
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 __all__ = [
     "BlockPool",
     "BoundariesRemoved",
@@ -94,6 +96,7 @@ __all__ = [
     "TransferPlan",
     "Wait",
     "Window",
+    "__version__",
     "keys_and_values",
     "latents",
     "states",

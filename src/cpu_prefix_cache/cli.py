@@ -1,13 +1,13 @@
 """The console command `cpu-prefix-cache`. Each subcommand has a file of its own, with `add_arguments` and `run`."""
 
 import argparse
-import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from cpu_prefix_cache import __version__
 from cpu_prefix_cache.bench import bench_command
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.replay import convert_command, replay_command, size_command
@@ -59,18 +59,11 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{NAME} {_version()}")
+    parser.add_argument("--version", action="version", version=f"{NAME} {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_arguments(subparsers)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version(NAME)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed: run from its source"
 
 
 def _check_stdout() -> None:

@@ -11,10 +11,11 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
-from connector.transformers.families import tiny
-from connector.transformers.paged import BlockTable, PagedKV
+from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
+from connector.transformers.rows import BlockTable
 from connector.transformers.working import WorkingState
+from random_models import tiny
 
 BLOCK = 16
 POOL_TOKENS = 208

@@ -7,7 +7,7 @@ import torch
 
 from connector.transformers import PrefixCachedGenerator
 from connector.transformers.continuing import Continuation
-from connector.transformers.families import WINDOW, build_family
+from random_models import WINDOW, build_family
 from tests.connector.running import error, prompt
 
 # Of the deviation of the logits. Measured 2e-6 and 4e-2.

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from connector.transformers import ARCHITECTURES, build_model
+from builtin_models import ARCHITECTURES, build_model
 from connector.transformers.continuing import Continuation, check_continues
 from cpu_prefix_cache import ConfigurationError
 from tests.connector.damages import DAMAGES, nothing

@@ -5,9 +5,9 @@ import torch
 from transformers import JambaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from connector.transformers.continuing import Continuation, check_continues
-from connector.transformers.families import FAMILIES, build_family, initialise, tiny
 from connector.transformers.past import ModelPast
 from cpu_prefix_cache import ConfigurationError, GroupKind
+from random_models import FAMILIES, build_family, initialise, tiny
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
 

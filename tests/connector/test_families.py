@@ -16,9 +16,9 @@ The controls below each kind of hit damage one piece of one group: at least 7 of
 
 import pytest
 
-from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, GroupKind
 from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
+from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
 from tests.faults import CorruptingCopier, MeddlingCopier
 

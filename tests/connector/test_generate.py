@@ -17,8 +17,8 @@ from transformers import BatchEncoding, GenerationConfig, LogitsProcessor, PreTr
 from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from connector.transformers.families import build_family
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from random_models import build_family
 from tests.connector.serving import document
 from tests.faults import CorruptingCopier
 

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from connector.transformers.families import initialise
 from cpu_prefix_cache import ConfigurationError
+from random_models import initialise
 from tests.connector.serving import document
 from tests.connector.test_generate import agree, answered, asked
 from tests.faults import CorruptingCopier

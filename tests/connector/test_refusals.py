@@ -11,7 +11,8 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError
 from tests.faults import MeddlingCopier
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from connector.transformers import PrefixCachedGenerator, build_model
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator
 from connector.transformers.identity import model_name, weights_revision
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab.settings import FileTier

@@ -10,7 +10,8 @@ import gc
 import pytest
 import torch
 
-from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError, Direction
 from tests.faults import CorruptingCopier, MeddlingCopier
 from tests.sizes import sizes_of_containers

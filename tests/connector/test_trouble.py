@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from connector.transformers.families import FAMILIES
 from cpu_prefix_cache import OFFLOAD_MODES, Direction
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
 from tests.faults import CorruptingCopier, MeddlingCopier
 

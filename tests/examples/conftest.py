@@ -3,7 +3,7 @@
 import pytest
 
 import offline_generation_inputs
-from connector.transformers import build_model
+from builtin_models import build_model
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast, logging
 
 import offline_generation
-from connector.transformers import Generation, PrefixCachedGenerator, build_model
+from builtin_models import build_model
+from connector.transformers import Generation, PrefixCachedGenerator
 from offline_generation_checks import TOLERANCE, Check
 from offline_generation_inputs import DOCUMENT_TOKENS
 from offline_generation_report import judge_control, picture, verdict
@@ -65,7 +66,7 @@ def test_round_two_comes_from_the_host_and_agrees(tmp_path, capsys, arch, blocks
 
 
 @pytest.mark.usefixtures("small_model")
-@pytest.mark.parametrize("policy", ["arc", "adaptive"])
+@pytest.mark.parametrize("policy", ["arc", "adaptive", "adaptive@1000"])
 def test_every_policy_serves(tmp_path, policy):
     status, report = run(tmp_path, *SMALL, "--device-blocks", "72", "--policy", policy)
     assert (status, report["policy"]) == (0, policy)

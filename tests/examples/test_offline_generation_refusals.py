@@ -15,7 +15,8 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 import offline_generation
 import offline_generation_run
-from connector.transformers import PrefixCachedGenerator, PromptRefused, build_model
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError
 from offline_generation_inputs import Prompt, check_prompt
 

@@ -6,7 +6,6 @@ for generation in generator.generate(prompts):
     print(generation.text, generation.host_hit_tokens)
 """
 
-from connector.transformers.builtin import ARCHITECTURES, build_model
 from connector.transformers.generator import (
     ByteTokenizer,
     Generation,
@@ -18,13 +17,11 @@ from connector.transformers.past import ModelPast
 from connector.transformers.prompts import PromptRefused
 
 __all__ = [
-    "ARCHITECTURES",
     "ByteTokenizer",
     "Generation",
     "ModelPast",
     "PrefixCachedGenerator",
     "PromptRefused",
     "Tokenizer",
-    "build_model",
     "groups_of",
 ]

@@ -59,8 +59,8 @@ class Checkpoints:
                 wanted.append(need if need in missing else PieceNeed((mine, need.key), need.num_blocks))
         return self._allocate(wanted)
 
-    def take(self, state: WorkingState, keys: Sequence[bytes], boundary: int) -> int | None:
-        """Write the checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
+    def take(self, state: WorkingState, row: int, keys: Sequence[bytes], boundary: int) -> int | None:
+        """Write a row's checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
 
         Returns None if the checkpoint is cached already, or the pool has no room for it.
         """
@@ -71,7 +71,7 @@ class Checkpoints:
         if node is None:
             return None
         try:
-            self._write(state, depth, node)
+            self._write(state, row, depth, node)
         except BaseException:  # also after an interrupt no block may stay allocated
             self._pool.abort([node])
             raise
@@ -127,21 +127,21 @@ class Checkpoints:
             elif self._kv.groups[group].kind is GroupKind.STATE:
                 state.restore_states(found[0])
 
-    def _write(self, state: WorkingState, depth: int, node: int) -> None:
+    def _write(self, state: WorkingState, row: int, depth: int, node: int) -> None:
         to_write = self._pool.checkpoints.to_write(node)
         for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
                 tokens = self._kv.groups[at.group].block_tokens
                 first = at.chunk * self._planner.grid_tokens + at.block * tokens
-                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
+                self._kv.write(blocks, self._snapshot(state, row, at.group, first, first + tokens))
 
-    def _snapshot(self, state: WorkingState, group: int, first: int, end: int) -> torch.Tensor:
+    def _snapshot(self, state: WorkingState, row: int, group: int, first: int, end: int) -> torch.Tensor:
         piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
         local = self._locals[group]
         if local is None:
-            state.snapshot_states(piece)
+            state.snapshot_states(piece, row)
         else:
-            state.snapshot_window(local, first, end, piece)
+            state.snapshot_window(local, first, end, piece, row)
         return piece
 
     def _num_bytes(self, group: int) -> int:

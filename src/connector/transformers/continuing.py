@@ -3,7 +3,8 @@
 Some models cannot. A mask may look ahead; rotary factors may depend on the length of the whole prompt, which is not in
 a key; and some state layers (Mamba 1 in transformers) read their state only when one token follows, and ignore it when
 several do. No list of model names would stay up to date, so each model is tested when it is loaded: the logits of 24
-tokens at once, against those of 16, a snapshot, a restore, and the other 8, at once and one by one.
+tokens at once, against those of 16, a snapshot, a restore, and the other 8, at once and one by one. Whether it can
+decode several requests together is tested in the same way, with two of different lengths.
 """
 
 import enum
@@ -13,10 +14,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.forward import ForwardPass
-from connector.transformers.paged import BlockTable, PagedKV
+from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
+from connector.transformers.rows import BlockTable
 from connector.transformers.working import WorkingState
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, GroupKind
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8
@@ -57,6 +59,24 @@ def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
     return Continuation.CHUNKS if at_once else Continuation.TOKENS
 
 
+@torch.inference_mode()
+def check_decodes_together(model: PreTrainedModel, past: ModelPast) -> None:
+    """Raise ConfigurationError for a model whose logits change where requests of other lengths are decoded with it."""
+    name = type(model).__name__
+    if any(group.local.kind is GroupKind.CHUNK_LOCAL for group in past.locals):
+        # transformers 5.19 leaves the mask out where fewer columns than a chunk are there and none of them is padding
+        raise ConfigurationError(
+            f"{name} attends in chunks (Llama 4), which transformers does not mask for requests of different lengths: "
+            "set batch_size to 1"
+        )
+    error = _Probe(model, past).error_together()
+    if not error <= TOLERANCE[model.dtype == torch.float32]:
+        raise ConfigurationError(
+            f"{name} cannot decode several requests together: its logits are off by {error:.1e} deviations; "
+            "set batch_size to 1"
+        )
+
+
 class _Probe:
     """A model, and its past after CUT tokens, from which it can be continued repeatedly."""
 
@@ -65,17 +85,29 @@ class _Probe:
         self._past = past
         vocabulary = model.config.get_text_config().vocab_size
         self._ids = torch.arange(CUT + TAIL, device=model.device)[None] % vocabulary
-        self._whole = self._compute(self._ids, 0, DynamicCache(config=model.config)).float()[CUT:]
+        self._whole = self._compute(self._ids, [0], DynamicCache(config=model.config))[0].float()[CUT:]
         self._kv = PagedKV(past, (CUT + TAIL) // BLOCK_TOKENS, BLOCK_TOKENS, model.device)
-        begun, table = self._request(0)
-        self._run(begun, table, [CUT])
+        begun = self._request(0)
+        self._run(begun, [CUT])
         self._windows = [self._snapshot(begun, group) for group in past.locals]
         self._states = torch.empty(past.states.num_bytes, dtype=torch.uint8, device=model.device)
         begun.snapshot_states(self._states)
 
     def error(self, steps: Sequence[int]) -> float:
         """The largest error of the logits of the last TAIL tokens, in standard deviations, with these `steps`."""
-        return float((self._continue(steps, self._states) - self._whole).abs().max() / self._whole.std())
+        logits = self._run(self._restored(self._states), steps)[0]
+        return float((logits - self._whole).abs().max() / self._whole.std())
+
+    def error_together(self) -> float:
+        """The same where two requests go on together: one has had TAIL / 2 tokens more than the other."""
+        more = TAIL // 2
+        requests = [self._restored(self._states) for _ in range(2)]
+        self._run(requests[0], [1])
+        self._run(requests[1], [1] * (more + 1))
+        both = WorkingState.joined([(request, 0) for request in requests])
+        late, early = self._whole[1 + more :], self._whole[1 : TAIL - more]
+        off = self._run(both, [1] * (TAIL - more - 1)) - torch.stack([early, late])
+        return float(off.abs().max() / self._whole.std())
 
     def reads_states(self, tokens: int) -> bool:
         """Whether a forward pass of `tokens` tokens reads its states: NaN in them must appear in the logits.
@@ -83,29 +115,30 @@ class _Probe:
         Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
         a state that is not read.
         """
-        return all(bool(self._continue([tokens], page).isnan().any()) for page in self._pages_of_nan())
+        return all(bool(self._run(self._restored(page), [tokens]).isnan().any()) for page in self._pages_of_nan())
 
-    def _continue(self, steps: Sequence[int], states: torch.Tensor) -> torch.Tensor:
-        """The logits of the tokens after CUT, restored with these states, with `steps` tokens in each forward pass."""
-        request, table = self._request(CUT)
+    def _restored(self, states: torch.Tensor) -> WorkingState:
+        """A request at CUT, with these states."""
+        request = self._request(CUT)
         for group, snapshot in zip(self._past.locals, self._windows, strict=True):
             request.restore_window(group, CUT - len(snapshot), CUT, snapshot)
         request.restore_states(states)
-        return self._run(request, table, steps)
+        return request
 
-    def _run(self, request: WorkingState, table: BlockTable, steps: Sequence[int]) -> torch.Tensor:
-        logits = []
+    def _run(self, requests: WorkingState, steps: Sequence[int]) -> torch.Tensor:
+        """The logits [rows, tokens, vocabulary] of the next tokens, with `steps` of them in each forward pass."""
+        logits, rows = [], requests.rows
         for step in steps:
-            begin = table.length
-            table.begin_forward(step, self._ids.device)
-            logits.append(self._compute(self._ids[:, begin : begin + step], begin, request.cache).float())
-            table.end_forward()
-        return torch.cat(logits)
+            ids = torch.stack([self._ids[0, begin : begin + step] for begin in rows.lengths])
+            rows.begin_forward(step, ids.device)
+            logits.append(self._compute(ids, rows.lengths, requests.cache).float())
+            rows.end_forward()
+        return torch.cat(logits, dim=1)
 
-    def _request(self, length: int) -> tuple[WorkingState, BlockTable]:
+    def _request(self, length: int) -> WorkingState:
         table = BlockTable(BLOCK_TOKENS)
         table.blocks, table.length = list(range((CUT + TAIL) // BLOCK_TOKENS)), length
-        return WorkingState(self._past, self._kv, table), table
+        return WorkingState(self._past, self._kv, table)
 
     def _snapshot(self, request: WorkingState, group: LocalGroup) -> torch.Tensor:
         """The tokens that a token at CUT can see, each as a block."""

@@ -1,6 +1,11 @@
-"""One forward pass of a causal model over a past. Models differ in the arguments that they take."""
+"""One forward pass of a causal model over a past. Models differ in the arguments that they take.
+
+The rows of a past end in the same column (rows.py). The columns before the first token of a row are hidden by a mask,
+as `model.generate` hides the padding of a batch; where no row has any, there is no mask.
+"""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,15 +24,20 @@ class ForwardPass:
         self._takes_positions = takes_any or "position_ids" in parameters
         self._keeps_logits = takes_any or "logits_to_keep" in parameters
 
-    def __call__(self, ids: torch.Tensor, begin: int, past: Cache, last_only: bool = False) -> torch.Tensor:
-        """Compute the tokens `ids`, [1, tokens], which follow the `begin` tokens in `past`.
+    def __call__(self, ids: torch.Tensor, lengths: Sequence[int], past: Cache, last_only: bool = False) -> torch.Tensor:
+        """Compute the tokens `ids`, [rows, tokens], each row after the `lengths` tokens that `past` has of it.
 
-        Returns the logits, [tokens, vocabulary]; with `last_only` some models return those of the last token alone.
+        Returns the logits, [rows, tokens, vocabulary]; with `last_only` some models return those of the last token
+        alone.
         """
+        begins = torch.tensor(lengths, device=ids.device)[:, None]
+        new, columns = ids.shape[1], max(lengths)
         options: dict[str, Any] = {self._past_name: past}
         if self._takes_positions:  # without them some models count from 0 again
-            options["position_ids"] = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+            options["position_ids"] = begins + torch.arange(new, device=ids.device)
+        if min(lengths) < columns:
+            options["attention_mask"] = (torch.arange(columns + new, device=ids.device) >= columns - begins).long()
         if self._keeps_logits and last_only:
             options["logits_to_keep"] = 1
-        logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits[0]
+        logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits
         return logits

@@ -1,6 +1,7 @@
-"""Generation with a prefix cache, for any causal Hugging Face model. One request at a time.
+"""Generation with a prefix cache, for any causal Hugging Face model.
 
-A small but complete KV cache manager of an engine. The life of a request:
+A small but complete KV cache manager of an engine. Prompts are taken in batches: each is prefilled by itself, and then
+they decode together. The life of a request:
 
     tokens -> keys              ChainHasher
     device hit                  KVCacheCoordinator over the device's BlockPool       n0
@@ -10,14 +11,16 @@ A small but complete KV cache manager of an engine. The life of a request:
     prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
                                 the cache wants a checkpoint, a prefill chunk ends and the checkpoint is taken
     first token                 chosen as sampling.py says; then a checkpoint shortly before it, which was put off
-    decode                      the same, a token at a time; only the latest checkpoint is kept
-    finish                      the cache plans its last stores; the blocks stay until the pool evicts them
+    decode                      the same, a token at a time, with those of the batch whose answers go on, as rows of one
+                                WorkingState; only the latest checkpoint is kept
+    finish                      with the batch: the cache plans its last stores; the blocks stay until they are evicted
 
 Before each forward pass the host cache copies, and the engine waits for it.
 """
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, Self
@@ -27,12 +30,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers.checkpoints import Checkpoints
-from connector.transformers.continuing import Continuation, check_continues
+from connector.transformers.continuing import Continuation, check_continues, check_decodes_together
 from connector.transformers.forward import ForwardPass
 from connector.transformers.identity import model_name, weights_revision
-from connector.transformers.paged import BlockTable, PagedKV
+from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptRefused, each_prompt, one_prompt
+from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import Choice, Settings
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
@@ -85,7 +89,8 @@ class Generation:
     Of the host hit the tier below had `tier_hit_tokens`, and the host had not.
 
     `first_logits` are those of the first generated token, float32 [vocabulary]. `cuts` are the token positions at
-    which prefill chunks ended; the last one is `prompt_tokens`. `ttft_seconds` is the time to the first token.
+    which prefill chunks ended; the last one is `prompt_tokens`. `ttft_seconds` is the time to the first token from when
+    the request was admitted.
     """
 
     tokens: tuple[int, ...]
@@ -100,24 +105,36 @@ class Generation:
     tier_hit_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt that can be answered, as token ids, and what decides its answer."""
+
+    tokens: list[int]
+    choice: Choice
+
+
 @dataclass(slots=True)
 class _Sequence:
     """A running request: its tokens, its device blocks, and the pin on the deepest cached one of them.
+
+    `last` is the token chosen last, which is not computed yet. `answer` has no tokens before the batch ends.
 
     `kept` are the boundaries of its prompt at which checkpoints are taken; that at `put_off`, if there is one, after
     the first token. `latest` is the key of the chunk after which the latest checkpoint of its answer was taken.
     """
 
     id: str
+    choice: Choice
     prompt_tokens: int
     tokens: list[int]
     keys: list[bytes]
     chunks: list[int]
     table: BlockTable
-    state: WorkingState
     parent: int
     pin: Pin | None
     touch: Any
+    last: int = 0
+    answer: Generation | None = None
     filling: int | None = None  # the checkpoint that its load fills, not committed yet
     committed: int = 0  # chunks; it writes the others
     kept: frozenset[int] = frozenset()
@@ -134,6 +151,7 @@ class PrefixCachedGenerator:
     offload, policy       lazy, eager or off; one of cpu_prefix_cache.POLICIES
     store_after           a chunk is stored once so many prompts of at least `min_store_tokens` tokens had it
     prefill_tokens        prefill runs in chunks that end on multiples of this
+    batch_size            `generate` decodes so many requests together, or as many as the device pool has room for
     max_model_len         the most tokens of a prompt and its answer; needed for models that do not say it, like Mamba
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     prefix_caching        False: every prompt is computed from its first token, for comparison
@@ -160,6 +178,7 @@ class PrefixCachedGenerator:
         min_store_tokens: int = 0,
         block_tokens: int = 16,
         prefill_tokens: int = 256,
+        batch_size: int = 1,
         max_model_len: int | None = None,
         checkpoint_interval: int | None = None,
         prefix_caching: bool = True,
@@ -174,12 +193,17 @@ class PrefixCachedGenerator:
             raise ConfigurationError(
                 f"prefill_tokens must be a multiple of the {block_tokens} tokens of a block, got {prefill_tokens}"
             )
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model.eval()
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
+        self.batch_size = batch_size
         self.max_model_len = _max_model_len(model, max_model_len)
         self.past = ModelPast(model)
         self.continuation = check_continues(model, self.past)
+        if batch_size > 1:
+            check_decodes_together(model, self.past)
         self.kv = PagedKV(self.past, device_blocks, block_tokens, model.device)
         self.planner = HybridChunkPlanner(self.kv.groups, max_model_len=self.max_model_len)
         self.pool = new_pool(self.planner, device_blocks, on_device=True)
@@ -201,8 +225,8 @@ class PrefixCachedGenerator:
                 self.kv.layout,
                 host_bytes=host_bytes,
                 max_model_len=self.max_model_len,
-                # a load allocates up to a whole prompt in one step
-                max_step_tokens=min(self.max_model_len, device_blocks * block_tokens),
+                # a load allocates up to a whole prompt in one step, and decode a block for each request
+                max_step_tokens=min(max(self.max_model_len, batch_size * block_tokens), device_blocks * block_tokens),
                 offload=offload,
                 policy=policy,
                 thresholds=Thresholds(store_after, min_store_tokens),
@@ -219,12 +243,18 @@ class PrefixCachedGenerator:
     def generate(
         self, prompts: Prompt | Iterable[Prompt], max_new_tokens: int | None = None, **options: Any
     ) -> Iterator[Generation]:
-        """Answer one prompt or several (see prompts.py), one after the other, each when it is asked for.
+        """Answer one prompt or several (see prompts.py) in their order, `batch_size` of them whenever one is asked for.
 
-        The options are those of `answer`, which says what is raised.
+        The options are those of `answer`, which says what is raised; but several requests that are decoded together
+        have no streamer. What is raised for a prompt comes after the answers to those before it.
         """
+        if self.batch_size > 1 and options.get("streamer") is not None:
+            raise ConfigurationError(
+                f"a streamer hears one answer, and this generator decodes {self.batch_size} together: leave it out, "
+                "set batch_size to 1, or call answer"
+            )
         settings = self._settings(max_new_tokens, **options)
-        return (self._answer(prompt, settings) for prompt in each_prompt(prompts))
+        return self._in_batches(self._asked(prompt, settings) for prompt in each_prompt(prompts))
 
     def answer(
         self, prompt: Prompt, max_new_tokens: int | None = None, cuts: Sequence[int] | None = None, **options: Any
@@ -240,46 +270,13 @@ class PrefixCachedGenerator:
         model or the device pool, and for cuts that do not ascend to the prompt's end. Raises ConfigurationError for
         settings that it cannot carry out, and MisuseError after `close`.
         """
-        return self._answer(one_prompt(prompt), self._settings(max_new_tokens, **options), cuts)
-
-    @torch.inference_mode()
-    def _answer(self, prompt: str | list[int], settings: Settings, cuts: Sequence[int] | None = None) -> Generation:
-        self._check_open()
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_tokens(tokens)
-        choice = settings.for_prompt(tokens)
-        self._check_fits(len(tokens), choice.max_new_tokens)
-        if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(tokens)]):
-            raise PromptRefused(f"cuts must ascend and end at the prompt's {len(tokens)} tokens, got {list(cuts)}")
-        choice.begin()
-        begin = time.perf_counter()
-        sequence, device_hit = self._admit(tokens)
-        try:
-            in_tier = self._tier_hits()
-            host_hit = self._load(sequence, device_hit)
-            in_tier = self._tier_hits() - in_tier
-            hit = sequence.table.length
-            ends = self._chunk_ends(sequence, cuts)
-            first_logits, fork = self._prefill(sequence, ends)
-            token = choice.choose(first_logits)
-            ttft = time.perf_counter() - begin
-            self._catch_up(sequence, fork)
-            generated = [token, *self._decode(sequence, token, choice)]
-        finally:
-            self._finish(sequence)
-        choice.end()
-        return Generation(
-            tokens=tuple(generated),
-            text=self.tokenizer.decode(generated),
-            prompt_tokens=len(tokens),
-            device_hit_tokens=device_hit,
-            host_hit_tokens=host_hit,
-            computed_tokens=len(tokens) - hit,
-            ttft_seconds=ttft,
-            cuts=tuple(ends),
-            first_logits=first_logits,
-            tier_hit_tokens=in_tier,
-        )
+        asked = self._asked(one_prompt(prompt), self._settings(max_new_tokens, **options))
+        if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(asked.tokens)]):
+            raise PromptRefused(
+                f"cuts must ascend and end at the prompt's {len(asked.tokens)} tokens, got {list(cuts)}"
+            )
+        [answer] = self._answer_together([asked], cuts)
+        return answer
 
     def cuts_without_cache(self, generation: Generation) -> list[int]:
         """The cuts for `answer` in an engine without a cache, so that it computes the same prefill chunks."""
@@ -376,11 +373,104 @@ class PrefixCachedGenerator:
             )
         if prompt_tokens + max_new_tokens > self.max_model_len:
             raise PromptRefused(f"{asked} are more than the model's {self.max_model_len}")
-        computed = prompt_tokens + max_new_tokens - 1  # the last token is never fed back
-        chunks = -(-computed // self.planner.grid_tokens)
+        chunks = self._chunks(prompt_tokens, max_new_tokens)
         needed = chunks * self.planner.device_blocks_per_chunk + self._coordinator.num_blocks(chunks)
         if needed > self.pool.capacity:
             raise PromptRefused(f"{asked} take {needed} device blocks, but the pool has {self.pool.capacity}")
+
+    def _chunks(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """The chunks of a prompt and its answer, whose last token is never computed."""
+        return -(-(prompt_tokens + max_new_tokens - 1) // self.planner.grid_tokens)
+
+    def _asked(self, prompt: str | list[int], settings: Settings) -> _Asked:
+        self._check_open()
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self._check_tokens(tokens)
+        choice = settings.for_prompt(tokens)
+        self._check_fits(len(tokens), choice.max_new_tokens)
+        return _Asked(tokens, choice)
+
+    def _in_batches(self, prompts: Iterator[_Asked]) -> Iterator[Generation]:
+        """Answer `prompts`. An error that ends them is raised after the answers to those before it."""
+        waiting: list[_Asked] = []
+        error: Exception | None = None
+        while True:
+            try:
+                while len(waiting) < self.batch_size:
+                    waiting.append(next(prompts))
+            except StopIteration:
+                pass
+            except Exception as each:
+                error = each
+            if not waiting:
+                break
+            answers = self._answer_together(waiting)
+            waiting = waiting[len(answers) :]
+            yield from answers
+        if error is not None:
+            raise error
+
+    @torch.inference_mode()
+    def _answer_together(self, asked: Sequence[_Asked], cuts: Sequence[int] | None = None) -> list[Generation]:
+        """Answer the first of these prompts, and with it as many of the next ones as the device pool has room for."""
+        self._check_open()
+        running: list[_Sequence] = []
+        pasts: list[tuple[WorkingState, int]] = []
+        with ExitStack() as stack:
+            for each in asked:
+                begin = time.perf_counter()
+                sequence = self._admit(each)
+                stack.callback(self._release, sequence)
+                if running and not self._has_room([*running, sequence]):
+                    break
+                stack.callback(self._end_on_host, sequence)
+                running.append(sequence)
+                pasts.append((self._begin(sequence, cuts, begin), 0))
+            self._decode(running, pasts)
+        return [self._end(sequence) for sequence in running]
+
+    def _has_room(self, sequences: Sequence[_Sequence]) -> bool:
+        """Whether the pool has room for the longest answers of all, and for a checkpoint that the last one loads."""
+        if self._host is not None:
+            _copy(self._host)  # until then, blocks are held that are being stored
+        chunks = [self._chunks(each.prompt_tokens, each.choice.max_new_tokens) for each in sequences]
+        missing = sum(chunks) - sum(len(each.chunks) for each in sequences)
+        wanted = missing * self.planner.device_blocks_per_chunk + self._coordinator.num_blocks(chunks[-1])
+        return self.pool.available_blocks(wanted) >= wanted
+
+    def _begin(self, sequence: _Sequence, cuts: Sequence[int] | None, begin: float) -> WorkingState:
+        """Compute the prompt of a request that came at `begin`, up to its first token. Returns its past."""
+        state = WorkingState(self.past, self.kv, sequence.table)
+        choice, device_hit = sequence.choice, sequence.table.length
+        choice.begin()
+        in_tier = self._tier_hits()
+        host_hit = self._load(sequence, state, device_hit)
+        in_tier = self._tier_hits() - in_tier
+        ends = self._chunk_ends(sequence, cuts)
+        first_logits, fork = self._prefill(sequence, state, ends)
+        sequence.last = choice.choose(first_logits)
+        sequence.answer = Generation(
+            tokens=(),
+            text="",
+            prompt_tokens=sequence.prompt_tokens,
+            device_hit_tokens=device_hit,
+            host_hit_tokens=host_hit,
+            computed_tokens=sequence.prompt_tokens - device_hit - host_hit,
+            ttft_seconds=time.perf_counter() - begin,
+            cuts=tuple(ends),
+            first_logits=first_logits,
+            tier_hit_tokens=in_tier,
+        )
+        self._catch_up(sequence, fork)
+        return state
+
+    def _end(self, sequence: _Sequence) -> Generation:
+        """The answer of a request that has ended."""
+        if sequence.answer is None:
+            raise InternalError("a request ended before its first token")
+        sequence.choice.end()
+        tokens = sequence.choice.chosen
+        return replace(sequence.answer, tokens=tokens, text=self.tokenizer.decode(tokens))
 
     def _usual_cuts(self, begin: int, end: int, kept: frozenset[int]) -> list[int]:
         """Where the chunks of a prefill of [begin, end) end. `kept` are the boundaries that get checkpoints."""
@@ -391,8 +481,9 @@ class PrefixCachedGenerator:
         first = begin - begin % self.prefill_tokens + self.prefill_tokens
         return sorted({*range(first, end, self.prefill_tokens), end, *kept})
 
-    def _admit(self, tokens: list[int]) -> tuple[_Sequence, int]:
-        """Begin a request on its cached device blocks. Returns it, and the length of the device hit in tokens."""
+    def _admit(self, asked: _Asked) -> _Sequence:
+        """Begin a request on its cached device blocks."""
+        tokens = asked.tokens
         keys = self._hasher.keys(tokens) if self._prefix_caching else []
         self._served += 1
         n0 = self._coordinator.longest_boundary(keys, 0, len(tokens))
@@ -401,12 +492,12 @@ class PrefixCachedGenerator:
         table = BlockTable(self.planner.grid_tokens)
         sequence = _Sequence(
             f"request-{self._served}",
+            asked.choice,
             len(tokens),
             list(tokens),
             keys,
             path := self._path(keys, chunks),
             table,
-            WorkingState(self.past, self.kv, table),
             parent=self.pool.root,
             pin=None if node is None else self.pool.pin(node),
             touch=self.pool.touch(node),
@@ -414,21 +505,22 @@ class PrefixCachedGenerator:
         )
         if path:
             sequence.parent = path[-1]
-            table.blocks, table.length = list(self.pool.blocks_of(path)), n0
-        return sequence, n0
+            table.blocks = list(self.pool.blocks_of(path))
+        table.length = n0
+        return sequence
 
     def _path(self, keys: Sequence[bytes], chunks: int) -> list[int]:
         """The device's nodes of the first `chunks` chunks."""
         deepest = self.pool.find(keys[chunks - 1]) if chunks else None
         return [] if deepest is None else self.pool.path(deepest, chunks)
 
-    def _load(self, sequence: _Sequence, n0: int) -> int:
+    def _load(self, sequence: _Sequence, state: WorkingState, n0: int) -> int:
         """Load what the host has beyond n0, and resume after it. Returns the number of loaded tokens."""
         boundaries: Sequence[int] = ()
         if self._host is not None:
             self._load_from(self._host, sequence, n0)
             boundaries = self._host.boundaries(sequence.id)
-        self._resume(sequence)
+        self._resume(sequence, state)
         sequence.kept = frozenset(
             {depth * self.planner.grid_tokens for depth in self._wanted(sequence)}.union(boundaries)
         )
@@ -463,7 +555,7 @@ class PrefixCachedGenerator:
                 return None
         return self._coordinator.destinations(sequence.chunks[start:stop], start, stop, sequence.filling)
 
-    def _resume(self, sequence: _Sequence) -> None:
+    def _resume(self, sequence: _Sequence, state: WorkingState) -> None:
         """Restore windows and states of the request at the end of its hit."""
         length = sequence.table.length
         if not length:
@@ -471,7 +563,7 @@ class PrefixCachedGenerator:
         node = self._coordinator.resume_node(sequence.keys, self.planner.full_chunks(length))
         if node is None:
             raise InternalError("a request is to resume where the device has nothing to resume from")
-        self._checkpoints.restore(sequence.state, node, length)
+        self._checkpoints.restore(state, node, length)
         self._pin(sequence, sequence.parent)  # the checkpoint is copied and may be evicted
 
     def _wanted(self, sequence: _Sequence) -> frozenset[int]:
@@ -484,31 +576,35 @@ class PrefixCachedGenerator:
             )
         )
 
-    def _forward(self, sequence: _Sequence, end: int) -> torch.Tensor:
-        """Compute the tokens up to `end`. Returns the logits of the last one."""
-        table = sequence.table
+    def _forward(self, state: WorkingState, sequences: Sequence[_Sequence], tokens: int) -> torch.Tensor:
+        """Compute the next `tokens` tokens of the requests that are the rows of `state`.
+
+        Returns the logits of their last tokens, [rows, vocabulary].
+        """
         if self._host is not None:
             _copy(self._host)  # first, because what is allocated may have to be stored before
-        self._grow(sequence, end)
-        logits = self._run(sequence, sequence.state, table, end)
-        self._commit(sequence)
-        self._take_checkpoint(sequence)
-        self._report(sequence)
-        return logits[-1].float()
-
-    def _run(self, sequence: _Sequence, state: WorkingState, table: BlockTable, end: int) -> torch.Tensor:
-        """Continue `state` with the tokens of the request up to `end`."""
-        ids = torch.tensor([sequence.tokens[table.length : end]], device=self.model.device)
-        table.begin_forward(end - table.length, ids.device)
-        logits = self._compute(ids, table.length, state.cache, last_only=True)
-        table.end_forward()
+        for sequence in sequences:
+            self._grow(sequence, sequence.table.length + tokens)
+        logits = self._run(state, sequences, tokens)
+        for row, sequence in enumerate(sequences):
+            self._commit(sequence)
+            self._take_checkpoint(sequence, state, row)
+        self._report(sequences)
         return logits
 
-    def _report(self, sequence: _Sequence) -> None:
+    def _run(self, state: WorkingState, sequences: Sequence[_Sequence], tokens: int) -> torch.Tensor:
+        """Continue `state` with the next `tokens` tokens of these requests."""
+        rows = state.rows
+        ids = [each.tokens[begin : begin + tokens] for each, begin in zip(sequences, rows.lengths, strict=True)]
+        rows.begin_forward(tokens, self.model.device)
+        logits = self._compute(torch.tensor(ids, device=self.model.device), rows.lengths, state.cache, last_only=True)
+        rows.end_forward()
+        return logits[:, -1].float()
+
+    def _report(self, sequences: Sequence[_Sequence]) -> None:
         """Tell the host what is computed. A boundary is told once its checkpoint is there."""
         if self._host is not None:
-            told = sequence.table.length if sequence.put_off is None else sequence.put_off - 1
-            self._host.end_step({sequence.id: min(told, sequence.table.length)})
+            self._host.end_step({each.id: _told(each) for each in sequences})
 
     def _chunk_ends(self, sequence: _Sequence, cuts: Sequence[int] | None) -> list[int]:
         """Where the chunks of the request's prefill end. Decides whether its last checkpoint is put off.
@@ -526,33 +622,39 @@ class PrefixCachedGenerator:
         return ends
 
     def _prefill(
-        self, sequence: _Sequence, ends: Sequence[int]
-    ) -> tuple[torch.Tensor, tuple[WorkingState, BlockTable] | None]:
+        self, sequence: _Sequence, state: WorkingState, ends: Sequence[int]
+    ) -> tuple[torch.Tensor, WorkingState | None]:
         """Compute the prompt in chunks. Returns the logits of its last token, and what `_catch_up` begins with."""
         for end in ends[:-1]:
-            self._forward(sequence, end)
-        fork = None if sequence.put_off is None else sequence.state.fork()
-        return self._forward(sequence, ends[-1]), fork
+            self._forward(state, [sequence], end - sequence.table.length)
+        fork = None if sequence.put_off is None else state.fork()
+        return self._forward(state, [sequence], ends[-1] - sequence.table.length)[0], fork
 
-    def _catch_up(self, sequence: _Sequence, fork: tuple[WorkingState, BlockTable] | None) -> None:
+    def _catch_up(self, sequence: _Sequence, fork: WorkingState | None) -> None:
         """Take the checkpoint that was put off, from a fork of the request at the position before it."""
         boundary, sequence.put_off = sequence.put_off, None
         if fork is None or boundary is None:
             return
-        state, table = fork
-        self._run(sequence, state, table, boundary)
+        self._run(fork, [sequence], boundary - fork.rows.columns)
         chunk = self.planner.full_chunks(boundary) - 1
-        node = self._checkpoints.take(state, sequence.keys, boundary)
+        node = self._checkpoints.take(fork, 0, sequence.keys, boundary)
         if node is not None:
             self._checkpoints.commit(node, sequence.keys[chunk], sequence.chunks[chunk], sequence.touch)
-        self._report(sequence)
+        self._report([sequence])
 
-    def _decode(self, sequence: _Sequence, token: int, choice: Choice) -> Iterator[int]:
-        """Generate the tokens after the first one, `token`."""
-        while not choice.is_over:
-            sequence.tokens.append(token)
-            token = choice.choose(self._forward(sequence, len(sequence.tokens)))
-            yield token
+    def _decode(self, sequences: Sequence[_Sequence], pasts: list[tuple[WorkingState, int]]) -> None:
+        """Generate the tokens after the first ones, together. A request leaves the others when its answer has ended.
+
+        `pasts` are the state and the row of each. They are changed here, so that no memory is kept for one that left.
+        """
+        while going := [at for at, each in enumerate(sequences) if not each.choice.is_over]:
+            sequences, pasts[:] = [sequences[at] for at in going], [pasts[at] for at in going]
+            state = WorkingState.joined(pasts)
+            pasts[:] = [(state, row) for row in range(len(going))]
+            for sequence in sequences:
+                sequence.tokens.append(sequence.last)
+            for sequence, logits in zip(sequences, self._forward(state, sequences, 1), strict=True):
+                sequence.last = sequence.choice.choose(logits)
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> None:
         """Allocate the missing blocks for the first `num_tokens` tokens of the request."""
@@ -598,7 +700,7 @@ class PrefixCachedGenerator:
         if before is not None:
             self.pool.unpin(before)
 
-    def _take_checkpoint(self, sequence: _Sequence) -> None:
+    def _take_checkpoint(self, sequence: _Sequence, state: WorkingState, row: int) -> None:
         """Take a checkpoint here, if one is wanted. In the answer, each new checkpoint replaces the one before."""
         length = sequence.table.length
         answers = length >= sequence.prompt_tokens
@@ -607,24 +709,31 @@ class PrefixCachedGenerator:
         if length not in sequence.kept and not answers:
             return
         key = sequence.keys[self.planner.full_chunks(length) - 1]
-        taken = self._checkpoints.take(sequence.state, sequence.keys, length)
+        taken = self._checkpoints.take(state, row, sequence.keys, length)
         is_new = taken is not None and self._checkpoints.commit(taken, key, sequence.parent, sequence.touch)
         if answers:
             if sequence.latest is not None:
                 self._checkpoints.drop(sequence.latest)
             sequence.latest = key if is_new else None
 
-    def _finish(self, sequence: _Sequence) -> None:
-        try:
-            if self._host is not None:
-                self._host.end(sequence.id, sequence.table.length)
-                _copy(self._host)
-        finally:
-            if sequence.pin is not None:
-                self.pool.unpin(sequence.pin)
-            self.pool.abort(sequence.chunks[sequence.committed :])
-            if sequence.filling is not None:
-                self.pool.abort([sequence.filling])
+    def _end_on_host(self, sequence: _Sequence) -> None:
+        if self._host is not None:
+            self._host.end(sequence.id, sequence.table.length)
+            _copy(self._host)
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Give up what a request holds of the pool."""
+        if sequence.pin is not None:
+            self.pool.unpin(sequence.pin)
+        self.pool.abort(sequence.chunks[sequence.committed :])
+        if sequence.filling is not None:
+            self.pool.abort([sequence.filling])
+
+
+def _told(sequence: _Sequence) -> int:
+    """The tokens of a request that the host may store."""
+    computed = sequence.table.length
+    return computed if sequence.put_off is None else min(sequence.put_off - 1, computed)
 
 
 def _copy(host: HostCache) -> list[tuple[Hashable, int]]:

@@ -10,6 +10,8 @@ Any other kind (static, quantized, compressed, indexed, ...) raises Configuratio
 it as one of these would silently give wrong results.
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from connector.transformers.rows import Rows
 from cpu_prefix_cache import ConfigurationError, GroupKind, MisuseError
 
 
@@ -47,6 +50,11 @@ class LayerPast:
     full: bool = False
     local: Local | None = None
     states: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        """Also without any: a layer that keeps nothing is one with no states."""
+        return self.states > 0 or not (self.full or self.local)
 
 
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
@@ -82,26 +90,25 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
 
 
 class LocalLayer(CacheLayerMixin):
-    """One layer of local attention of one request: keys and values `[1, heads, tokens, width]` of recent tokens.
+    """One layer of local attention: keys and values of the recent tokens of each row, [rows, columns, heads, width].
 
-    Unlike transformers' layer it keeps whole blocks: after a forward pass, all tokens from the first block that a token
-    at `length` can see, and all that the pass computed. So the blocks of a checkpoint can be taken at any boundary,
+    Unlike transformers' layer it keeps whole blocks: after a forward pass, all tokens from the first block that the
+    next token can see, and all that the pass computed. So the blocks of a checkpoint can be taken at any boundary,
     after prefill chunks of any length, and a block has the same bytes whenever it is taken.
     """
 
     is_sliding = True
 
-    def __init__(self, local: Local, block_tokens: int) -> None:
+    def __init__(self, local: Local, rows: Rows) -> None:
         super().__init__()
         self.sliding_window = local.tokens
-        self.start = 0
-        self.length = 0
         self._local = local
-        self._block_tokens = block_tokens
+        self._rows = rows
+        self._firsts = [0] * len(rows)  # the first token of each row that is held
         self._keys = self._values = torch.empty(0)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._keys, self._values = key_states[..., :0, :], value_states[..., :0, :]
+        self._keys, self._values = (states[:, :, :0].transpose(1, 2) for states in (key_states, value_states))
         self.is_initialized = True
 
     def update(
@@ -109,50 +116,75 @@ class LocalLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        seen = self._local.first(self.length)
-        kept = max(self.start, seen - seen % self._block_tokens)
-        old = slice(kept - self.start, None)
-        self._keys = torch.cat([self._keys[..., old, :], key_states], dim=-2)
-        self._values = torch.cat([self._values[..., old, :], value_states], dim=-2)
-        self.start = kept
-        self.length += key_states.shape[-2]
-        return self._keys[..., seen - kept :, :], self._values[..., seen - kept :, :]
+        seen, start = self._column(self._seen()), self._start
+        kept = max(start, self._column([first - first % self._block_tokens for first in self._seen()]))
+        self._keys = torch.cat([self._keys[:, kept - start :], key_states.transpose(1, 2)], dim=1)
+        self._values = torch.cat([self._values[:, kept - start :], value_states.transpose(1, 2)], dim=1)
+        self._firsts = [max(first, kept - pad) for first, pad in zip(self._firsts, self._rows.pads, strict=True)]
+        return self._keys[:, seen - kept :].transpose(1, 2), self._values[:, seen - kept :].transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = self._local.first(self.length)
-        return self.length - seen + query_length, seen
+        seen = self._column(self._seen())
+        return self._rows.columns - seen + query_length, seen
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self._rows.columns
 
     def get_max_length(self) -> int:
         return -1
 
-    def held(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of K and V of the tokens [first, end), each [tokens, heads, width]. Raises MisuseError if not held."""
-        if not self.start <= first < end <= self.length:
-            raise MisuseError(f"asked for the tokens [{first}, {end}), but [{self.start}, {self.length}) are held")
-        part = slice(first - self.start, end - self.start)
-        return self._keys[0, :, part].transpose(0, 1), self._values[0, :, part].transpose(0, 1)
+    def held(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of K and V of the tokens [first, end) of a row, each [tokens, heads, width].
+
+        Raises MisuseError if they are not held.
+        """
+        length = self._rows.lengths[row]
+        if not self._firsts[row] <= first < end <= length:
+            raise MisuseError(f"asked for the tokens [{first}, {end}), but [{self._firsts[row]}, {length}) are held")
+        return self._held(row, first, end)
 
     def restore(self, first: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Continue at position `length` with the tokens [first, length), given as [tokens, heads, width].
+        """Continue a single row at position `length` with the tokens [first, length), given as [tokens, heads, width].
 
         Raises MisuseError if the layer is not fresh, or a token at `length` can see tokens before `first`.
         """
-        if self.length or first > self._local.first(length):
+        if self.is_initialized or first > self._local.first(length):
             raise MisuseError(
                 f"a fresh layer at {length} needs the tokens from {self._local.first(length)}; "
-                f"got those from {first}, in a layer at {self.length}"
+                f"got those from {first}{', in a layer that is not fresh' if self.is_initialized else ''}"
             )
-        self._keys, self._values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-        self.start, self.length = first, length
+        self._keys, self._values, self._firsts = keys[None], values[None], [first]
         self.is_initialized = True
 
-    def continue_from(self, other: "LocalLayer") -> None:
-        """Go on where `other` is. No tensor is copied, because `update` changes none."""
-        self._keys, self._values = other._keys, other._values
-        self.start, self.length, self.is_initialized = other.start, other.length, other.is_initialized
+    def join(self, sources: Sequence[tuple["LocalLayer", int]]) -> None:
+        """Begin with these rows of other layers."""
+        self._firsts = [layer._firsts[at] for layer, at in sources]
+        held = [layer._held(at, layer._firsts[at], layer._rows.lengths[at]) for layer, at in sources]
+        columns = self._rows.columns - self._start
+        self._keys, self._values = (_aligned(rows, columns) for rows in zip(*held, strict=True))
+        self.is_initialized = True
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._rows.tables[0].block_tokens
+
+    @property
+    def _start(self) -> int:
+        """The first column that is held."""
+        return self._column(self._firsts)
+
+    def _seen(self) -> list[int]:
+        """The first token of each row that its next one can see."""
+        return [self._local.first(length) for length in self._rows.lengths]
+
+    def _column(self, tokens: Sequence[int]) -> int:
+        """The first column that has one of these tokens, one of each row."""
+        return min(map(operator.add, self._rows.pads, tokens))
+
+    def _held(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self._start - self._rows.pads[row]
+        part = slice(first - before, end - before)
+        return self._keys[row, part], self._values[row, part]
 
 
 class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
@@ -160,13 +192,21 @@ class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
 
     def __init__(self, full: CacheLayerMixin, states: int) -> None:
         super().__init__(number_of_states=states)
-        self._full = full
+        self.full = full
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._full.update(key_states, value_states)
+        keys, values = self.full.update(key_states, value_states)
         return keys, values
 
     def get_seq_length(self) -> int:
-        return int(self._full.get_seq_length())
+        return int(self.full.get_seq_length())
+
+
+def _aligned(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
+    """`rows`, each [tokens, heads, width], with their ends in one column: [rows, columns, heads, width]."""
+    joined = rows[0].new_zeros(len(rows), columns, *rows[0].shape[1:])
+    for row, tokens in zip(joined, rows, strict=True):
+        row[columns - len(tokens) :] = tokens
+    return joined

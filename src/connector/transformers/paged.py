@@ -3,16 +3,18 @@
     region            uint8 [blocks, block bytes], allocated once: one pool of equal blocks, as on the host
     full attention    block b of every layer's K and V is a view of row b: [blocks, block_tokens, heads, width]
     windows, states   a piece takes as many rows as it needs, as plain bytes
-    request           a BlockTable: its blocks in order, and how many tokens it has KV of
+    rows              the requests that are computed together (rows.py), each with a BlockTable
 
-While a request runs, each of its layers has the keys and values of all its tokens in one stretch of memory of its own:
+While requests run, each layer has the keys and values of all their tokens in one stretch of memory of its own:
 
     first forward     the blocks before it are gathered, once
     every forward     new keys and values are appended; those of each block that is now full are written to the pool
+    join              the rows of several requests are copied into one stretch, or those that go on
     end               the stretch is dropped; what the pool does not have, less than a block, is lost
 
 So a token costs an append. (Gathering all keys and values for each token took a third of the time at 6,000 tokens;
-transformers' own cache copies them for each.) The price is that the KV of a running request is there twice.
+transformers' own cache copies them for each.) Tokens of one head lie together: in the order of the blocks, attention
+over 6,000 tokens made decode take 1.4 times as long. The price is that the KV of a running request is there twice.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from connector.transformers.past import ModelPast, Part
+from connector.transformers.rows import Rows
 from cpu_prefix_cache import Group, GroupKind
 from cpu_prefix_cache.kv_layout import KVGroup
 from cpu_prefix_cache.memory.limits import check_fits
@@ -30,84 +33,70 @@ ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide wor
 SPARE = 8  # of a stretch that grows, one part in so many is room for tokens to come
 
 
-class BlockTable:
-    """The blocks of one request, in which `length` tokens are computed. `length` starts at the end of a block."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self.blocks: list[int] = []
-        self.length = 0
-        self.block_tokens = block_tokens
-        self.filled: list[int] = []  # the blocks that are full after the forward pass under way
-        self.filled_ids = torch.empty(0, dtype=torch.long)
-        self._pending = 0
-        self._is_written = True
-
-    def reader(self) -> "BlockTable":
-        """A table of the blocks before `length`, from which another forward pass can go on. It writes no block."""
-        table = BlockTable(self.block_tokens)
-        table.blocks, table.length, table._is_written = list(self.blocks), self.length, False
-        return table
-
-    def begin_forward(self, num_tokens: int, device: torch.device) -> None:
-        """Prepare to write `num_tokens` tokens after the computed ones. Their blocks must be in `blocks`."""
-        self._pending = num_tokens
-        end = self.length + num_tokens
-        full = slice(self.length // self.block_tokens, end // self.block_tokens)
-        self.filled = self.blocks[full] if self._is_written else []
-        self.filled_ids = torch.tensor(self.filled, dtype=torch.long, device=device)
-
-    def end_forward(self) -> None:
-        self.length += self._pending
-        self._pending = 0
-
-    def computed(self, device: torch.device) -> torch.Tensor:
-        """The ids of the blocks before `length`."""
-        return torch.tensor(self.blocks[: self.length // self.block_tokens], dtype=torch.long, device=device)
-
-
 class _Stretch:
-    """K or V of all tokens of one request in one layer, [heads, tokens, width], and the pool that it is written to."""
+    """K or V of all tokens of some rows in one layer, [rows, heads, columns, width], and the pool of that layer."""
 
-    def __init__(self, pool: torch.Tensor, table: BlockTable) -> None:
+    def __init__(self, pool: torch.Tensor, rows: Rows) -> None:
         self._pool = pool
-        self._table = table
-        self._memory: torch.Tensor | None = None
+        self._rows = rows
+        self._memory: torch.Tensor | None = None  # with none, they are in the blocks
 
     def append(self, states: torch.Tensor) -> torch.Tensor:
-        """Append `states`, [1, heads, new tokens, width], after `table.length` tokens. Returns all in this form."""
-        begin, tokens = self._table.length, self._table.block_tokens
+        """Append `states`, [rows, heads, new tokens, width], and write the blocks that are now full. Returns all."""
+        begin = self._rows.columns
         end = begin + states.shape[-2]
         memory = self._memory = self._with_room(end)
-        memory[:, begin:end] = states[0]
-        if self._table.filled:
-            whole = memory[:, begin // tokens * tokens : end // tokens * tokens]
-            self._pool[self._table.filled_ids] = whole.transpose(0, 1).unflatten(0, (-1, tokens))
-        return memory[None, :, :end]
+        memory[:, :, begin:end] = states
+        for at, table in enumerate(self._rows.tables):
+            if table.filled:
+                first = self._rows.pads[at] + table.length // table.block_tokens * table.block_tokens
+                whole = memory[at, :, first : first + len(table.filled) * table.block_tokens]
+                self._pool[table.filled_ids] = _in_blocks(whole, table.block_tokens)
+        return memory[:, :, :end]
 
-    def _with_room(self, tokens: int) -> torch.Tensor:
-        """The stretch with room for so many tokens; what it holds is moved when it grows."""
-        if self._memory is not None and self._memory.shape[1] >= tokens:
+    def join(self, sources: Sequence[tuple["_Stretch", int]]) -> None:
+        """Begin with these rows of others."""
+        self._memory = self._of_rows(sources, self._rows.columns + 1)
+
+    def _with_room(self, columns: int) -> torch.Tensor:
+        """The memory with room for so many columns; what it holds is moved when it grows."""
+        if self._memory is not None and self._memory.shape[2] >= columns:
             return self._memory
-        held = self._gathered() if self._memory is None else self._memory[:, : self._table.length]
-        larger = held.new_empty(held.shape[0], tokens + tokens // SPARE, held.shape[2])
-        larger[:, : held.shape[1]] = held
-        return larger
+        return self._of_rows([(self, at) for at in range(len(self._rows))], columns)
 
-    def _gathered(self) -> torch.Tensor:
-        """What the blocks before `table.length` hold."""
-        blocks = self._pool.index_select(0, self._table.computed(self._pool.device))  # faster than pool[ids]
-        return blocks.flatten(0, 1).transpose(0, 1)
+    def _of_rows(self, sources: Sequence[tuple["_Stretch", int]], columns: int) -> torch.Tensor:
+        """Memory for so many columns and some more, which begins with these rows."""
+        _, _, heads, width = self._pool.shape
+        memory = self._pool.new_empty(len(sources), heads, columns + columns // SPARE, width)
+        for row, pad, (stretch, at) in zip(memory, self._rows.pads, sources, strict=True):
+            row[:, :pad] = 0
+            stretch._copy_row(at, row[:, pad : self._rows.columns])
+        return memory
+
+    def _copy_row(self, at: int, out: torch.Tensor) -> None:
+        """Write all tokens of one row to `out`, [heads, tokens, width]."""
+        if self._memory is not None:
+            out[:] = self._memory[at, :, self._rows.pads[at] : self._rows.columns]
+        else:  # straight from the blocks: through other memory it took up to twice as long
+            table = self._rows.tables[at]
+            blocks = _in_blocks(out, table.block_tokens)
+            torch.index_select(self._pool, 0, table.computed(self._pool.device), out=blocks)
+
+
+def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """A view of [heads, tokens, width] as a pool has it: [blocks, block_tokens, heads, width]."""
+    return states.unflatten(1, (-1, block_tokens)).permute(1, 2, 0, 3)
 
 
 class PagedLayer(CacheLayerMixin):
-    """One full-attention layer over the pool, for the request with this table."""
+    """One full-attention layer over the pool, for the requests of these rows."""
 
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, table: BlockTable) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> None:
         super().__init__()
-        self._stretches = _Stretch(keys, table), _Stretch(values, table)
-        self._table = table
+        self._stretches = _Stretch(keys, rows), _Stretch(values, rows)
+        self._rows = rows
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -119,11 +108,16 @@ class PagedLayer(CacheLayerMixin):
         keys, values = self._stretches
         return keys.append(key_states), values.append(value_states)
 
+    def join(self, sources: Sequence[tuple["PagedLayer", int]]) -> None:
+        """Begin with these rows of other layers."""
+        for which, stretch in enumerate(self._stretches):
+            stretch.join([(layer._stretches[which], at) for layer, at in sources])
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._table.length + query_length, 0
+        return self._rows.columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._table.length
+        return self._rows.columns
 
     def get_max_length(self) -> int:
         return -1
@@ -157,10 +151,10 @@ class PagedKV:
         rows = [blocks_first(0, Role.STATE, self.region)]
         return [KVGroup(group, full if group.kind is GroupKind.PREFIX else rows) for group in self.groups]
 
-    def layer(self, index: int, table: BlockTable) -> PagedLayer:
-        """Layer `index` of the model, for the request with this table."""
+    def layer(self, index: int, rows: Rows) -> PagedLayer:
+        """Layer `index` of the model, for the requests of these rows."""
         keys, values = self._layers[index]
-        return PagedLayer(keys, values, table)
+        return PagedLayer(keys, values, rows)
 
     def release(self) -> None:
         """Give the memory of the pool back. Nothing can be read or written any more."""

@@ -102,7 +102,7 @@ class ModelPast:
 def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
-    ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), 0, cache)
+    ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
     parts: list[Part] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:

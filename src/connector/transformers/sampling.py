@@ -121,6 +121,7 @@ class Choice:
         random: torch.Generator | None,
     ) -> None:
         self.max_new_tokens = max_length - ids.shape[1]
+        self._prompt_tokens = ids.shape[1]
         self.ids = ids  # of the prompt and the answer, [1, tokens]
         self.is_over = False
         self._streamer = streamer
@@ -145,6 +146,11 @@ class Choice:
             self._streamer.put(token.cpu())
         self.is_over = bool(self._criteria(self.ids, None))
         return int(token)
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """The tokens of the answer."""
+        return tuple(self.ids[0, self._prompt_tokens :].tolist())
 
     def end(self) -> None:
         if self._streamer is not None:

@@ -10,8 +10,8 @@ All are dense, because on a CPU experts make the prefill of a small model five t
 
 from transformers import PreTrainedModel
 
-from connector.transformers.families import build_family
 from cpu_prefix_cache import ConfigurationError
+from random_models import build_family
 
 WINDOW = 128
 ARCHITECTURES = {"full": "llama", "swa": "gemma3", "hybrid": "qwen3_5", "mla": "deepseek_v3_dense"}
