@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test test-long lint mutants planted test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -36,6 +36,22 @@ mutants: $(VENV)/installed
 # The faults of property_tests/faults, each with the tests that must notice it.
 planted: $(VENV)/installed
 	nice $(BIN)/python -m mutants.planted $(filter-out %/vllm.toml,$(wildcard property_tests/faults/*.toml))
+
+# The wheel and the sdist: built, looked into, the one installed in an empty environment, the other unpacked and tested.
+package: $(VENV)/installed
+	$(BIN)/python -m pytest tests_package
+
+# `make test` under each of these Pythons that is on the PATH, each in an environment of its own.
+PYTHONS ?= 3.11 3.12 3.13 3.14
+test-pythons:
+	@for version in $(PYTHONS); do \
+		if python$$version -c '' 2> /dev/null; then \
+			echo "Python $$version:"; \
+			$(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; \
+		else \
+			echo "Python $$version is not on the PATH: not tested."; \
+		fi; \
+	done
 
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
@@ -74,4 +90,4 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV)

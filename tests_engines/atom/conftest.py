@@ -13,7 +13,15 @@ if os.environ.get("COPIER_DEVICE", "cpu") == "cpu":
 
 from tests_engines.atom import source  # noqa: F401
 
-collect_ignore = ["engine.py", "mends.py", "simulation.py"]  # they import the real one
+collect_ignore = [  # they import the real one
+    "engine.py",
+    "mends.py",
+    "simulation.py",
+    "state_engine.py",
+    "state_simulation.py",
+    "tiered.py",
+    "tiered_simulation.py",
+]
 
 
 @pytest.fixture
