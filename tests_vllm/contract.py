@@ -15,13 +15,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 USED = {
+    "vllm/envs.py": [],
+    "vllm/logger.py": [],
     "vllm/config/__init__.py": [],
+    "vllm/config/cache.py": ["CacheConfig"],
     "vllm/config/parallel.py": ["ParallelConfig"],
+    "vllm/config/scheduler.py": ["SchedulerConfig"],
     "vllm/config/speculative.py": ["SpeculativeConfig"],
+    "vllm/config/vllm.py": ["VllmConfig"],
     "vllm/distributed/kv_events.py": ["BlockStored", "BlockRemoved"],
     "vllm/distributed/kv_transfer/kv_connector/factory.py": ["KVConnectorFactory"],
     "vllm/distributed/kv_transfer/kv_connector/v1/base.py": ["KVConnectorBase_V1", "SupportsHMA"],
     "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": ["KVConnectorStats", "KVConnectorPromMetrics"],
+    "vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py": ["MultiConnector"],
     "vllm/distributed/parallel_state.py": ["GroupCoordinator"],
     "vllm/v1/core/block_pool.py": ["BlockPool", "BlockHashToBlockMap"],
     "vllm/v1/core/kv_cache_utils.py": ["KVCacheBlock", "FreeKVCacheBlockQueue"],
@@ -32,7 +38,7 @@ USED = {
     "vllm/v1/request.py": ["Request", "RequestStatus"],
     "vllm/v1/kv_cache_interface.py": [
         *("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "UniformTypeKVCacheSpecs"),
-        *("AttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
+        *("AttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
     ],
 }
 

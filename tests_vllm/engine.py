@@ -58,6 +58,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector.vllm.device import _place
 from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
+from connector.vllm.metrics import TransferTimes
 from connector.vllm.rank_tier import Onlooker
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -72,6 +73,7 @@ ATTENTION = FullAttentionSpec(**HEADS)
 NULL = 0  # vLLM's block that stands for no block
 POISON, ZERO, TORN = "poison", "zero", "torn"
 AT_ONCE, NEVER = 0, inf
+STEP_SECONDS = 0.01
 
 LOADING, RUNNING, PREEMPTED = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING, RequestStatus.PREEMPTED
 
@@ -436,6 +438,7 @@ class FakeRank:
     device: Device = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
+    times: TransferTimes = field(default_factory=TransferTimes)
     done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
 
@@ -490,20 +493,27 @@ class FakeRank:
             if not copy.is_early:
                 self._write(copy)
             (self.done if ok else self.failed).add(id)
+            if ok:
+                self.times.observe(copy.plan, copy.steps * STEP_SECONDS)
             if id in self.waits_for:
                 request = self.waits_for.pop(id)
                 received.add(request)
                 if not ok:
                     failed.add(request)
+        for request in (self.waits_for.pop(id) for id in self.waits_for.keys() - self.copies.keys()):
+            received.add(request)  # no plan had its load
+            failed.add(request)
         self.ready = min(self.host_blocks, self.ready + 16)
         report = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), self.ready)
+        prepared = (self.rank,) if self.ready == self.host_blocks else ()
         below = () if self.tier is None else (self.tier.report(),)
         # vLLM delivers both or neither: without its request ids a report may still come late.
         lost = not received and self.computes and self.random.random() < self.lost_reports
         return KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
-            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.timed, below),
+            kv_connector_stats=self.times.take(),
+            kv_connector_worker_meta=None if lost else WorkerReports((report,), self.timed, below, prepared),
         )
 
     def _new_copy(self, transfer: object, epoch: int) -> Copy:
@@ -579,6 +589,7 @@ class Engine:
         failure_rate: float = 0.0,
         slowest: int = 6,
         asynchronous: bool = False,
+        priorities: bool = False,
         tier: dict[str, object] | None = None,
         tier_slots: int = 2000,
         tier_faults: dict[str, object] | None = None,
@@ -592,6 +603,7 @@ class Engine:
             caches = KVCacheConfig(device_blocks, [], list(groups), retention)
         config = vllm_config(folder, offload=offload, **options)
         config.scheduler_config.async_scheduling = asynchronous  # on CPUs vLLM turns it off itself
+        config.scheduler_config.policy = "priority" if priorities else "fcfs"
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
         config.cache_config.num_gpu_blocks = device_blocks
@@ -647,11 +659,12 @@ class Engine:
 
     # What a test says
 
-    def submit(self, tokens: list[int], max_tokens: int = 4) -> str:
+    def submit(self, tokens: list[int], max_tokens: int = 4, priority: int = 0) -> str:
+        """With `priorities` those of a smaller number come first."""
         id = f"r{self.counts['submitted']}"
         self.counts["submitted"] += 1
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(id, list(tokens), sampling, None, block_hasher=self._hasher)
+        request = Request(id, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority)
         self.requests[id] = request
         self.model.begin(request)
         self.scheduler.add_request(request)
@@ -683,7 +696,7 @@ class Engine:
         return self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def step(self) -> None:
-        self.now += 0.01
+        self.now += STEP_SECONDS
         self._launch()
         while len(self._in_flight) > self._lag:
             self._land()

@@ -6,15 +6,20 @@ import json
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.outputs import KVConnectorOutput
 
 import connector.vllm
-from connector.vllm import CPUPrefixCacheConnector
+import cpu_prefix_cache_vllm
+from connector.vllm import CPUPrefixCacheConnector, versions
 from connector.vllm.metrics import CacheStats
+from cpu_prefix_cache import ConfigurationError
 from tests_vllm.contract import contract, sources
 
 FOLDER = Path(__file__).parent / "contracts"
@@ -27,12 +32,19 @@ NOT_EVERYWHERE = {"get_transfer_results": {"0.26.0"}, "requires_kv_delivery": {"
 
 # What both halves touch, beside the connector's own class.
 TOUCHED = {
+    "VllmConfig": {
+        *("attention_config", "cache_config", "compilation_config", "device_config", "instance_id", "kv_events_config"),
+        *("kv_transfer_config", "lora_config", "model_config", "parallel_config", "scheduler_config"),
+        "speculative_config",
+    },
+    "CacheConfig": {"cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"},
+    "SchedulerConfig": {"async_scheduling", "max_num_batched_tokens"},
     "ParallelConfig": {
         *("rank", "world_size", "local_world_size", "tensor_parallel_size", "pipeline_parallel_size"),
         *("data_parallel_rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
         *("distributed_executor_backend", "data_parallel_index"),
     },
-    "SpeculativeConfig": {"num_speculative_tokens", "use_eagle"},
+    "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle"},
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
     "KVConnectorFactory": {"register_connector", "_registry"},
     "BlockPool": {
@@ -72,7 +84,8 @@ TOUCHED = {
 # How a release places layers in memory: one of them.
 PLACES = ({"layers", "layer_stride"}, {"shared_by", "size", "offset"})
 
-OUR_SOURCES = {path.name: path.read_text() for path in Path(connector.vllm.__file__).parent.glob("*.py")}
+FOLDERS = [Path(package.__file__).parent for package in (connector.vllm, cpu_prefix_cache_vllm)]
+OUR_SOURCES = {str(path): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")}
 
 
 def has(number: str, name: str) -> set[str]:
@@ -125,7 +138,7 @@ def test_what_we_import_is_there(number):
 def test_what_is_said_to_be_touched_is():
     everything = "\n".join(OUR_SOURCES.values())
     for name, touched in TOUCHED.items():
-        assert not [each for each in touched if not re.search(rf"\.{each}\b|\b{each}=", everything)], name
+        assert not [each for each in touched if not re.search(rf"\.{each}\b|\b{each}=|\"{each}\"", everything)], name
 
 
 @pytest.mark.parametrize("number", RELEASES)
@@ -137,6 +150,46 @@ def test_the_release_that_runs_here_is_the_one_on_file():
     """Or the files say nothing of what they say they do."""
     here = Path(vllm.__file__).parents[1]
     assert contract(sources(here)) == RELEASES[vllm.__version__.partition("+")[0]]
+
+
+def test_each_tested_release_is_on_file():
+    assert {versions.release_of(number) for number in RELEASES} == set(versions.TESTED)
+
+
+@pytest.mark.parametrize("number", RELEASES)
+def test_a_release_has_what_it_is_said_to_have_added_and_nothing_of_later_ones(number):
+    release, names = RELEASES[number], RELEASES[number]["names"]
+    for added in versions.ADDED:
+        owner = added.owner.__name__
+        found = added.name in (has(number, owner) if owner in release else names[owner])
+        assert found == (versions.release_of(number) >= added.since), f"{owner}.{added.name}"
+
+
+@pytest.mark.parametrize("number", [*RELEASES, "0.32.0+cpu", "0.34.0", "1.0.0", "dev", "0.1.dev7+g1234567"])
+def test_releases_that_run(number):
+    versions.check_release(number)
+
+
+@pytest.mark.parametrize("number", ["0.9.2", "0.25.1", "0.27.0", "0.27.1", "0.28.0", "0.29.0"])
+def test_releases_that_are_refused(number):
+    with pytest.raises(ConfigurationError, match=rf"vLLM {number}: .* use 0\.30 or later, or 0\.26"):
+        versions.check_release(number)
+
+
+@pytest.mark.parametrize("number", ["0.30.0", "0.34.0", "dev"])
+def test_a_name_that_vllm_has_changed_is_not_taken_for_one_it_never_had(monkeypatch, number):
+    changed = versions.Addition((0, 30), KVConnectorOutput, "failed_receiving")
+    monkeypatch.setattr(versions, "ADDED", (*versions.ADDED, changed))
+    versions.check_release("0.26.0")
+    with pytest.raises(ConfigurationError, match=f"vLLM {number}: KVConnectorOutput has no failed_receiving"):
+        versions.check_release(number)
+
+
+@pytest.mark.parametrize("interval", [None, 0, 64])
+def test_where_windows_are_kept_is_a_variable_of_the_environment_in_0_26(monkeypatch, interval):
+    monkeypatch.setattr(envs, "VLLM_PREFIX_CACHE_RETENTION_INTERVAL", interval, raising=False)
+    before, since = SimpleNamespace(), SimpleNamespace(prefix_cache_retention_interval=32)
+    assert (versions.retention_interval(before), versions.retention_interval(since)) == (interval, 32)
 
 
 def test_vllm_knows_the_connector_by_name():

@@ -144,15 +144,15 @@ def test_a_prompt_the_device_still_has_is_not_loaded(start, model):
     assert engine.counts["loads planned"] == 0
 
 
-@pytest.mark.parametrize("more", [None, -1, 0, 1])
 @every_model
-def test_a_prompt_of_hardly_a_chunk_is_loaded_when_it_has_one_before_its_last_token(start, model, more):  # S7.27
+def test_a_prompt_of_hardly_a_chunk_is_loaded_when_it_has_one_before_its_last_token(start, model):  # S7.27
     engine = start(model, offload="eager")
-    length = 1 if more is None else engine.grid + more
-    said = engine.run(PROMPT[:length])
-    forget(engine, said)
-    assert resumed(engine, PROMPT[:length]) == (0, engine.grid if more == 1 else 0)
-    assert engine.finished[-1] == said
+    for length in (1, engine.grid - 1, engine.grid, engine.grid + 1):
+        prompt = [1000 * length + at for at in range(length)]
+        said = engine.run(prompt)
+        forget(engine, said)
+        assert resumed(engine, prompt) == (0, engine.grid if length > engine.grid else 0)
+        assert engine.finished[-1] == said
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 40])
@@ -171,15 +171,15 @@ def test_windows_smaller_than_a_block_and_around_its_multiples(start, tokens, wi
 
 
 @both_modes
-@pytest.mark.parametrize("length", [12, 13, 14, 16, 17, 23, 24, 25, 28, 29])
-def test_at_the_edge_of_a_local_chunk_its_group_needs_nothing(start, length, offload):  # S7.34
+def test_at_the_edge_of_a_local_chunk_its_group_needs_nothing(start, offload):  # S7.34
     engine = start([full(), local(12)], offload=offload)
-    prompt = PROMPT[:length]
-    said = engine.run(prompt)
-    forget(engine, said)
-    boundary = last_boundary(engine, prompt)
-    assert resumed(engine, prompt) == (0, boundary)
-    assert len(engine.cache.coordinator.planner.checkpoint(boundary // BLOCK)) == boundary % 12 // BLOCK
+    for length in (12, 13, 14, 16, 17, 23, 24, 25, 28, 29):
+        prompt = [1000 * length + at for at in range(length)]
+        said = engine.run(prompt)
+        forget(engine, said)
+        boundary = last_boundary(engine, prompt)
+        assert resumed(engine, prompt) == (0, boundary)
+        assert len(engine.cache.coordinator.planner.checkpoint(boundary // BLOCK)) == boundary % 12 // BLOCK
 
 
 @every_model
@@ -217,15 +217,13 @@ def test_an_answer_that_ends_behind_a_boundary_without_prefix_groups(start, mode
 
 
 @both_modes
-@pytest.mark.parametrize("answer", [4, 5, 6])
 @every_model
-def test_where_the_device_keeps_every_boundary_a_conversation_goes_on_where_its_answer_ended(
-    start, model, answer, offload
-):
-    engine = start(model, offload=offload, retention=None)
-    said = engine.run(PROMPT, max_tokens=answer)
-    forget(engine, said)
-    assert resumed(engine, [*said, 1, 2, 3]) == (0, last_boundary(engine, said))
+def test_where_the_device_keeps_every_boundary_a_conversation_goes_on_where_its_answer_ended(start, model, offload):
+    for answer in (4, 5, 6):
+        engine = start(model, offload=offload, retention=None)
+        said = engine.run(PROMPT, max_tokens=answer)
+        forget(engine, said)
+        assert resumed(engine, [*said, 1, 2, 3]) == (0, last_boundary(engine, said))
 
 
 def a_branch(engine: Engine) -> tuple[int, int]:
@@ -256,7 +254,7 @@ def test_a_window_alone_has_a_branch_where_the_device_keeps_every_boundary(start
 # Steps
 
 
-@pytest.mark.parametrize("step_tokens", [3, 4, 6, 9])
+@pytest.mark.parametrize("step_tokens", [3, 9])
 @every_model
 def test_prompts_are_computed_and_stored_a_few_tokens_at_a_time(start, model, step_tokens):
     engine = start(model, offload="eager", step_tokens=step_tokens, max_requests=2)
@@ -264,16 +262,6 @@ def test_prompts_are_computed_and_stored_a_few_tokens_at_a_time(start, model, st
     forget(engine, said)
     assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     assert engine.finished[-1] == said == start(model).run(PROMPT)
-    engine.check_nothing_leaked()
-
-
-@both_modes
-@every_model
-def test_several_ranks_store_and_load_their_own_share(start, model, offload):
-    engine = start(model, offload=offload, ranks=3, slowest=4, device_blocks=30 + 16 * len(MODELS[model]))
-    said = engine.run(PROMPT)
-    forget(engine, said)
-    assert resumed(engine, PROMPT) == (0, last_boundary(engine, PROMPT))
     engine.check_nothing_leaked()
 
 
@@ -289,7 +277,7 @@ def test_ranks_with_the_same_bytes_keep_them_once(start, offload):
 
 @both_modes
 @every_model
-def test_steps_that_overlap(start, model, offload):
+def test_steps_that_overlap_on_several_ranks(start, model, offload):
     engine = start(model, offload=offload, ranks=2, asynchronous=True, slowest=4)
     said = engine.run(PROMPT)
     forget(engine, said)
@@ -423,15 +411,39 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start,
 # Going wrong
 
 
-@both_modes
 @every_model
-def test_a_load_that_fails_is_computed_and_not_tried_again(start, model, offload):  # S7.24
-    engine = start(model, offload=offload, ranks=2)
+def test_a_load_that_fails_on_one_rank_is_computed_and_not_tried_again(start, model):  # S7.24
+    engine = start(model, offload="eager", ranks=2)
     said = engine.run(PROMPT)
     forget(engine, said)
     engine.ranks[1].failure_rate = 1.0
     assert engine.run(PROMPT) == said
     assert (engine.counts["loads planned"], engine.counts["loads failed"]) == (1, 1)
+    engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("model", ["full", "full, window", "full, state", "full 8, full", "window"])
+def test_vllm_may_take_less_than_the_host_has(start, model):
+    """Up to a boundary where the request can resume, it is loaded. Else all is computed, and nobody is told of tokens
+    that nobody has."""
+    engine = start(model, offload="eager")
+    connector, most = engine.scheduler.connector, [0]
+    ask = connector.get_num_new_matched_tokens
+
+    def take_less(request, n0):
+        tokens, is_later = ask(request, n0)
+        return (min(tokens, most[0]), is_later) if tokens else (tokens, is_later)
+
+    connector.get_num_new_matched_tokens = take_less
+    for most[0] in (1, 3, 4, 8, 10, 16, 23, 24, 27):
+        prompt = [1000 * most[0] + at for at in range(30)]
+        said = engine.run(prompt)
+        forget(engine, said)
+        before = engine.counts["loads planned"], engine.counts["loads failed"]
+        assert engine.run(prompt) == said
+        planned, failed = engine.counts["loads planned"] - before[0], engine.counts["loads failed"] - before[1]
+        assert planned == (min(most[0], last_boundary(engine, prompt)) % engine.grid == 0)
+        assert failed == (not planned or model in HYBRID)
     engine.check_nothing_leaked()
 
 

@@ -172,3 +172,13 @@ def test_short_steps_and_slow_copies(tmp_path, model, offload):
     engine = Engine(tmp_path, groups=MODELS[model], offload=offload, seed=3, **size, **slow)
     live_through(engine, requests=250)
     check_lived(engine, model, loads=10)
+
+
+@pytest.mark.parametrize(("offload", "policy"), [("lazy", "adaptive"), ("eager", "arc")])
+def test_requests_that_come_before_others(tmp_path, offload, policy):
+    """vLLM then puts a request in front of those that load, and preempts the least important."""
+    varied = {"priorities": True, "offload": offload, "policy": policy, "failure_rate": 0.03, "seed": 6}
+    engine = Engine(tmp_path, groups=MODELS["full, window, state"], device_blocks=90, host_blocks=400, **varied)
+    live_through(engine, requests=300)
+    check_lived(engine, "full, window, state", loads=25)
+    assert engine.counts["preemptions"] > 0

@@ -42,12 +42,17 @@ def plain_caches():
     return {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
 
 
-def begins(rank, folder, file, told):
-    """In a process of its own: register one of two ranks, of which the second cannot have its region."""
+def meet(rank, file):
+    """Two processes are the ranks of a tensor-parallel group."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     both = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
     alone = SimpleNamespace(world_size=1)
     ranks.get_tp_group, ranks.get_pp_group = lambda: both, lambda: alone
+
+
+def begins(rank, folder, file, told):
+    """In a process of its own: register one of two ranks, of which the second cannot have its region."""
+    meet(rank, file)
     if rank == 1:
         mapping.check_fits = regions.check_fits = refuse
     group = latent()
@@ -58,13 +63,32 @@ def begins(rank, folder, file, told):
         told.put((rank, str(error)))
 
 
+def lives(rank, folder, file, told, go_on):
+    """In a process of its own: both ranks have the region, of which the first writes what the second reads."""
+    meet(rank, file)
+    group = latent()
+    worker = half(folder, group, 2, rank)
+    worker.register_kv_caches(latent_caches(group))
+    region = worker._arena.blocks
+    told.put("began")
+    for number in (1, 2):
+        go_on.acquire()
+        if rank == 0:
+            region.fill_(number)
+        told.put(int(region.min()))
+
+
 def refuse(*arguments):
     raise ConfigurationError("there is no room")
 
 
+def shared_files():
+    return [file.name for file in mapping.SHARED.iterdir() if "cpu-prefix-cache" in file.name]
+
+
 def test_what_one_rank_refuses_all_refuse(tmp_path):
     """Nobody waits for one that has given up, and no file is left in shared memory."""
-    before = set(mapping.SHARED.iterdir())
+    before = shared_files()
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     processes = [
@@ -77,7 +101,33 @@ def test_what_one_rank_refuses_all_refuse(tmp_path):
     for process in processes:
         process.join(timeout=60)
     assert said == {0: "there is no room", 1: "there is no room"}
-    assert not [file for file in set(mapping.SHARED.iterdir()) - before if "cpu-prefix-cache" in file.name]
+    assert shared_files() == before
+
+
+def test_of_a_rank_that_is_killed_nothing_is_left_and_the_other_keeps_the_region(tmp_path):
+    before = shared_files()
+    context = multiprocessing.get_context("spawn")
+    told = [context.Queue() for _ in range(2)]  # a killed process may take the lock of its queue along
+    first, second = (context.Semaphore(0) for _ in range(2))
+    processes = [
+        context.Process(target=lives, args=(rank, tmp_path, tmp_path / "meeting", told[rank], go_on), daemon=True)
+        for rank, go_on in enumerate((first, second))
+    ]
+    for process in processes:
+        process.start()
+    assert [each.get(timeout=120) for each in told] == ["began", "began"]
+    assert shared_files() == before
+    first.release()
+    assert told[0].get(timeout=60) == 1
+    second.release()
+    assert told[1].get(timeout=60) == 1, "the ranks have a region each"
+    processes[1].kill()
+    processes[1].join(timeout=60)
+    first.release()
+    assert told[0].get(timeout=60) == 2
+    processes[0].kill()
+    processes[0].join(timeout=60)
+    assert shared_files() == before
 
 
 def test_ranks_that_cannot_share_memory_are_refused(tmp_path, monkeypatch):

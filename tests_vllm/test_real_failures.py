@@ -342,10 +342,10 @@ def test_one_store_that_fails_takes_those_behind_it_with_it(offload):
 # Too many failures
 
 
-def check_that_it_is_off(engine, expected, caplog):
+def check_that_it_is_off(engine, expected, log):
     """It has said so, once; it begins no copies any more, and all prompts are answered right."""
     message = f"{FAILURES_IN_A_ROW} copies have failed in a row: the host cache is off from now on"
-    assert engine.cache.is_off and caplog.text.count(message) == 1
+    assert engine.cache.is_off and log.text.count(message) == 1
     engine.forget()
     begun = len(engine.copies.begun)
     answers = engine.answer(PROMPTS)
@@ -357,36 +357,36 @@ def check_that_it_is_off(engine, expected, caplog):
 
 @both_schedulers
 @on_two_models
-def test_after_five_stores_that_failed_the_engine_serves_on_without(caplog, model, asynchronous):  # S7.45
+def test_after_five_stores_that_failed_the_engine_serves_on_without(log, model, asynchronous):  # S7.45
     expected = expected_of(model)
     with engine_with(folder_of(model), asynchronous, prompts=[]) as engine:
         with engine.copies.failing(STORE):
             answers = [answer for prompt in PROMPTS for answer in engine.answer([prompt])]
         engine.rest()
-        check_that_it_is_off(engine, expected, caplog)
+        check_that_it_is_off(engine, expected, log)
     assert max(differences(answers, expected)) <= TOLERANCE
 
 
 @both_schedulers
 @on_two_models
-def test_after_five_loads_that_failed_the_engine_serves_on_without(caplog, model, asynchronous):  # S7.45
+def test_after_five_loads_that_failed_the_engine_serves_on_without(log, model, asynchronous):  # S7.45
     expected = expected_of(model)
     with engine_with(folder_of(model), asynchronous) as engine:
         with engine.copies.failing(LOAD):
             names = [engine.submit(prompt, **NOT_STORED) for prompt in PROMPTS]
             engine.rest()
-        check_that_it_is_off(engine, expected, caplog)
+        check_that_it_is_off(engine, expected, log)
     assert max(differences([engine.finished[name] for name in names], expected)) <= TOLERANCE
 
 
-def test_loads_that_always_fail_turn_the_cache_off_though_stores_go_well(caplog):
+def test_loads_that_always_fail_turn_the_cache_off_though_stores_go_well(log):
     expected = expected_of("llama")
     with engine_with(folder_of("llama")) as engine:
         with engine.copies.failing(LOAD):
             for prompt in PROMPTS:
                 engine.answer([prompt])
                 engine.rest()
-        check_that_it_is_off(engine, expected, caplog)
+        check_that_it_is_off(engine, expected, log)
 
 
 # The control

@@ -36,11 +36,11 @@ def test_what_goes_well_is_done_once():
     assert first.asked == [(Direction.LOAD, COPIES)] and plain.asked == []
 
 
-def test_a_load_that_is_refused_is_made_again_the_plain_way(caplog):
+def test_a_load_that_is_refused_is_made_again_the_plain_way(log):
     first, plain = Asked(RuntimeError("no kernel")), Asked()
     assert submitted(first, plain, Direction.LOAD) is plain.mark
     assert plain.asked == [(Direction.LOAD, COPIES)]
-    assert "no kernel" in caplog.text
+    assert "no kernel" in log.text
 
 
 def test_a_store_that_is_refused_fails():

@@ -61,7 +61,8 @@ class Users:
             tokens = self.text(self.random.randrange(1, 6))
         tokens = tokens[: MAX_MODEL_LEN // 2]
         for _ in range(2 if self.random.random() < 0.2 else 1):  # two at once with one prefix: S7.8, S7.26
-            self.engine.submit(tokens, max_tokens=self.random.randrange(1, 14))
+            priority = self.engine.counts["submitted"] % 3
+            self.engine.submit(tokens, max_tokens=self.random.randrange(1, 14), priority=priority)
 
     def hang_up(self) -> None:
         alive = [id for id, request in self.engine.requests.items() if not request.is_finished()]

@@ -87,25 +87,25 @@ connector.bind_gpu_block_pool(BlockPool(80, enable_caching=True, hash_block_size
 
 
 @pytest.mark.parametrize("number", ["0.9.2", "0.25.1", "0.34.0", "1.0.0", "1.30.0", "dev"])
-def test_a_release_outside_of_the_tested_range_is_warned_of_once(tmp_path, caplog, monkeypatch, number):
-    assert warnings_of(tmp_path, caplog, monkeypatch, number) == [
+def test_a_release_outside_of_the_tested_range_is_warned_of_once(tmp_path, log, monkeypatch, number):
+    assert warnings_of(tmp_path, log, monkeypatch, number) == [
         f"CPUPrefixCacheConnector was tested with vLLM 0.26 to 0.33; this is {number}"
     ]
 
 
 @pytest.mark.parametrize("number", ["0.26.0", "0.27.1rc2", "0.32.0+cpu", "0.33.4"])
-def test_a_release_within_the_tested_range_is_not_warned_of(tmp_path, caplog, monkeypatch, number):
-    assert warnings_of(tmp_path, caplog, monkeypatch, number) == []
+def test_a_release_within_the_tested_range_is_not_warned_of(tmp_path, log, monkeypatch, number):
+    assert warnings_of(tmp_path, log, monkeypatch, number) == []
 
 
-def warnings_of(folder, caplog, monkeypatch, number):
+def warnings_of(folder, log, monkeypatch, number):
     """What both halves of an engine warn of when they begin with such a vLLM."""
     config = configure(folder)
     config.cache_config.num_gpu_blocks = BLOCKS
     monkeypatch.setattr(vllm, "__version__", number)
     for role in KVConnectorRole:
         CPUPrefixCacheConnector(config, role, one_group(BLOCKS))
-    ours = [each for each in caplog.records if each.name.startswith("connector.vllm") and each.levelname == "WARNING"]
+    ours = [each for each in log.records if each.name.startswith("connector.vllm") and each.levelname == "WARNING"]
     return [each.getMessage() for each in ours]
 
 
@@ -173,6 +173,16 @@ def meets(rank, file, told):
 # What is refused by name
 
 
+@pytest.mark.parametrize("kind", ["kv_producer", "kv_consumer"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_half_of_the_work_is_refused_by_name(tmp_path, kind, caching):
+    config = configure(tmp_path)
+    config.kv_transfer_config.kv_role = kind
+    config.cache_config.enable_prefix_caching = caching
+    with pytest.raises(ConfigurationError, match=f"kv_role must be kv_both, got {kind}: the host cache serves"):
+        CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, one_group(BLOCKS))
+
+
 @pytest.mark.parametrize("kind", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused_by_name(tmp_path, kind):
     config = configure(tmp_path, **{kind: 2})
@@ -238,15 +248,15 @@ def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
     assert given["load_seconds"] == 30
 
 
-def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(caplog):
+def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(log):
     def wants(said):
         return scheduler_module._allows(SimpleNamespace(kv_transfer_params=said), scheduler_module.LOAD)
 
     assert wants(None) and wants({}) and wants({scheduler_module.LOAD: True})
     assert not wants({scheduler_module.LOAD: False})
-    assert not caplog.records
+    assert not log.records
     assert wants({scheduler_module.LOAD: "false"}) and wants({scheduler_module.LOAD: "false"})
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [each.getMessage() for each in log.records] == [
         "cpu_prefix_cache_load in kv_transfer_params is true or false, got 'false': taken for true"
     ]
 

@@ -1,7 +1,6 @@
 """The connector class. vLLM constructs it once in the scheduler's process and once in each worker.
 
-vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector",
-    "kv_connector_module_path": "connector.vllm", "kv_role": "kv_both",
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552}}'
 """
 
@@ -25,12 +24,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connector.vllm import versions
+from connector.vllm.log import log_through_vllm
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CachePromMetrics, CacheStats
-from connector.vllm.plugin import register
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings, checked_options
 from connector.vllm.tensors import Registered
+from connector.vllm.touched import check_overrides, check_pool
+from cpu_prefix_cache_vllm import register
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_through_vllm()
+        check_overrides(CPUPrefixCacheConnector)
         self.scheduler: SchedulerHalf | None = None
         self.worker: Any = None
         self._settings: Settings | None = None
@@ -72,6 +75,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._settings is not None:
+            check_pool(gpu_block_pool)
             self.scheduler = SchedulerHalf(self._settings, gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -45,6 +45,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from connector.vllm.keys import HashesOnDevice, block_ends
+from connector.vllm.touched import link_in
 from cpu_prefix_cache import Device, HybridChunkPlanner
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -303,7 +304,7 @@ class VllmDevice(Device):
                 continue
             before = self._predecessor(self._places.back(run.place))
             for block in back:
-                self._link_in(block, before)
+                link_in(self._pool.free_block_queue, block, before)
                 before = block
         parent = next((place for place in hold.parent if self._is_at(place)), None) if last else None
         if parent is None:
@@ -311,7 +312,7 @@ class VllmDevice(Device):
             return
         for block in last:
             if block.ref_cnt == 1:
-                self._link_in(block, self._pool.blocks[parent.block].prev_free_block)
+                link_in(self._pool.free_block_queue, block, self._pool.blocks[parent.block].prev_free_block)
             else:
                 block.ref_cnt -= 1
 
@@ -325,14 +326,6 @@ class VllmDevice(Device):
         while before.next_free_block is not queue.fake_free_list_tail and before.next_free_block.block_hash is None:
             before = before.next_free_block
         return before
-
-    def _link_in(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
-        """End the last reference, and insert the block behind `before`. vLLM's queue has no method for that."""
-        block.ref_cnt -= 1
-        block.prev_free_block, block.next_free_block = before, before.next_free_block
-        before.next_free_block.prev_free_block = block
-        before.next_free_block = block
-        self._pool.free_block_queue.num_free_blocks += 1
 
     def _is_at(self, place: Hashable) -> bool:
         """Whether the block of a place still waits, with the same hash."""

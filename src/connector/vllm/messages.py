@@ -16,7 +16,7 @@ class StepMetadata(KVConnectorMetadata):
     plan            None if there is no cache
     requests        load id -> request id. When the load has ended, each rank names the request once in
                     `finished_recving`, and also in `failed_recving` if the load failed or was cancelled. vLLM keeps the
-                    blocks of an aborted request until then.
+                    blocks of an aborted request until then. A load that is not in `plan` has failed already.
     computes        whether the step computes any tokens
     destinations    load id -> its device blocks, for releases of vLLM that are told of failed loads by blocks
     is_awaited      whether requests wait for a copy to end, or for the device blocks that it holds
@@ -37,6 +37,8 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReports(KVConnectorWorkerMetadata):
     """What ranks have copied, and their tiers. vLLM aggregates those of one step, in any order.
 
+    `prepared` are the ranks whose host regions have all the blocks that they will ever have.
+
     Without `__len__`, because vLLM tests it for truth. `timed` is that of the step's metadata: several steps may be in
     flight, and vLLM drops empty outputs, so the scheduler half cannot count outputs to know the step.
     """
@@ -44,6 +46,8 @@ class WorkerReports(KVConnectorWorkerMetadata):
     reports: tuple[RankReport, ...]
     timed: int | None = None
     tier: tuple[TierReport, ...] = ()
+    prepared: tuple[int, ...] = ()
 
     def aggregate(self, other: "WorkerReports") -> "WorkerReports":
-        return WorkerReports(self.reports + other.reports, self.timed, self.tier + other.tier)
+        prepared = self.prepared + other.prepared
+        return WorkerReports(self.reports + other.reports, self.timed, self.tier + other.tier, prepared)

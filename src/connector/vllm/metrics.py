@@ -1,7 +1,7 @@
 """Statistics of the cache in vLLM's /metrics and in its log.
 
     in the scheduler   CacheCounts       the cache's statistics: counts since the last report, and present levels
-    in each worker     TransferTimes     the seconds and GB/s of each transfer that succeeded on this rank
+    in each worker     TransferTimes     the bytes and seconds of each transfer that succeeded on this rank
                        TierMoves         what the tier of this rank has read and written
     between processes  CacheStats        a report of either; vLLM aggregates those of all ranks, both halves, and steps
     in the frontend    CachePromMetrics  the same numbers under the names in METRICS
@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from connector.tier.options import TIER
+from connector.vllm.touched import PROMETHEUS, check_names
 from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -29,26 +30,6 @@ PREFIX = "vllm:cpu_prefix_cache_"
 DIRECTIONS = tuple(direction.value for direction in Direction)
 TIER_DIRECTIONS = ("read", "write")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-GB_PER_SECOND = (
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    25.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    80.0,
-    100.0,
-    200.0,
-    400.0,
-)
 
 
 class Kind(enum.Enum):
@@ -81,7 +62,7 @@ METRICS = (
     Metric(
         "transferred_bytes",
         Kind.COUNT,
-        "Bytes that each rank has stored to the host, or loaded from it.",
+        "Bytes that all ranks together have stored to the host, or loaded from it.",
         *("direction", DIRECTIONS),
     ),
     Metric("evicted_chunks", Kind.COUNT, "Chunks and checkpoints evicted from the host to make room."),
@@ -110,12 +91,6 @@ METRICS = (
         Kind.TIMES,
         "Seconds of each transfer on each rank, from the start of its step until a step found it done.",
         *("direction", DIRECTIONS, SECONDS),
-    ),
-    Metric(
-        "transfer_gigabytes_per_second",
-        Kind.TIMES,
-        "Bytes of each transfer on each rank over those seconds, in 10**9 bytes a second.",
-        *("direction", DIRECTIONS, GB_PER_SECOND),
     ),
 )
 STATES = ("opening", "open", "paused")
@@ -197,10 +172,8 @@ class CacheStats(KVConnectorStats):
 
     def _rate(self, direction: str) -> float:
         """GB/s of one rank while it copies in this direction: all bytes over all seconds."""
-        seconds = self.data.get(f"transfer_seconds:{direction}", ())
-        rates = self.data.get(f"transfer_gigabytes_per_second:{direction}", ())
-        bytes_ = sum(rate * time for rate, time in zip(rates, seconds, strict=True))
-        return bytes_ / sum(seconds) if seconds else 0.0
+        seconds = sum(self.data.get(f"transfer_seconds:{direction}", ()))
+        return self.data.get(f"transferred_bytes:{direction}", 0) / 1e9 / seconds if seconds else 0.0
 
 
 class CacheCounts:
@@ -227,8 +200,6 @@ class CacheCounts:
         pool = statistics.pool
         return {
             "hit_tokens": statistics.hit_tokens,
-            "transferred_bytes:store": statistics.bytes_stored,
-            "transferred_bytes:load": statistics.bytes_loaded,
             "evicted_chunks": pool.evictions,
             "dropped_chunks:pool_full": statistics.store_refusals,
             "dropped_chunks:declined": statistics.store_declined,
@@ -272,12 +243,11 @@ class TransferTimes:
         self._stats = CacheStats()
 
     def observe(self, transfer: TransferPlan, seconds: float) -> None:
-        """Record a transfer that succeeded. One without bytes, or that took no time, is not counted."""
-        if seconds > 0 and transfer.num_bytes:
+        """Record a transfer that succeeded. One of which this rank has no share is not counted."""
+        if transfer.num_bytes:
             direction = transfer.direction.value
-            data = self._stats.data
-            data.setdefault(f"transfer_seconds:{direction}", []).append(seconds)
-            data.setdefault(f"transfer_gigabytes_per_second:{direction}", []).append(transfer.num_bytes / seconds / 1e9)
+            data = {f"transferred_bytes:{direction}": transfer.num_bytes, f"transfer_seconds:{direction}": [seconds]}
+            self._stats.aggregate(CacheStats(data))
 
     def take(self) -> CacheStats | None:
         """None when nothing has ended."""
@@ -319,6 +289,7 @@ class CachePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        check_names(self, PROMETHEUS)
         self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
         has_tier = TIER in vllm_config.kv_transfer_config.kv_connector_extra_config
         for metric in (*METRICS, *TIER_METRICS) if has_tier else METRICS:

@@ -77,6 +77,7 @@ class SchedulerHalf:
         self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[Hashable] = set()
         self._load_failed: set[Hashable] = set()  # requests that are not loaded again: vLLM may never find the blocks
+        self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
         self._unwritten: Container[bytes] | None = ()
         self._steps = 0
@@ -99,6 +100,10 @@ class SchedulerHalf:
             return  # the second call for a request, after its load
         n0 = self._on_device.pop(id)
         boundary = n0 + num_external_tokens
+        tables = blocks.get_block_ids()
+        if num_external_tokens and boundary % self._grid:
+            self._fail_unplanned(id, num_external_tokens, self._blocks_behind(tables, n0))
+            num_external_tokens, boundary = 0, n0
         ours = self._request(request)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
         # it will load.
@@ -107,8 +112,8 @@ class SchedulerHalf:
             self._admitted_again(id)
         self._admitted[id] = request
         self._remember(request, n0)
-        tables = blocks.get_block_ids()
-        with self.device.hiding(self._new_blocks(tables, n0)):
+        new = self._blocks_behind(tables, n0) if self._planner.has_checkpoints else ()
+        with self.device.hiding(frozenset(new)):
             self.cache.admit(ours, n0, boundary, self.clock())
         if num_external_tokens:
             positions = self._planner.positions(n0 // self._grid, boundary // self._grid)
@@ -116,18 +121,28 @@ class SchedulerHalf:
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
             ]
             load = self.cache.load(id, boundary, destinations, self.clock())
-            self._loads[load] = id
-            if not versions.TAKES_FAILED_REQUESTS:
-                self._destinations[load] = [block for found in destinations for block in found]
+            self._note_load(load, id, [block for found in destinations for block in found])
         if lease is not None:
             self.cache.release(lease)
 
-    def _new_blocks(self, tables: Sequence[Sequence[int]], n0: int) -> frozenset[int]:
-        """The blocks allocated to a request from token `n0` on. Empty in models without checkpoints."""
-        if not self._planner.has_checkpoints:
-            return frozenset()
+    def _note_load(self, load: int, request: str, destinations: Sequence[int]) -> None:
+        self._loads[load] = request
+        if not versions.TAKES_FAILED_REQUESTS:
+            self._destinations[load] = destinations
+
+    def _fail_unplanned(self, request: str, tokens: int, blocks: Sequence[int]) -> None:
+        """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.
+
+        What ends before, neither: vLLM counts all these tokens as computed when a load ends well.
+        """
+        logger.warning("vLLM has taken %d tokens for request %s, no whole chunks: they are computed", tokens, request)
+        self._load_failed.add(request)
+        self._note_load(-1 - len(self._loads), request, blocks)
+
+    def _blocks_behind(self, tables: Sequence[Sequence[int]], n0: int) -> list[int]:
+        """The blocks allocated to a request from token `n0` on."""
         groups = zip(self._group_ids, self._planner.groups, strict=True)
-        return frozenset(block for at, group in groups for block in tables[at][n0 // group.block_tokens :])
+        return [block for at, group in groups for block in tables[at][n0 // group.block_tokens :]]
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         self._scheduled, self._unwritten = output, None
@@ -181,6 +196,8 @@ class SchedulerHalf:
         if output.invalid_block_ids:
             self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
+        if reports is not None:
+            self._unprepared.difference_update(reports.prepared)
         if self.tier is not None:
             for below in reports.tier if reports is not None else ():
                 self.tier.report_below(below)
@@ -207,8 +224,11 @@ class SchedulerHalf:
         self.cache.reset()
 
     def has_transfers(self) -> bool:
-        """Whether an idle engine must go on stepping. With a tier also until it is open, and nothing waits for it."""
-        return self.cache.has_transfers or (self.tier is not None and _has_work(self.tier.below))
+        """Whether an idle engine must go on stepping: also until all host memory is ready, so that it is before the
+        first request, and with a tier until it is open, and nothing waits for it.
+        """
+        below = None if self.tier is None else self.tier.below
+        return self.cache.has_transfers or bool(self._unprepared) or (below is not None and _has_work(below))
 
     def take_stats(self) -> CacheStats | None:
         return self._counts.take()

@@ -50,6 +50,7 @@ class Settings:
     planner: HybridChunkPlanner
     group_ids: Sequence[int]  # vLLM's ids of the planner's groups
     host_bytes: int  # of one region
+    regions: int
     ranks: int
     is_shared: bool
     hashes_per_chunk: int
@@ -79,6 +80,7 @@ class Settings:
             planner,
             group_ids=planned_group_ids(kv_cache_config),
             host_bytes=options.pop(BYTES) // regions,
+            regions=regions,
             ranks=parallel.world_size,
             is_shared=is_shared,
             hashes_per_chunk=hashes,
@@ -154,8 +156,15 @@ def _publishes_events(vllm_config: VllmConfig) -> bool:
 
 
 def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The options given. Raises ConfigurationError if one is missing, unknown or out of range."""
-    options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    """The options given. Raises ConfigurationError if one is missing, unknown or out of range, and for a role in which
+    vLLM would expect one half of the work.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise ConfigurationError(
+            f"kv_role must be kv_both, got {transfer.kv_role}: the host cache serves the engine that fills it"
+        )
+    options: Mapping[str, Any] = transfer.kv_connector_extra_config
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")

@@ -17,4 +17,4 @@ def weights_of_all(vllm_config: VllmConfig) -> str:
 def drafter_of(vllm_config: VllmConfig) -> Any:
     """The configuration of the model that drafts; None without one."""
     speculative = vllm_config.speculative_config
-    return None if speculative is None else vars(speculative).get("draft_model_config")
+    return None if speculative is None else speculative.draft_model_config

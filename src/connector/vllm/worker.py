@@ -32,6 +32,7 @@ from connector.vllm.regions import Shapes, arena_of, shapes_of
 from connector.vllm.retry import RetryingCopier
 from connector.vllm.settings import LOAD_DEADLINE_SECONDS, STUCK_SECONDS, Settings
 from connector.vllm.shares import Share
+from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
 from connector.vllm.tier_namespace import row_order
 from cpu_prefix_cache import RankReport
@@ -70,10 +71,12 @@ class WorkerHalf:
         self._fails_by_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
         self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._fails_by_blocks
         self._worker: CopyWorker | None = None
+        self._arena: HostArena | None = None
         self._share: Share | None = None
         self._tier: TierOfRank | None = None
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
+        self._unplanned: set[int] = set()  # of these, the loads that are in no plan
         self._destinations: dict[int, Sequence[int]] = {}
         self._bad_blocks: set[int] = set()
         # Loads can be announced early only if compute first reads their blocks after `begin`. That is not so where vLLM
@@ -102,13 +105,14 @@ class WorkerHalf:
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
-        arena = arena_of(self._settings, self._vllm_config, shapes, device)
+        self._arena = arena = arena_of(self._settings, self._vllm_config, shapes, device)
         self._tier = self._open_tier(arena, all_shapes, kv_caches)
         choose = partial(
             choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK, loads_first=True
         )
         choice = _in_a_thread(choose, device)
-        logger.info("rank %d copies with %s: %s", self._rank, choice.name, choice.reason)
+        if not self._rank:
+            logger.info(start_line(self._settings, self._vllm_config.model_config.max_model_len, choice))
         copier = choice.copier
         if not self.can_fail_loads:
             copier = RetryingCopier(copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK))
@@ -141,13 +145,13 @@ class WorkerHalf:
         if self._worker is None or self._share is None or metadata.plan is None:
             return
         self._waiting |= metadata.requests
+        if metadata.requests:
+            self._unplanned = metadata.requests.keys() - {transfer.id for transfer in metadata.plan.transfers}
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
         plan = self._share.of_plan(metadata.plan)
         if self._fails_by_blocks:
-            for transfer in plan.transfers:
-                if transfer.id in metadata.requests:
-                    self._destinations[transfer.id] = metadata.destinations[transfer.id]
+            self._destinations |= metadata.destinations
         if self._announced and metadata.computes:
             self._worker.hold_compute(self._announced)
             self._announced.clear()
@@ -168,7 +172,8 @@ class WorkerHalf:
         self._report = report = self._worker.report()
         soon = set() if self._computes else self._ending_soon()
         self._announced |= soon
-        over = [id for id in self._waiting if id in report.done or id in report.failed or self._is_late(id)]
+        ended = report.done | report.failed | self._unplanned
+        over = [id for id in self._waiting if id in ended or self._is_late(id)]
         over += [id for id in self._waiting if id in soon and id not in over]
         received: set[str] = set()
         failed: set[str] = set()
@@ -194,7 +199,12 @@ class WorkerHalf:
         if self._computes and self._timed is None and not is_news and not self._is_news(below):
             return None
         self._sent, self._tier_sent = self._report, below
-        return WorkerReports((self._report,), self._timed, () if below is None else (below,))
+        prepared = (self._rank,) if self._is_prepared() else ()
+        return WorkerReports((self._report,), self._timed, () if below is None else (below,), prepared)
+
+    def _is_prepared(self) -> bool:
+        """Whether this rank's host region has as many ready blocks as it will ever have."""
+        return self._arena is None or self._arena.wait_until_ready(0)
 
     def _is_news(self, below: TierReport | None) -> bool:
         """Whether there is something to say of the tier, for the first time or until a plan has taken it in."""
@@ -218,7 +228,7 @@ class WorkerHalf:
             self._tier = None
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+            self._worker = self._arena = None
 
     def _nap(self, worker: CopyWorker) -> None:
         """In a step that computes nothing, leave the GIL to the copy threads, until a load ends or for IDLE_SECONDS.
@@ -228,13 +238,16 @@ class WorkerHalf:
         end = time.monotonic() + (IDLE_SECONDS if self._waiting or self._is_awaited else NAP_SECONDS)
         tier = self._tier
         before = None if tier is None else tier.report()
-        while (worker.is_busy or (tier is not None and tier.is_busy)) and time.monotonic() < end:
+        while self._is_busy(worker) and time.monotonic() < end:
             time.sleep(NAP_SECONDS)
             if tier is not None and tier.report() != before:
                 return
             report = worker.report()
             if any(id in report.done or id in report.failed for id in self._waiting) or self._ending_soon():
                 return
+
+    def _is_busy(self, worker: CopyWorker) -> bool:
+        return worker.is_busy or (self._tier is not None and self._tier.is_busy) or not self._is_prepared()
 
     def _ending_soon(self) -> set[int]:
         """The loads in flight that will have ended by the time vLLM computes, if it is told of them now."""

@@ -1,0 +1,30 @@
+"""The line that the first rank of an engine logs at start: how much the host cache holds, and how it works.
+
+the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; staged copies (...)
+"""
+
+from connector.tier.settings import TierSettings
+from connector.vllm.settings import Settings
+from cpu_prefix_cache.copier.choose import Choice
+from cpu_prefix_cache.model.report import conversation_bytes
+
+
+def start_line(settings: Settings, max_model_len: int, choice: Choice) -> str:
+    """Tokens are those of prompts as long as they may be, each with the checkpoint at its end."""
+    planner, options = settings.planner, settings.options
+    longest = planner.full_chunks(max_model_len) * planner.grid_tokens
+    tokens = settings.host_bytes * longest // conversation_bytes(planner, longest)
+    size = _gib(settings.host_bytes * settings.regions)
+    return (
+        f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
+        f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, "
+        f"{_tier(settings.tier)}; {choice.name} copies ({choice.reason})"
+    )
+
+
+def _tier(tier: TierSettings | None) -> str:
+    return "no tier" if tier is None else f"a tier of {_gib(tier.said.nbytes)} in {tier.said.path}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
