@@ -19,9 +19,9 @@ class Subject:
         return sorted(_python_files(root, self.code, self.code_left_out))
 
     def test_files(self, root: Path) -> list[Path]:
-        """Files with tests; doctests are taken from the sources and from README.md."""
+        """Files with tests; the sources are among them for their doctests."""
         tests = [file for file in _python_files(root, self.tests, self.tests_left_out) if file.name.startswith("test_")]
-        return [*tests, *self.sources(root), *root.glob("README.md")]
+        return [*tests, *self.sources(root)]
 
 
 def _python_files(root: Path, folders: tuple[str, ...], left_out: frozenset[str]) -> Iterator[Path]:

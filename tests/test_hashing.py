@@ -100,7 +100,9 @@ def test_identity_fields_cannot_be_confused():
         {"lora": b"a", "salt": b"b"},
         {"lora": b"b", "salt": b"a"},
         {"lora": b"ab", "salt": b""},
+        {"lora": b"ab"},
         {"lorasalt": b"ab"},
+        {"lorasalt": b""},
     ]
     hasher = ChainHasher(1, "sha256", tenants=True)
     keys = {hasher.for_request(identity).keys([1])[0] for identity in identities}

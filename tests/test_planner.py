@@ -143,7 +143,9 @@ def test_a_boundary_where_every_local_chunk_begins_needs_no_checkpoint():
 def test_a_load_fills_only_what_lies_in_its_chunks():
     mixed = planner(group(tokens=16), window(40), state())
     assert mixed.device_blocks(0, 6) == [6, 3, 1]
+    assert mixed.positions(0, 6) == [[0, 1, 2, 3, 4, 5], [3, 4, 5], [5]]
     assert mixed.device_blocks(4, 6) == [2, 2, 1], "the engine has block 3 of the window"
+    assert mixed.positions(4, 6) == [[4, 5], [4, 5], [5]]
     assert mixed.device_blocks(6, 6) == [0, 0, 0]
 
 

@@ -280,8 +280,11 @@ def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch,
     arena.close()
 
 
-def test_pages_are_there_before_they_are_pinned(driver):
+def test_pages_are_there_before_they_are_pinned(driver, monkeypatch):
     register, resident = driver.register, []
+    asked, wait_for, populate = threading.Event(), pages.Pages.wait_for, pages._populate
+    monkeypatch.setattr(pages.Pages, "wait_for", lambda *slices: asked.set() or wait_for(*slices))
+    monkeypatch.setattr(pages, "_populate", lambda *a_slice: asked.wait(10) and populate(*a_slice))
 
     def watching(address, num_bytes):
         resident.append(rss_of(address) >= address + num_bytes - first)
