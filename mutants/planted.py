@@ -24,7 +24,7 @@ from tqdm import tqdm
 from mutants.trial import search_alike
 
 SHARE = 0.5  # of the examples of property tests: 250 runs of the cache machine
-SECONDS = 600.0  # a fault may wait for ever: a test that has not ended by then has noticed it
+SECONDS = 120.0  # a fault may wait for ever: a test that has not ended by then has noticed it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,17 @@ def test_a_parent_never_leaves_before_its_child():
     assert shelf.order == ["b", "ac", "a"]
 
 
+def test_a_parent_that_an_older_request_stored_leaves_after_its_child():
+    """The second request came before the first had stored anything, and stores below what that did."""
+    pool = BlockPool(2)
+    first, second = pool.touch(None), pool.touch(None)
+    a, ab = pool.allocate(2)
+    pool.commit([a], [b"a"], pool.root, first)
+    pool.commit([ab], [b"ab"], a, second)
+    assert pool.allocate(1) == [ab]
+    assert pool.find(b"a") == a
+
+
 def test_a_parent_inherits_the_youngest_touch_of_the_children_it_loses():
     shelf = Shelf(4)
     shelf.put("a")
@@ -293,6 +304,15 @@ def test_blocks_of_chunks_that_left_are_dealt_anew():
     pool.abort([first])
     blocks = pool.blocks_of(pool.allocate(4))
     assert sorted(blocks) == list(range(8))
+    pool.check_valid()
+
+
+def test_a_chunk_that_left_is_none_where_its_block_is_the_second_of_another():
+    pool = BlockPool(4, blocks_per_chunk=2)
+    [left] = pool.claim([(1, 2)])
+    pool.commit([left], [b"a" * 16], pool.root, pool.touch(None))
+    assert pool.allocate(2) == [0, 2]
+    assert pool.state(left) is State.FREE
     pool.check_valid()
 
 

@@ -340,6 +340,14 @@ def test_chunks_that_led_to_no_checkpoint_go_first():
     assert engine.host == {"a", "ab", "abc", "abc!", "x", "m", "mn", "mn!"}
 
 
+def test_chunks_that_need_no_checkpoint_are_of_use_without_one():
+    local = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
+    engine = Engine(FULL, local, host=5)
+    for prompt in ("xy", "ab", "mn"):
+        engine.serves(prompt)
+    assert engine.host == {"x", "a", "ab", "m", "mn"}  # who was used longest ago has left
+
+
 def test_chunks_of_a_running_request_are_not_useless_yet():
     engine = Engine(FULL, STATE, host=8)
     engine.serves("abc")

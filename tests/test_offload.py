@@ -14,6 +14,7 @@ from cpu_prefix_cache import (
     Hit,
     HybridChunkPlanner,
     Miss,
+    MisuseError,
     Pending,
     PooledDevice,
     RankReport,
@@ -528,6 +529,18 @@ def test_a_device_pool_with_several_blocks_to_a_chunk_names_a_chunk_by_its_first
     assert device.num_waiting == 3 * per_chunk
 
 
+def test_a_device_pool_with_more_blocks_to_a_chunk_than_the_model_has_is_refused():
+    gpu = BlockPool(8, blocks_per_chunk=2)
+    gpu.commit(gpu.allocate(1), [b"a"], gpu.root, gpu.touch(None))
+    cache = CPUPrefixCache(
+        HybridChunkPlanner([ATTENTION], max_model_len=1_000), PooledDevice(gpu), host_blocks=8, offload="eager"
+    )
+    cache.admit(Request("r", chain("a"), GRID + 1), 0)
+    cache.computed("r", GRID)
+    with pytest.raises(MisuseError, match="2 blocks for a chunk that takes 1"):
+        cache.step()
+
+
 def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
     pool = BlockPool(4)
     device = PooledDevice(pool)
@@ -538,6 +551,17 @@ def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
     assert device.num_waiting == 4
     device.hold(device.find(b"a"))
     assert device.num_waiting == 3
+
+
+def test_where_a_quarter_of_the_stretch_was_used_again_lazy_looks_again():
+    """Its first and its last block wait, as before; what it has less in between is made up for."""
+    device, cache = lazy_on_a_queue(12, *"abcd", "efg", *"hijkl", max_tokens=GRID, ahead_blocks=8)
+    rests(cache)
+    assert [key for key in "hijkl" if cache.pool.find(key.encode()) is not None] == ["h"]
+    device.take(chain("efg"), 3, 3)
+    cache.admit(Request("r", chain("efg"), 100), 3 * GRID)
+    rests(cache)
+    assert [key for key in "hijkl" if cache.pool.find(key.encode()) is not None] == ["h", "i", "j", "k"]
 
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
@@ -673,4 +697,5 @@ def test_a_chunk_that_is_declined_does_not_stop_the_walk():
     for prompt in ("xy", "ab", "cd"):
         engine.serves(prompt)
     engine.copies()
-    assert engine.host == {"a", "ab"} and engine.cache.statistics().store_declined > 0
+    assert engine.host == {"a", "ab"}
+    assert engine.cache.statistics().store_declined == 3  # x and xy for the one, x for the other; no look asks again

@@ -12,6 +12,21 @@ def test_a_queue_device_keeps_the_contract():
     check_device(lambda: SmallEngine(7), examples=50)
 
 
+def test_what_waited_when_it_was_held_comes_back_to_its_place():
+    engine = SmallEngine(3)
+    engine.release(engine.hold([1]))
+    assert list(engine.queue()) == [0, 1, 2]
+
+
+def test_what_was_in_use_when_it_was_held_waits_last():
+    engine = SmallEngine(3)
+    request = engine.take(["a"], 0, 1)
+    hold = engine.hold(request.blocks)
+    engine.free(request)
+    engine.release(hold)
+    assert list(engine.queue()) == [1, 2, *request.blocks]
+
+
 @pytest.mark.parametrize(("num_pages", "chunk_pages", "page_tokens"), [(7, 1, 1), (9, 2, 1), (12, 3, 2)])
 def test_a_radix_device_keeps_the_contract(num_pages, chunk_pages, page_tokens):
     check_device(lambda: RadixTrial(num_pages, chunk_pages, page_tokens), examples=100)

@@ -253,6 +253,15 @@ def test_of_three_loads_only_the_one_that_fails_is_computed(start, asynchronous)
     engine.check_nothing_leaked()
 
 
+def test_one_rank_that_fails_fails_the_load(start):
+    engine = start(offload="eager", ranks=3, slowest=4)
+    said = engine.run(PROMPT)
+    flood(engine)
+    engine.ranks[1].failure_rate = 1.0
+    assert engine.run(PROMPT) == said
+    assert engine.counts["loads failed"] == 1
+
+
 def test_an_aborted_load_keeps_its_blocks_until_the_bytes_have_landed(start):  # S7.22, S7.13
     engine = start(offload="eager", slowest=20)
     engine.run(PROMPT)

@@ -46,7 +46,7 @@ TOUCHED = {
     },
     "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle"},
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
-    "KVConnectorFactory": {"register_connector", "_registry"},
+    "KVConnectorFactory": {"register_connector"},
     "BlockPool": {
         *("touch", "free_blocks", "cached_block_hash_to_block"),
         *("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),

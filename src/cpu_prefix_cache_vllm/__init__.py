@@ -8,6 +8,7 @@ Another module named `connector` that comes first in sys.path, as one in the fol
 hides the package. This one has a name that nobody else uses, so it can be found, and say what is in the way.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in MODULES:
-        if name not in KVConnectorFactory._registry:
+        with suppress(ValueError):  # that the name is known
             KVConnectorFactory.register_connector(name, __name__, name)
 
 

@@ -166,6 +166,30 @@ def test_ghosts_are_learned_from_and_are_few():
     assert sum(pool._policy._buckets._survival.reuses) > 0.9 * reuses + 0.9
 
 
+def test_of_a_prompt_that_is_forgotten_its_end_goes_first():
+    pool = BlockPool(6, "adaptive")  # remembers two ghosts
+    for now, prompt in enumerate(("ab", "ac", "x")):
+        pool.touch(None, chain(prompt), float(now))
+    assert knows(pool) == {"a", "x"}
+
+
+def test_what_is_here_is_right_whatever_a_later_prompt_had_told():
+    """The prompt "abc" is forgotten, and "abd" is known, when the chunks of "abc" come."""
+    pool = BlockPool(3, "adaptive")  # remembers one ghost
+    late = pool.touch(None, chain("abc"), 0.0)
+    pool.touch(None, chain("x"), 1.0)
+    pool.touch(None, chain("abd"), 2.0)
+    pool.commit(pool.allocate(3), chain("abc"), pool.root, late)
+    pool.touch(pool.find(b"ab"), chain("abd"), 3.0)
+    assert knows(pool) == {"a", "abc", "abd"}
+
+
+def knows(pool):
+    """The first chunks of all segments."""
+    names = ("a", "ab", "abc", "abd", "ac", "x")
+    return {name for name in names if pool._policy._segments.find(name.encode()) is not None}
+
+
 def test_the_answer_of_a_request_belongs_to_its_prompt():
     """Its chunks come one at a time while it decodes, and no prompt has told of them: one segment all the same."""
     pool = BlockPool(20, "adaptive")

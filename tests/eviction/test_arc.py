@@ -120,6 +120,16 @@ def test_a_batch_adapts_for_each_of_its_chunks():
     assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["x"], 2)
 
 
+def test_ghosts_that_return_in_a_row_count_one_by_one():
+    """As above, with victims of one prompt: both are dealt with together."""
+    shelf = Shelf(12, policy="arc")
+    for prompt in ("x", "x", "v", "v", "abcd", "mnopqrst"):
+        shelf.put(prompt)
+    assert lists(shelf)[2:] == (["abcd", "abc"], [], 0)
+    shelf.put("abcd")
+    assert lists(shelf)[2:] == (["mnopqrst", "mnopqrs"], [], 2)
+
+
 def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
     shelf = Shelf(6, policy="arc")
     for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):

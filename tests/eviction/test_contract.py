@@ -125,11 +125,11 @@ def test_what_cannot_be_had_is_refused_before_anything_is_learnt(policy):
 
 
 def test_a_touch_of_before_a_reset_can_be_committed_after_it(policy):
-    """Also one that named a chunk then. It is as old as it was."""
-    shelf = Shelf(4, policy=policy)
+    """Also one that named a chunk then, whose block was not handed out since. It is as old as it was."""
+    shelf = Shelf(6, policy=policy)
     pool = shelf.pool
-    before = pool.touch(None, chain("ab"), 1.0)
-    pool.commit(pool.allocate(2, chain("ab")), chain("ab"), pool.root, before)
+    before = pool.touch(None, chain("abcd"), 1.0)
+    pool.commit(pool.allocate(4, chain("abcd")), chain("abcd"), pool.root, before)
     pool.reset()
     shelf.now = 1.0
     shelf.put("x")

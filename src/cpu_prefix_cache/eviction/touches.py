@@ -126,26 +126,23 @@ class TouchPolicy(EvictionPolicy):
         touch.ring.enter_old(touch, block)
 
     def check_valid(self) -> None:
-        forest = self._forest
-        standing = set()
+        forest, nodes, standing = self._forest, self._forest.nodes(), set()
+        stale = {block for block, key in enumerate(forest.key) if key is not None and block not in nodes}
+        marks = {block: mark for block, mark in enumerate(self._mark) if mark is not None and block not in stale}
         for ring in self._rings:
             stamp = 0
             for touch in members(ring):
                 assert touch.stamp >= stamp and touch.ring is ring, "touches are out of order"
-                assert self._mark[touch.block] is touch, f"the touch of block {touch.block} is not its own"
+                assert marks.get(touch.block) is touch, f"the touch of block {touch.block} is not its own"
                 standing.add(touch.block)
                 stamp = touch.stamp
-            coming = sum(mark is ring for mark in self._mark)
+            coming = sum(mark is ring for mark in marks.values())
             assert ring.coming == coming, "chunks on their way are miscounted"
-            carrying = sum(mark is not None and mark.ring is ring for mark in self._mark)
-            assert ring.size == carrying, "the chunks of a ring are miscounted"
-        nodes = forest.nodes()
-        for block, mark in enumerate(self._mark):
-            if forest.key[block] is None or block in nodes:
-                is_carried = mark is not None and mark not in self._rings
-                assert is_carried == (block in nodes), f"block {block}: a key without a touch"
-            if block in nodes and not forest.children[block]:
-                assert block in standing, f"childless block {block} cannot be found by eviction"
+            assert ring.size == sum(mark.ring is ring for mark in marks.values()), "the chunks of a ring are miscounted"
+        carried = {block for block, mark in marks.items() if mark not in self._rings}
+        assert carried == nodes.keys(), "a key has no touch, or a touch no key"
+        for block in nodes:
+            assert forest.children[block] or block in standing, f"childless block {block} cannot be found by eviction"
 
     def _take_childless(self, ring: Ring, count: int) -> list[int]:
         """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
