@@ -38,7 +38,7 @@ RANKS = dict(ranks=2, asynchronous=True)
 )
 def test_whatever_becomes_of_reads_no_request_reads_wrong_kv_and_nothing_leaks(tmp_path, model, offload, more):
     size = dict(device_blocks=24 + 24 * len(MODELS[model]), host_blocks=100, tier_slots=220)
-    options = dict(tier={"offload": offload}, tier_faults=FAULTS, failure_rate=0.01, seed=1)
+    options = dict(tier={"offload": offload}, tier_faults=FAULTS, failure_rate=0.03, seed=1)
     engine = Engine(tmp_path, groups=MODELS[model], offload="lazy", **size, **options, **more)
     live_through(engine, requests=600)
     statistics = engine.half.tier.tier_statistics()
