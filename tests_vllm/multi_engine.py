@@ -15,21 +15,10 @@ from connector.multi.chooser import Chooser, Count
 from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from tests.faults import MeddlingCopier
-from tests_vllm.real_cache import CONNECTOR, CachedEngine, Copies
+from tests_vllm.real_cache import CachedEngine, Copies
 
 MULTI = "CPUPrefixCacheMultiConnector"
 SLOW_SECONDS = 0.1
-
-
-def ours(**options: object) -> dict[str, object]:
-    extra = dict(cpu_bytes_to_use=2**25, offload="eager") | options
-    return dict(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path="connector.vllm",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=extra,
-    )
 
 
 def of_tests(name: str) -> dict[str, object]:

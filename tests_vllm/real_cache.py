@@ -38,6 +38,18 @@ PROMPTS = [some_tokens(BLOCKS * BLOCK + 5, seed) for seed in range(8)]
 GROUPS = {"llama": ["prefix-0"], "qwen3": ["prefix-0"], "gemma3": ["window-0", "window-1", "prefix-2"]}
 
 
+def ours(**options: object) -> dict[str, object]:
+    """The configuration of our connector as one of several."""
+    extra = dict(cpu_bytes_to_use=HOST_BYTES, offload="eager") | options
+    return dict(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path="connector.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra,
+    )
+
+
 @cache
 def folder_of(model: str) -> Path:
     """Where a model of MODELS lies, as long as this process lives."""

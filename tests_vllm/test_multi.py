@@ -17,8 +17,8 @@ from prometheus_client import REGISTRY, generate_latest
 from cpu_prefix_cache import ConfigurationError, Direction
 from tests_vllm.models import some_tokens
 from tests_vllm.multi_children import LosingConnector, SavingConnector
-from tests_vllm.multi_engine import BROKEN, FROZEN, SAVING, ChoosingEngine, Clock, example, of_tests, ours
-from tests_vllm.real_cache import BLOCKS, GROUPS, PROMPTS, Copies, expected_of, folder_of
+from tests_vllm.multi_engine import BROKEN, FROZEN, SAVING, ChoosingEngine, Clock, example, of_tests
+from tests_vllm.real_cache import BLOCKS, GROUPS, PROMPTS, Copies, expected_of, folder_of, ours
 from tests_vllm.real_engine import BLOCK, TOLERANCE, RealEngine, differences
 
 ALL = BLOCKS * BLOCK

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Direction
-from tests_vllm.real_cache import BLOCKS, CONNECTOR, PROMPTS, CachedEngine, Copies, expected_of, folder_of
+from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of, ours
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 
 ALL = BLOCKS * BLOCK
@@ -21,17 +21,6 @@ on_two_models = pytest.mark.parametrize("model", ["llama", "gemma3"])
 both_schedulers = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 
 # Beside other connectors
-
-
-def ours(**options: object) -> dict[str, object]:
-    extra = dict(cpu_bytes_to_use=2**25, offload="eager") | options
-    return dict(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path="connector.vllm",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=extra,
-    )
 
 
 SILENT = dict(kv_connector="SilentConnector", kv_connector_module_path="tests_vllm.silent", kv_role="kv_both")

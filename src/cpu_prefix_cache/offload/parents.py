@@ -37,7 +37,6 @@ class Ancestry(Protocol):
     ) -> tuple[list[bytes], bytes | None] | None: ...
     def saved(self, keys: Sequence[bytes]) -> None: ...
     def unwanted(self, key: bytes) -> None: ...
-    def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]: ...
     def clear(self) -> None: ...
 
 
@@ -85,7 +84,7 @@ class Parents:
 
     def sweep(self) -> None:
         """Forget those of the oldest entries that have left the device, a portion at a time."""
-        if gone := self._sweep.gone(self.are_here):
+        if gone := self._sweep.gone(self._are_here):
             self._forget(gone)
 
     def is_dependent(self, key: bytes) -> bool:
@@ -122,7 +121,7 @@ class Parents:
         """The host declined this chunk: it is not lost when the device evicts it."""
         self._unsaved.discard(key)
 
-    def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
+    def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Of each of these chunks and checkpoints, whether the device has it."""
         known, device = self._checkpoints, self._device
         if not known:

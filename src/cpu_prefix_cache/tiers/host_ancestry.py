@@ -55,9 +55,6 @@ class HostAncestry:
             node = host.parent(node)
         return missing[::-1], None if node == host.root else self._key(node)
 
-    def are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        return [self._host.find(key) is not None for key in keys]
-
     def unwanted(self, key: bytes) -> None:
         self._unwanted.add(key)
 
