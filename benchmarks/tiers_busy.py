@@ -1,6 +1,6 @@
 """Part of tiers.py: what an engine that computes loses while a tier in its process reads at full rate.
 
-vLLM on a CPU, one thread of two cores, decodes some requests; in its process the threads of a SlabCopier read and
+vLLM on a CPU, one thread of two cores, decodes some requests; in its process the threads of a SlotCopier read and
 verify slots of 2 MiB without a pause (tiers_busy_engine.py). Windows of steps take turns: without reads, with them, and
 with the same reads in another process, which tells how much of it is the machine's memory and processors, and not
 Python's lock. Where others use the machine too much, there is no bar, and all rounds are shown.

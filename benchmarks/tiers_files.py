@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from cpu_prefix_cache.bench.file_rates import FileUnderTest, Run
+from cpu_prefix_cache.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.bench.slot_rates import Run
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT_BYTES = (2 * MIB, 256 * KIB)

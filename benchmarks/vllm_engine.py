@@ -8,6 +8,15 @@ kv_transfer_params. The reply is
     {"seconds": [...], "cached": [...]}
 
 The reply to {"metrics": NAME} has the labels and the value of each metric of that name.
+
+    {"beside": [[seed, length], ...], "decoding": [[[seed, length], ...], ...], "steps": 50}
+
+lets the prompts of "decoding" decode, and adds the prompt of "beside" after some steps. The reply is
+
+    {"alone": [...], "beside": [...], "seconds": 0.3, "cached": 32768}
+
+the seconds from one token of the decoding requests to the next, before the prompt came and until its first token, and
+those of the prompt.
 """
 
 import json
@@ -19,6 +28,7 @@ from functools import cache
 from typing import Any
 
 VOCABULARY = 128_000
+DECODED = 64  # tokens that requests have decoded before their steps are timed
 MARK = "ANSWER "  # begins each reply, because vLLM writes to the same pipe
 
 
@@ -28,20 +38,20 @@ def piece(seed: int, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
 
-def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+def tokens_of(prompt: Any) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [token for seed, length in prompt for token in piece(seed, length)]}
+
+
+def sampled(max_tokens: int, params: Any = None) -> Any:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=command["max_tokens"],
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": command["params"]} if command["params"] else None,
-    )
-    prompts = [
-        {"prompt_token_ids": [token for seed, length in prompt for token in piece(seed, length)]}
-        for prompt in command["ask"]
-    ]
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+
+
+def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    sampling = sampled(command["max_tokens"], command["params"])
+    prompts = [tokens_of(prompt) for prompt in command["ask"]]
     seconds, outputs = [], []
     for batch in [prompts] if command["together"] else [[prompt] for prompt in prompts]:
         start = time.perf_counter()
@@ -50,8 +60,47 @@ def answer(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "cached": [output.num_cached_tokens for output in outputs]}
 
 
+def beside(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    engine, steps = llm.llm_engine, command["steps"]
+    decoding = [f"decoding {at}" for at in range(len(command["decoding"]))]
+    for name, prompt in zip(decoding, command["decoding"], strict=True):
+        engine.add_request(name, tokens_of(prompt), sampled(8 * DECODED))
+    for _ in range(DECODED):
+        step(engine)
+    alone = [step(engine)[0] for _ in range(steps)]
+    prompt = tokens_of(command["beside"])
+    start, times, cached = time.perf_counter(), [], None
+    engine.add_request("beside", prompt, sampled(1))
+    while cached is None:
+        seconds, outputs = step(engine)
+        times.append(seconds)
+        cached = next((each.num_cached_tokens for each in outputs if each.request_id == "beside"), None)
+    seconds = time.perf_counter() - start
+    engine.abort_request(decoding)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"alone": alone, "beside": times, "seconds": seconds, "cached": cached}
+
+
+def step(engine: Any) -> tuple[float, Any]:
+    """The seconds until there are tokens, and the requests that have them."""
+    start = time.perf_counter()
+    outputs: Any = []
+    while not outputs:
+        outputs = engine.step()
+    return time.perf_counter() - start, outputs
+
+
 def metrics(llm: Any, name: str) -> list[tuple[dict[str, str], float]]:
     return [(metric.labels, metric.value) for metric in llm.get_metrics() if metric.name == name]
+
+
+def reply_to(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    if "ask" in command:
+        return answer(llm, command)
+    if "beside" in command:
+        return beside(llm, command)
+    return {"metrics": metrics(llm, command["metrics"])}
 
 
 def main() -> None:
@@ -63,9 +112,7 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print(MARK + json.dumps({"start": time.perf_counter() - started}), flush=True)
     for line in sys.stdin:
-        command = json.loads(line)
-        reply = answer(llm, command) if "ask" in command else {"metrics": metrics(llm, command["metrics"])}
-        print(MARK + json.dumps(reply), flush=True)
+        print(MARK + json.dumps(reply_to(llm, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

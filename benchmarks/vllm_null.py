@@ -30,9 +30,6 @@ class NullCopies:
         received, self._received = self._received, set()
         return received, set()
 
-    def take_bad_blocks(self) -> set[int]:
-        return set()
-
     def reports(self) -> WorkerReports:
         report = RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks)
         return WorkerReports((report,), self._timed)

@@ -108,7 +108,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
 class Engine:
     """A child process, and seeds for new prompts."""
 
-    def __init__(self, name: str, model: Path, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, model: Path, args: argparse.Namespace, **more: Any) -> None:
+        """`more` options of our connector are said by who starts one engine by itself."""
         options: dict[str, Any] = dict(
             model=str(model),
             load_format="dummy",
@@ -125,7 +126,7 @@ class Engine:
         kind = ENGINES[name]
         if kind is not None:
             connector, extra = kind
-            extra = {"cpu_bytes_to_use": args.host_gib * GIB, **extra}
+            extra = {"cpu_bytes_to_use": args.host_gib * GIB, **extra, **more}
             options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self.name = name
         self._new = count(1_000_000)
@@ -143,18 +144,23 @@ class Engine:
     def ask(
         self, prompts: Sequence[Any], max_tokens: int = 1, together: bool = False, **params: bool
     ) -> dict[str, Any]:
-        command = {"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params}
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        return self.receive()
+        return self.send({"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params})
 
     def loaded_bytes(self) -> float:
-        """What our connector has loaded so far. Needs `--log-stats`. A step reports the loads of the one before.
+        """What our connector has loaded so far.
 
         The `LLM` class of vLLM 0.26 drops reports of steps without output tokens, so some loads are not counted.
         """
+        return sum(value for labels, value in self.metrics(LOADED) if labels.get("direction") == "load")
+
+    def metrics(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and values. Needs `--log-stats`. A step reports the transfers of the one before."""
         self.ask([self.new(64) for _ in range(3)])
-        print(json.dumps({"metrics": LOADED}), file=self._process.stdin, flush=True)
-        return sum(value for labels, value in self.receive()["metrics"] if labels.get("direction") == "load")
+        return list(self.send({"metrics": name})["metrics"])
+
+    def send(self, command: dict[str, Any]) -> dict[str, Any]:
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+        return self.receive()
 
     def new(self, length: int) -> list[tuple[int, int]]:
         return [(next(self._new), length)]
@@ -168,6 +174,16 @@ class Engine:
         """Kill the process group, because processes that vLLM has started would run on for a while."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@contextmanager
+def model_folder(kept: Path | None, shape: str) -> Iterator[Path]:
+    """What vLLM compiles belongs to a folder, so one that is kept makes the next start faster."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = kept or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        yield folder
 
 
 @contextmanager
@@ -321,15 +337,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--log-stats", action="store_true", help="of vLLM; `together` needs them")
+    parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.device_blocks = args.device_blocks or DEVICE_BLOCKS[args.shape]
     print_environment(["vllm", "torch", "triton"])
     asked, results = args.parts.split(","), []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+    with model_folder(args.model, args.shape) as model:
         for number, wave in enumerate(args.waves.split(";")):
-            with engines(wave.split(","), Path(folder), args) as running:
+            with engines(wave.split(","), model, args) as running:
                 for part in [part for part in PARTS if part in asked]:
                     for result in PARTS[part](running, args):
                         say(f"{part:8} {json.dumps(result)}")

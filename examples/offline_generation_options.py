@@ -10,7 +10,7 @@ from builtin_models import ARCHITECTURES
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError, GroupKind
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.slab.settings import parse_tier
+from cpu_prefix_cache.stores.settings import parse_tier
 from offline_generation_report import check_json
 
 PIECES = {  # --corrupt -> the kinds of group that have such a piece
@@ -52,7 +52,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", default="lru", help=f"{', '.join(POLICIES)}, or adaptive@N (docs/policies.md)")
     parser.add_argument("--device-blocks", type=int, default=512, help="blocks of 16 tokens in the device pool")
     parser.add_argument("--host-bytes", metavar="SIZE", default="2GiB", help="host memory, such as 2GiB or 500MB")
-    parser.add_argument("--tier", metavar="file:PATH:SIZE", help="files below host memory, such as file:/nvme/kv:64GiB")
+    parser.add_argument(
+        "--tier",
+        metavar="file:PATH:SIZE or URL",
+        help="below host memory: files, such as file:/nvme/kv:64GiB, or a store, redis://HOST",
+    )
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=12)

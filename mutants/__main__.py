@@ -31,6 +31,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         trial = Trial(options.root, subject, Path(scratch), options.examples)
         print(f"{len(chosen)} of {len(faults)} faults, {len(trial.seconds)} tests", flush=True)
+        for test in trial.failing:
+            print(f"left out, as it fails without a fault: {test}", flush=True)
         new = [fault for fault in chosen if fault.content not in outcomes]
         for fault, outcome in tqdm(_tried(trial, new, options.jobs), total=len(new), disable=None):
             outcomes[fault.content] = outcome

@@ -84,7 +84,8 @@ def complaints(fault: Planted, tree: Path) -> Iterator[str]:
 
 def _passed(tree: Path, test: str) -> str:
     """The last words of a run that does not notice; "" if it fails, ends by a signal or not at all."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "mutants.planted", "-p", "no:cacheprovider", test]
     try:
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)

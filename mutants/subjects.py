@@ -37,7 +37,7 @@ SUBJECTS = {
         tests=("tests", "property_tests"),
         code_left_out=frozenset({"copier", "memory", "replay", "bench", "cli.py", "plots.py"}),
         tests_left_out=frozenset(
-            {"bench", "connector", "copier", "examples", "memory", "mutants", "packaging", "replay"}
+            {"bench", "connector", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py"}
         ),
     ),
     "connectors": Subject(

@@ -1,9 +1,9 @@
 """Runs the tests against one fault, in a scratch copy of the tree and in a fork of a process that has imported pytest.
 
-First everything runs once under `coverage`, a context for each test. Against a fault run the tests that cover it,
-quickest first, then the property tests that came through its function, with a fixed search, fewer examples and no
-shrinking. The first failure ends it. Each test has a limit of processor time, far above what it took, so that an
-endless loop ends and counts as seen.
+First everything runs once under `coverage`, a context for each test; what fails there is left out. Against a fault run
+the tests that cover it, quickest first, then the property tests that came through its function, with a fixed search,
+fewer examples and no shrinking. The first failure ends it. Each test has a limit of processor time, far above what it
+took, so that an endless loop ends and counts as seen.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Trial:
-    """`seconds` of processor time that each test of the tree took, and who runs which line."""
+    """`seconds` of processor time that each test took, who runs which line, and what is `failing` already."""
 
     def __init__(self, root: Path, subject: Subject, scratch: Path, share: float) -> None:
         self._scratch = scratch
@@ -53,15 +53,18 @@ class Trial:
         self._output = scratch / "output"
         self._share = share
         shutil.copytree(root, self._root, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
-        if _forked(lambda: _measure(self._root, subject, scratch), self._output) != 0:
-            raise SystemExit("the tests fail without a fault:\n" + self._output.read_text()[-4000:])
+        status = _forked(lambda: _measure(self._root, subject, scratch), self._output)
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise SystemExit("the tests do not run without a fault:\n" + self._output.read_text()[-4000:])
         self.seconds: dict[str, float] = json.loads((scratch / "seconds.json").read_text())
+        self.failing: list[str] = json.loads((scratch / "failing.json").read_text())
         self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
         data = coverage.CoverageData(str(scratch / "coverage"))
         data.read()
         for file in data.measured_files():
             lines = data.contexts_by_lineno(file)
-            self._runs[str(Path(file).relative_to(self._root))] = {line: set(tests) for line, tests in lines.items()}
+            of_file = self._runs[str(Path(file).relative_to(self._root))]
+            of_file.update((line, set(tests).difference(self.failing)) for line, tests in lines.items())
 
     def of_this_process(self) -> "Trial":
         """The same trial in a tree of its own, so that several processes try faults at once."""
@@ -128,13 +131,13 @@ def _forked(body: Callable[[], int], output: Path) -> int | None:
     return os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else None
 
 
-def _pytest(root: Path, files: Sequence[str], plugin: object) -> int:
+def _pytest(root: Path, files: Sequence[str], plugin: object, *options: str) -> int:
     os.chdir(root)
-    return int(pytest.main(["-x", "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
+    return int(pytest.main([*options, "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
 
 
 def _measure(root: Path, subject: Subject, scratch: Path) -> int:
-    """Every test once; writes coverage, and seconds of each test."""
+    """Every test once; writes coverage, seconds of each test, and which fail."""
     plugin = _Measuring([str(root / folder) for folder in subject.code], scratch)
     return _pytest(root, [str(file.relative_to(root)) for file in subject.test_files(root)], plugin)
 
@@ -143,7 +146,7 @@ def _run(root: Path, tests: Sequence[str], limits: dict[str, float], share: floa
     sys.dont_write_bytecode = True  # a fault of the same size and second would be taken for the one before
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     _limit_processor_time(30)
-    return _pytest(root, sorted({test.split("::")[0] for test in tests}), _Chosen(tests, limits, share, answer))
+    return _pytest(root, sorted({test.split("::")[0] for test in tests}), _Chosen(tests, limits, share, answer), "-x")
 
 
 def _limit_processor_time(seconds: float) -> None:
@@ -155,6 +158,7 @@ class _Measuring:
         self._scratch = scratch
         self._coverage = coverage.Coverage(data_file=str(scratch / "coverage"), source=code)
         self._seconds: dict[str, float] = {}
+        self._failing: list[str] = []
 
     def pytest_configure(self) -> None:
         self._coverage.start()
@@ -173,10 +177,15 @@ class _Measuring:
             self._seconds[item.nodeid] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             self._coverage.switch_context("")
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failing.append(report.nodeid)
+
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
         self._coverage.save()
         (self._scratch / "seconds.json").write_text(json.dumps(self._seconds))
+        (self._scratch / "failing.json").write_text(json.dumps(self._failing))
 
 
 class _Chosen:

@@ -4,6 +4,9 @@ Added to what those machines do: tiers of ranks work late, fail, lose slots, and
 unchanged label; their reports are lost, repeated and partial; requests wait for promotions, ask again, or never do; the
 process ends at any moment and begins again with what the slots hold by then, told in portions of any size.
 
+Where the tier is a store, others put chunks and pieces there in any order, and it loses them; it answers late, in any
+order, repeatedly or never. The decider may know only what was there at some time.
+
 Wrong bytes are so seen: everything the host finds is compared on every rank (by the machines below), and every record
 that a restart could serve must hold the bytes of its key, of this epoch.
 """
@@ -28,16 +31,16 @@ from cpu_prefix_cache import (
     TransferPlan,
 )
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.transfers import Phase
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import questions, tiered_cache
 from property_tests.engines import HybridSlots, PoolSlots, QueueSlots
 from property_tests.listener import Listener
-from property_tests.strategies import pick, positions, prompts
+from property_tests.strategies import chain, pick, positions, prompts
 from property_tests.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
 from property_tests.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine
-from property_tests.tier_model import RankSlots
+from property_tests.tier_model import RankSlots, RankStore
 
 PLANS = {
     "one group": [("attention", 4, 100)],
@@ -50,7 +53,7 @@ long_prompts = st.text("ab", min_size=3, max_size=6)
 Thing = tuple[str, int]
 THINGS = ["step", "step", "a read ends", "a read ends", "a read fails", "a read is late", "a slot is bad"]
 THINGS += ["the tier ends", "the host ends", "another comes", "another comes", "another asks", "it is put off"]
-THINGS += ["time", "reset"]
+THINGS += ["time", "reset", "others write", "others write", "it answers", "it cannot be asked"]
 things = st.lists(st.tuples(st.sampled_from(THINGS), positions), max_size=5)
 TIER_OPTIONS = {
     "offload": st.sampled_from([None, "lazy", "eager"]),
@@ -60,9 +63,11 @@ TIER_OPTIONS = {
     "slice_blocks": st.sampled_from([1, 2, 1_000]),
     "rate": st.sampled_from([None, None, None, 1e9, 100.0]),  # the last is slower than computing
     "is_slow": st.sampled_from([False, False, False, True]),  # the tier works only where a rule says so
+    "is_silent": st.sampled_from([False, False, False, True]),  # a store answers only where a rule says so
     "thresholds": st.sampled_from([Thresholds(), Thresholds(), Thresholds(store_after=2)]),
     "tick": st.sampled_from([0.0, 0.01, 0.01, 0.04]),  # seconds to a step
 }
+ASK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -80,15 +85,20 @@ class WithTier(PrefixCacheMachine):
 
     cache: TieredCache
 
+    ask_seconds: float | None = None
+
     def new_slots(self) -> Any:
         raise NotImplementedError
+
+    def new_tier(self) -> Any:
+        return RankSlots(self.planner)
 
     def build_tier(self, options: dict[str, Any], host: dict[str, Any]) -> None:
         self.tier, self.host_options = options, host
         self.ranks = range(host["ranks"])
         self.patch.setattr(tiered_cache, "SLICE_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
         self.patch.setattr(tiered_cache, "PROMOTED_SHARE", options["share"])
-        self.tiers = [RankSlots(self.planner) for _ in self.ranks]
+        self.tiers = [self.new_tier() for _ in self.ranks]
         self.budget = max(self.planner.host_blocks_per_chunk, self.host_blocks // options["share"])
         self.stages = 0
         self.new_cache()
@@ -103,6 +113,7 @@ class WithTier(PrefixCacheMachine):
             below_offload=self.tier["offload"],
             below_policy=self.tier["policy"],
             thresholds=self.tier["thresholds"],
+            ask_seconds=self.ask_seconds,
             log_boundaries=True,
             steps=EngineSteps(max_tokens=3 * GRID),
             **self.host_options,
@@ -113,10 +124,13 @@ class WithTier(PrefixCacheMachine):
         self.told_below: list[TierReport] = []
         self.asking: dict[str, tuple[str, int]] = {}  # who waits for the tier
         self.deadlines: dict[str, float] = {}
+        self.tried_at = 0.0  # reading it, although that seemed slower than computing
         self.bad: set[tuple[int, int]] = set()  # slots and generations that were refused, or whose load failed
         self.highest = -1  # generation given so far
         self.below_resolved: set[int] = set()
         self.is_told = True  # of the last reset
+        self.asks: dict[int, Ask] = {}  # that were not answered
+        self.answers: dict[int, Told] = {}  # that somebody waits for
 
     # requests
 
@@ -126,15 +140,20 @@ class WithTier(PrefixCacheMachine):
             super().check_pending(id, deadline, n0, could)
             return
         assert self.now < deadline
-        assert self.tier["rate"] != 100.0, "the tier is read although computing is faster"
+        if self.tier["rate"] == 100.0 and id not in self.deadlines:
+            assert self.now >= self.tried_at + tiered_cache.TRIAL_SECONDS, "it is read although computing is faster"
+            self.tried_at = self.now
         before = self.deadlines.setdefault(id, deadline)
         assert before == deadline or self.now >= before + tiered_cache.REMEMBERED_SECONDS, "it waits for ever"
         self.deadlines[id] = deadline
 
+    def waits_until(self, id: str) -> float | None:
+        return self.deadlines.get(id)
+
     def a_request_arrives(self, prompt: str, partial: int, cut: int, far: str, loads_last: bool) -> None:
         super().a_request_arrives(prompt, partial, cut, far, loads_last)
         id = f"r{self.born}"
-        if id not in self.running and id in self.deadlines:
+        if id not in self.running and self.waits_until(id) is not None:
             self.asking[id] = prompt, partial
             if not loads_last:
                 self.the_tier_ends()
@@ -178,7 +197,7 @@ class WithTier(PrefixCacheMachine):
         id = f"r{self.born}"
         for thing in meanwhile:
             self.happens(*thing)
-        for _ in range(3):
+        for _ in range(4):
             if id in self.asking:
                 self.the_tier_ends()
                 self.asks_again(id)
@@ -215,6 +234,10 @@ class WithTier(PrefixCacheMachine):
                 self.now += (0.02, 0.05, 1.1, 31.0, 70.0)[number % 5]
             case "reset":
                 self.the_weights_change(number % 2 == 0)
+            case "others write" | "it answers" | "it cannot be asked":
+                self.happens_in_a_store(what, number)
+
+    def happens_in_a_store(self, what: str, number: int) -> None: ...
 
     @precondition(lambda self: self.asking)
     @rule(which=positions)
@@ -232,7 +255,7 @@ class WithTier(PrefixCacheMachine):
     def a_deadline_passes(self, which: int) -> None:
         """Edge 10 of the study: then the answer is what the host has, or Pending for a load."""
         id = pick(list(self.asking), which)
-        self.now = max(self.now, self.deadlines[id])
+        self.now = max(self.now, self.waits_until(id) or 0)
         self.asks_again(id)
 
     @rule(seconds=st.sampled_from([0.05, 1.1, 31.0, 70.0]))
@@ -257,6 +280,10 @@ class WithTier(PrefixCacheMachine):
         for rank in self.tiers:
             rank.advance(plan)
         self.tiers[0].taken = max(self.tiers[0].taken, plan.taken)
+        self.asks |= {ask.id: ask for ask in plan.asks}
+        for open_ in (self.asks, self.answers):
+            for id in [id for id in open_ if id < plan.told_below]:
+                del open_[id]
         assert plan.first_generation == self.cache.below._first
         for transfer in plan.step.transfers:
             assert transfer.id not in self.moves
@@ -299,6 +326,7 @@ class WithTier(PrefixCacheMachine):
     def the_tier_ends(self, fails: bool = False) -> None:
         """Whatever is under way."""
         self.one_step_begins()
+        self.the_store_works()
         for move in self.moves.values():
             for rank in self.ranks:
                 if rank not in move.copied:
@@ -306,6 +334,8 @@ class WithTier(PrefixCacheMachine):
         for rank in self.ranks:
             self.report_below(rank, half=True)
             self.report_below(rank)
+
+    def the_store_works(self) -> None: ...
 
     @rule()
     def the_tier_ends_and_goes_on(self) -> None:
@@ -368,6 +398,8 @@ class WithTier(PrefixCacheMachine):
         transfers = RankReport(rank, done, frozenset(mine) - done, load_bytes_per_second=self.tier["rate"])
         tier = self.tiers[rank]
         report = TierReport(transfers, refused, tier.next_generation, *tier.portion())
+        if rank == 0:
+            report = report._replace(told=tuple(self.answers.values()))
         if not lost:
             self.told_below.append(report)
             self.hear_below(report)
@@ -396,7 +428,7 @@ class WithTier(PrefixCacheMachine):
             for slot in copy.host_blocks
         }
         self.cache.report_below(report)
-        for id in before - {transfer.id for transfer in ledger}:
+        for id in (before - {transfer.id for transfer in ledger}) & self.moves.keys():  # others' writes are not sent
             move = self.moves[id]
             assert len(move.copied) == len(self.ranks), "resolved before all ranks had reported (rule 15)"
             if move.plan.direction is Direction.LOAD:
@@ -404,8 +436,8 @@ class WithTier(PrefixCacheMachine):
                 refused = {slot for slots in move.refused.values() for slot in slots}
                 for copy in move.plan.copies:
                     for slot, label in zip(copy.host_blocks, copy.labels, strict=True):
-                        if slot in refused or not whole:
-                            self.bad |= {(slot, label.generation)} - planned
+                        if self.ask_seconds is None and (slot in refused or not whole):
+                            self.bad |= {(slot, label.generation)} - planned  # others may have put it anew
 
     # what happens to slots
 
@@ -455,7 +487,9 @@ class WithTier(PrefixCacheMachine):
             return
         self.carry_out(kept)
         if not self.is_told:
-            pick(self.tiers, rank).advance(self.cache.plan_below())
+            heard = self.tiers if self.ask_seconds else [pick(self.tiers, rank)]  # who puts new weights into a store
+            for tier in heard:  # says so by its namespace
+                tier.advance(self.cache.plan_below())
         for tier in self.tiers:
             tier.open(portion=portion, scans=tier is self.tiers[0])
             for slot, record in self.tiers[0].records.items():
@@ -557,7 +591,7 @@ class WithTier(PrefixCacheMachine):
             self.end(sequence)
         while self.leases:
             self.cache.release(self.leases.pop()[0])
-        self.tier["is_slow"] = False
+        self.tier["is_slow"] = self.tier["is_silent"] = False
         at_rest = 0
         for _ in range(200):
             self.now += 10.0
@@ -575,6 +609,130 @@ class WithTier(PrefixCacheMachine):
         host = self.cache.statistics().pool
         assert host.pinned == host.writing == host.retired == 0
         assert not self.cache.is_flushed or not self.cache.below.demotion.num_waiting
+
+
+class WithStore(WithTier):
+    """What changes where the tier is a store that others write, too."""
+
+    ask_seconds = ASK_SECONDS
+    tiers: list[RankStore]
+
+    def new_tier(self) -> RankStore:
+        return RankStore(self.planner)
+
+    def new_cache(self) -> None:
+        super().new_cache()
+        self.hearing: dict[str, float] = {}  # who waits for an answer
+
+    @rule(sure=st.booleans())
+    def the_weights_change(self, sure: bool) -> None:
+        """Then everybody asks anew."""
+        super().the_weights_change(sure)
+        if sure:
+            self.hearing.clear()
+
+    # what others and the store do
+
+    @rule(what=st.lists(st.tuples(prompts, positions), min_size=1, max_size=4))
+    def others_write(self, what: list[tuple[str, int]]) -> None:
+        """Whole prompts, single chunks, pieces, on all ranks or on one."""
+        if not self.is_told:
+            return
+        for prompt, number in what:
+            names = chain(prompt)[-1:] if number % 4 == 0 else chain(prompt)
+            ranks = [pick(self.ranks, number)] if number % 5 == 0 else self.ranks
+            for name in names:
+                for label in self.labels_at(name, number % 3 > 0):
+                    for rank in ranks:
+                        self.tiers[rank].others_write(label, self.right(label))
+
+    def labels_at(self, name: bytes, has_checkpoint: bool) -> list[Label]:
+        """Of a chunk, and of the checkpoint at its end."""
+        keys, pieces = chain(name.decode()), self.planner.pieces
+        chunk = [(name, group, CHUNK) for group, piece in enumerate(pieces) if piece.in_chunk]
+        beside = [(keys[at.chunk], at.group, at.block) for at in self.planner.checkpoint(len(name))]
+        return [
+            Label(key, b"", group, place, block, 0)
+            for key, group, block in (chunk + beside if has_checkpoint else chunk)
+            for place in range(pieces[group].host_blocks)
+        ]
+
+    @precondition(lambda self: self.asks)
+    @rule(which=positions, ok=st.sampled_from([True, True, True, False]), is_told=st.booleans())
+    def the_store_answers(self, which: int, ok: bool, is_told: bool) -> None:
+        """Also a question that was answered already, once more."""
+        ask = pick(list(self.asks.values()), which)
+        self.answers[ask.id] = self.tiers[0].answer(ask) if ok else Told(ask.id, ok=False)
+        if is_told:
+            self.report_below(0)
+
+    def the_store_works(self) -> None:
+        if not self.tier["is_silent"]:
+            for id, ask in self.asks.items():
+                self.answers.setdefault(id, self.tiers[0].answer(ask))
+
+    def happens_in_a_store(self, what: str, number: int) -> None:
+        if what == "others write":
+            self.others_write([(pick(ALL_NAMES, number).decode(), number // len(ALL_NAMES))])
+        elif self.asks:
+            self.the_store_answers(number, what == "it answers", True)
+
+    @rule(prompt=long_prompts, number=positions, meanwhile=things)
+    def others_have_a_prompt_that_comes(self, prompt: str, number: int, meanwhile: list[Thing]) -> None:
+        self.others_write([(prompt, number * 20 + 1), (prompt[:-1], 1)])
+        self.a_request_comes_and_waits(prompt, meanwhile)
+
+    @rule(prompt=long_prompts, number=positions, meanwhile=things)
+    def others_have_another(self, prompt: str, number: int, meanwhile: list[Thing]) -> None:
+        """Under a second name, because Hypothesis leaves out half of the rules of a run."""
+        self.others_have_a_prompt_that_comes(prompt, number, meanwhile)
+
+    # requests
+
+    def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
+        question = self.cache.below._questions._of.get(id)
+        if question is None or question.is_over or question.deadline != deadline:
+            super().check_pending(id, deadline, n0, could)
+            return
+        assert self.now < deadline <= self.now + ASK_SECONDS
+        before = self.hearing.setdefault(id, deadline)
+        assert before == deadline or self.now >= before + questions.REMEMBERED_SECONDS, "it waits for ever"
+        self.hearing[id] = deadline
+
+    def waits_until(self, id: str) -> float | None:
+        return self.deadlines.get(id, self.hearing.get(id))
+
+    # what must hold
+
+    @invariant()
+    def records_are_right(self) -> None:
+        """Of today's names. A rank that hears of a reset takes others, and no plan reads before it has heard."""
+        if self.is_told:
+            super().records_are_right()
+
+    @invariant()
+    def the_tier_has_what_it_says(self) -> None:
+        """The decider knows what was there at some time; also pieces by the name of their chunk."""
+        pool, had = self.cache.below.pool, self.tiers[0].had
+        for name in ALL_NAMES:
+            for key, is_checkpoint in ((name, False), (checkpoint_key(name), True)):
+                if pool.find(key) is not None:
+                    labels = self.labels_at(name, is_checkpoint)
+                    assert had.issuperset((each.key, each.group, each.place, each.block) for each in labels)
+
+    @invariant()
+    def questions_end(self) -> None:
+        questions_ = self.cache.below._questions
+        assert len(questions_._of) <= self.born + 1 and len(questions_._open) <= questions_._next
+        assert all(question.deadline <= self.now + ASK_SECONDS for question in questions_._of.values())
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "cache"):
+            questions_ = self.cache.below._questions
+            self.cache.passed(self.now + 100.0)
+            assert not questions_._of, "a request is remembered for ever"
+            assert len(questions_._open) <= 1, "a question is remembered for ever"  # the probe of a store that is away
 
 
 class TierMachine(WithTier):
@@ -662,7 +820,19 @@ class HybridTierMachine(WithTier, HybridCacheMachine):
         return HybridSlots(self.planner, self.device_blocks)
 
 
+class StoreMachine(WithStore, TierMachine):
+    """Prefix groups."""
+
+
+class HybridStoreMachine(WithStore, HybridTierMachine):
+    """Windows, local chunks, states."""
+
+
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=150)
+TestTier.settings = settings(max_examples=100)
 TestHybridTier = HybridTierMachine.TestCase
-TestHybridTier.settings = settings(max_examples=100)
+TestHybridTier.settings = settings(max_examples=70)
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=60)
+TestHybridStore = HybridStoreMachine.TestCase
+TestHybridStore.settings = settings(max_examples=60)

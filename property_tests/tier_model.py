@@ -1,7 +1,7 @@
-"""The tier of one rank as a dict from slots to records: what slab.py promises, without files.
+"""The tier of one rank as a dict: what slab.py promises of files, and keyed_slots.py and asker.py of a shared store.
 
-Bytes are served under exactly their label, or refused; what is there when it is opened is told in portions, in the
-order of generations.
+Bytes are served under exactly their label, or refused. What files hold when they are opened is told in portions, in the
+order of generations; a store is asked.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from typing import Any
 
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Found, TierPlan
+from cpu_prefix_cache.messages.tier import Ask, Found, TierPlan, Told
 
 RANGE = 1 << 32  # generations
+Name = tuple[bytes, int, int, int]  # of a value in a store: key, group, place, block
 
 
 @dataclass(eq=False)
@@ -87,3 +88,75 @@ class RankSlots:
         self.records[slot] = Record(label, content)
         self.last = max(self.last, label.generation // RANGE)
         self.lost.discard(slot)
+
+
+class RankStore:
+    """What one rank finds in a store that others share: a value under the name that its label gives it, in any slot.
+
+    The store forgets, and others put things there, until a reset: then nobody else knows the names.
+    """
+
+    next_generation = RANGE
+
+    def __init__(self, planner: HybridChunkPlanner) -> None:
+        self.planner = planner
+        self.records: dict[Name, Record] = {}
+        self.had: set[Name] = set()  # at some time
+        self.lost: set[Any] = set()
+        self.floor = self.taken = 0
+
+    def open(self, **_: Any) -> None:
+        """What was stored under names that nobody knows is lost."""
+        if self.floor:
+            self.forget_all()
+        self.floor = 0
+
+    def forget_all(self) -> None:
+        self.records, self.had = {}, set()
+
+    def advance(self, plan: TierPlan) -> None:
+        floor = max(plan.first_generation, self.next_generation if plan.step.epoch else 0)
+        if floor > self.floor:
+            self.forget_all()
+            self.floor = floor
+
+    def portion(self) -> tuple[int, tuple[Found, ...], bool]:
+        return 0, (), True
+
+    def read(self, slot: int, label: Label) -> Any:
+        """What is there under that name; None: refused, and then it is deleted."""
+        record = self.records.get(_name(label))
+        if record is not None and record.is_intact and label.generation >= self.floor:
+            return record.content
+        self.records.pop(_name(label), None)
+        return None
+
+    def write(self, slot: int, label: Label, content: Any) -> None:
+        if label.generation >= self.floor:
+            self.records[_name(label)] = Record(label, content)
+            self.had.add(_name(label))
+
+    def others_write(self, label: Label, content: Any) -> None:
+        if not self.floor:
+            self.write(0, label, content)
+
+    def answer(self, ask: Ask) -> Told:
+        """Said piece by piece, of all that is there."""
+        chunks = 0
+        for key in ask.keys:
+            if not all(
+                self.has(key, group, CHUNK) for group, piece in enumerate(self.planner.pieces) if piece.in_chunk
+            ):
+                break
+            chunks += 1
+        there = {(key, group, block) for key, group, _, block in self.records if block != CHUNK}
+        pieces = (each for each in there if each[0] in ask.keys[:chunks] and self.has(*each))
+        return Told(ask.id, True, chunks, tuple(sorted(pieces)))
+
+    def has(self, key: bytes, group: int, block: int) -> bool:
+        places = range(self.planner.pieces[group].host_blocks)
+        return all((key, group, place, block) in self.records for place in places)
+
+
+def _name(label: Label) -> Name:
+    return label.key, label.group, label.place, label.block

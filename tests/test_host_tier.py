@@ -82,6 +82,19 @@ def test_a_second_engine_finds_what_the_first_one_left(tmp_path, mode):
     assert seen.hit_tokens > seen.found * BLOCK_TOKENS / 2
 
 
+def test_what_only_the_host_has_is_written_at_the_end(tmp_path):
+    first = engine_with(tier(tmp_path, offload="lazy"), offload="eager")
+    _, seen = serve(first, number=2)
+    cached = first.host.statistics().cache.pool.cached
+    first.host.close()
+    assert 0 < cached < HOST_BLOCKS and seen.cache.chunks_stored == 0, "nothing had to leave the host"
+    second = engine_with(tier(tmp_path, offload="lazy"))
+    while (found := second.host.statistics().tier).state == "opening":
+        second.step()
+    second.host.close()
+    assert found.found == cached
+
+
 def test_an_engine_with_other_weights_finds_nothing(tmp_path, caplog):
     """S8.15"""
     first = engine_with(tier(tmp_path))

@@ -22,16 +22,18 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache", "tiers"},
 }
 BOTH = {
-    *("copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"),
+    *("copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "stores"),
+    "tiers",
 }
 OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "slab": {"copier", "memory", "messages", "model"},
-    "bench": {"copier", "memory", "messages", "model", "plots", "replay", "slab"},
+    "bench": {"copier", "memory", "messages", "model", "plots", "replay", "slab", "stores"},
+    "stores": {"messages", "model", "slab"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
-    "testing": {"messages", "offload"},
+    "testing": {"messages", "offload", "stores"},
     "cli": {"bench", "messages", "replay"},
 }
 DECIDES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).with_suffix("").parts[0] not in OTHERS)

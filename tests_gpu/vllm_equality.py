@@ -7,7 +7,6 @@ Each model is run by engines in processes of their own:
     kept           no connector, and a device that keeps everything
     lazy, eager    a device of a few prompts: they have left it when they are asked again
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
-    apart          the control of the joint search (versions.py), where this vLLM needs it: it is left out
 
 They are asked eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to
 its middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
@@ -116,15 +115,11 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    from connector.vllm import versions
-
     *_, device_blocks, length, options = MODELS[name]
     module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES)
     if variant.startswith("damaged "):
         os.environ["DAMAGED_GROUP"] = variant.removeprefix("damaged ")
         module = "tests_gpu.damaging"
-    elif variant == "apart":
-        versions.needs_joint_hits = lambda has_mamba: False
     else:
         extra["offload"] = variant
     if variant != "kept":
@@ -162,13 +157,11 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at))))
     told: dict[str, Any] = dict(first=first, second=second, parted=parted)
     if variant != "kept":
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        cache = scheduler.connector.scheduler.cache
+        cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
         told |= dict(
             groups=[group.name for group in cache.planner.groups],
             loaded=cache.statistics().hit_tokens,
             host_bytes_per_token=cache.planner.chunk_bytes / cache.planner.grid_tokens,
-            can_be_apart=versions.needs_joint_hits(scheduler.kv_cache_config.has_mamba_layers),
         )
     return told
 
@@ -207,11 +200,10 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
         for which in ("first", "second", "parted")
     )
     hits = [answer["cached"] for answer in told["second"]]
-    wrong = {"damaged": after, "apart": parted}.get(variant.partition(" ")[0])
-    if wrong is None:
-        right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
+    if variant.startswith("damaged "):
+        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
     else:
-        right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in wrong) >= NUM_PROMPTS - 1
+        right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
     right = right and told["loaded"] >= sum(hits) > 0
     said = [", ".join(f"{each:.2g}" for each in differences) for differences in (after, parted)]
     print(
@@ -229,7 +221,7 @@ def check(name: str, folder: Path, ranks: int, at_once: int) -> int:
         kept = pool.submit(run, name, folder, "kept", ranks)
         started = {variant: pool.submit(run, name, folder, variant, ranks) for variant in ("lazy", "eager")}
         lazy = started["lazy"].result()
-        controls = [f"damaged {group}" for group in lazy["groups"]] + ["apart"] * lazy["can_be_apart"]
+        controls = [f"damaged {group}" for group in lazy["groups"]]
         started |= {variant: pool.submit(run, name, folder, variant, ranks) for variant in controls}
         return sum(
             not is_as_it_must_be(name, variant, kept.result(), told.result()) for variant, told in started.items()

@@ -12,7 +12,7 @@ from tests_package.conftest import ROOT, build
 
 PACKAGES = {"connector", "cpu_prefix_cache", "cpu_prefix_cache_vllm"}
 FOR_TESTS = {"hypothesis", "pytest", "unittest", "tests", "property_tests"}
-FOR_TESTS_OF_OTHERS = {"cpu_prefix_cache/testing.py"}
+FOR_TESTS_OF_OTHERS = {"cpu_prefix_cache/testing/device.py"}
 CACHES = {"__pycache__", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", ".venv-vllm"}
 ONLY_FOR_GIT = {".gitignore"}
 

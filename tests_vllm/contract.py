@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 USED = {
-    "vllm/envs.py": [],
     "vllm/logger.py": [],
     "vllm/config/__init__.py": [],
     "vllm/config/cache.py": ["CacheConfig"],
@@ -31,7 +30,6 @@ USED = {
     "vllm/distributed/parallel_state.py": ["GroupCoordinator"],
     "vllm/v1/core/block_pool.py": ["BlockPool", "BlockHashToBlockMap"],
     "vllm/v1/core/kv_cache_utils.py": ["KVCacheBlock", "FreeKVCacheBlockQueue"],
-    "vllm/v1/core/kv_cache_coordinator.py": ["HybridKVCacheCoordinator"],
     "vllm/v1/core/kv_cache_manager.py": ["KVCacheBlocks"],
     "vllm/v1/core/sched/output.py": ["SchedulerOutput"],
     "vllm/v1/outputs.py": ["KVConnectorOutput"],

@@ -685,8 +685,10 @@ class Engine:
         assert self.cache.pool.statistics().cached == 0, "something can be found after a reset"
 
     def restart_running(self) -> bool:
-        """vLLM's reset that preempts what runs, which the next step resumes. It raises while blocks are lent."""
-        if self.half.has_transfers() or self.scheduler.kv_holding_waiting:
+        """vLLM's reset that preempts what runs, which the next step resumes. It raises while blocks are lent, from 0.31
+        on also to requests that wait with what they have.
+        """
+        if self.half.has_transfers() or getattr(self.scheduler, "kv_holding_waiting", ()):
             return False
         while self._in_flight:
             self._land()

@@ -168,9 +168,9 @@ class CachedEngine(RealEngine):
             statistics = half.cache.statistics()
             assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
             assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
-            assert not (half._admitted or half._on_device or half._loads or half._destinations or half._readmitted)
+            assert not (half._admitted or half._on_device or half._loads or half._readmitted)
             assert not (half._remembered or half._load_failed)
-            assert not (worker._waiting or worker._destinations or worker._bad_blocks)
+            assert not worker._waiting
             half.cache.check_valid()
 
 

@@ -33,6 +33,7 @@ from vllm.v1.request import Request
 BLOCK = 32  # tokens; others on the CPU are multiples of it
 TOLERANCE = 1e-4  # of the standard deviation of the logprobs
 PATIENCE = 60  # seconds
+KERNELS = "register_triton_kernel_overrides"
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -289,12 +290,12 @@ def _scheduling(asynchronous: bool) -> Iterator[None]:
 
 @contextmanager
 def _kernels_registered_once() -> Iterator[None]:
-    """vLLM looks for them in all modules there are, 0.1 s, whenever a worker begins."""
-    with patch.object(CpuPlatform, "register_triton_kernel_overrides", staticmethod(_register_kernels)):
+    """vLLM looks for them in all modules there are, 0.1 s, whenever a worker begins: from 0.31 on."""
+    with patch.object(CpuPlatform, KERNELS, staticmethod(_register_kernels), create=True):
         yield
 
 
-_register_kernels = cache(CpuPlatform.register_triton_kernel_overrides)
+_register_kernels = cache(getattr(CpuPlatform, KERNELS, lambda: None))
 
 
 def _inspect_here(folder: Path) -> None:

@@ -1,18 +1,24 @@
 """Ranks know more of the layers than vLLM's scheduler does, and less: both must come to the same host blocks."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connector.vllm import ranks
+from connector.vllm.groups import layer_pages
 from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import group_rows
-from connector.vllm.versions import layer_pages
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from tests_vllm.engine import vllm_config
@@ -147,22 +153,8 @@ def test_a_stage_may_have_no_layer_of_some_groups(tmp_path, monkeypatch):
         check_round_trip(config, scheduled, caches)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "pages"),
-    [
-        ([dict(size=800, shared_by=["a", "b"], offset=0, block_stride=0)], {"a": 100, "b": 100}),
-        (
-            [
-                dict(size=2400, shared_by=["a"], offset=0, block_stride=300),
-                dict(size=2400, shared_by=["b"], offset=200, block_stride=300),
-            ],
-            {"a": 200, "b": 100},
-        ),
-        ([dict(layers=["a", "b"], layer_stride=800, block_stride=100)], {"a": 100, "b": 100}),
-        ([dict(layers=["a", "b"], layer_stride=100, block_stride=700)], {"a": 100, "b": 100}),
-    ],
-    ids=["0.26", "0.26, packed", "0.32", "0.32, packed"],
-)
-def test_how_much_room_layers_have_in_a_block(tensors, pages):
-    caches = SimpleNamespace(num_blocks=8, kv_cache_tensors=[SimpleNamespace(**tensor) for tensor in tensors])
-    assert layer_pages(caches) == pages
+@pytest.mark.parametrize(("layer_stride", "block_stride"), [(800, 100), (100, 700)], ids=["layers", "blocks"])
+def test_how_much_room_layers_have_in_a_block(layer_stride, block_stride):
+    """Either the blocks of a layer lie together, or the layers of a block."""
+    tensor = KVCacheTensor(5600, ["a", "b"], layer_stride, block_stride)
+    assert layer_pages(KVCacheConfig(8, [tensor], [])) == {"a": 100, "b": 100}

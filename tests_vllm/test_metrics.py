@@ -34,7 +34,7 @@ from connector.vllm.metrics import (
 )
 from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
-from cpu_prefix_cache.slab.slab_copier import SlabStatistics
+from cpu_prefix_cache.slab.slot_copier import SlotStatistics
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests_vllm.engine import ATTENTION, BLOCK, Engine, one_group, vllm_config
 
@@ -362,7 +362,7 @@ def test_what_goes_wrong_in_a_tier_is_counted(start_with_tier):
 
 def test_what_a_rank_has_moved_is_told_once():
     moves = TierMoves()
-    moved = SlabStatistics(100, 200, 0.5, 0.25, 0, None, None)
+    moved = SlotStatistics(100, 200, 0.5, 0.25, 0, None, None)
     assert moves.take(moved).data == {
         "tier_transferred_bytes:read": 100,
         "tier_transferred_bytes:write": 200,

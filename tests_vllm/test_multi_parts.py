@@ -166,12 +166,10 @@ def test_reports_survive_the_way_to_the_frontend(watched):
 
 # vLLM
 
-WHERE_IT_RUNS = {number: release for number, release in RELEASES.items() if number != "0.26.0"}
 
-
-@pytest.mark.parametrize("number", WHERE_IT_RUNS)
+@pytest.mark.parametrize("number", RELEASES)
 def test_what_we_override_and_use_of_vllms_class_is_there(number):
-    theirs = WHERE_IT_RUNS[number]["MultiConnector"]
+    theirs = RELEASES[number]["MultiConnector"]
     for name in vars(CPUPrefixCacheMultiConnector):
         if not name.startswith("_"):
             ours = parameters_of(getattr(CPUPrefixCacheMultiConnector, name))

@@ -1,19 +1,14 @@
 """Copies that fail, and copies that never end: everybody is answered right, nothing is tried for ever.
 
-vLLM can be told ...                   a load that failed
-the names of requests                  is computed by vLLM, from what the device has
-blocks, and the model has one group    the same
-blocks, and there are several groups   is repeated by the plain copier; if that fails too the engine stops
+vLLM is told which requests' loads have failed, and computes them, from what the device has.
 """
 
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import connector.vllm.worker as worker_module
-from connector.vllm import CPUPrefixCacheConnector, versions
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
@@ -39,17 +34,6 @@ def engine_with(folder, asynchronous=False, prompts=PROMPTS, blocks=200, **optio
         engine.answer(prompts)
         engine.forget()
         yield engine
-
-
-@pytest.fixture
-def told_by_blocks():
-    """A vLLM that does not take the names of requests whose loads have failed."""
-    old = KVConnectorBase_V1.get_transfer_results  # asks `get_finished`
-    with (
-        patch.object(versions, "TAKES_FAILED_REQUESTS", False),
-        patch.object(CPUPrefixCacheConnector, "get_transfer_results", old),
-    ):
-        yield
 
 
 @pytest.fixture
@@ -122,71 +106,6 @@ def test_an_interrupted_copy_thread_goes_on():  # S7.45
     assert [answer.loaded_tokens for answer in answers] == [0, ALL]
 
 
-# Loads that fail, where vLLM can be told by blocks alone
-
-
-@both_schedulers
-def test_with_one_group_vllm_is_told_the_blocks(told_by_blocks, asynchronous):
-    with engine_with(folder_of("llama"), asynchronous) as engine:
-        engine.answer([PROMPT[: 4 * BLOCK + 1]])
-        with engine.copies.failing(LOAD):
-            answers = engine.answer(PROMPTS[:2])
-            assert engine.copies.count(LOAD) == 3
-        engine.forget()
-        answers += engine.answer(PROMPTS[:2])
-        engine.check_nothing_leaked()
-        assert engine.statistics.loads_failed == 2
-    assert max(differences(answers, expected_of("llama")[:2] * 2)) <= TOLERANCE
-    assert [answer.loaded_tokens for answer in answers[2:]] == [ALL, ALL]
-
-
-@both_schedulers
-def test_with_several_groups_a_load_is_repeated_the_plain_way(told_by_blocks, asynchronous):
-    with engine_with(folder_of("gemma3"), asynchronous) as engine:
-        with engine.copies.failing(LOAD):
-            answers = engine.answer(PROMPTS)
-        engine.check_nothing_leaked()
-        assert engine.statistics.loads_failed == 0
-    assert max(differences(answers, expected_of("gemma3"))) <= TOLERANCE
-    assert [answer.loaded_tokens for answer in answers] == [ALL] * 8
-
-
-def test_if_that_fails_too_the_engine_stops_with_the_reason(told_by_blocks):
-    with (
-        engine_with(folder_of("gemma3")) as engine,
-        engine.copies.failing(LOAD),
-        patch.object(worker_module.ReferenceCopier, "submit", side_effect=OSError("no memory")),
-        pytest.raises(RuntimeError, match=r"failed twice, .* stopping before wrong bytes are used"),
-    ):
-        engine.answer([PROMPT])
-
-
-def test_a_reset_does_not_call_back_loads_whose_requests_cannot_be_told(told_by_blocks):
-    """The second waits for the first, and could still be called back. It is finished, with what was there before."""
-    with engine_with(folder_of("gemma3")) as engine:
-        with engine.copies.blocking(LOAD):
-            names = [engine.submit(prompt) for prompt in PROMPTS[:2]]
-            engine.step_until(lambda: engine.statistics.loading == 2)
-            engine.step_until(lambda: engine.copies.begun.count(LOAD) == 1)
-            assert not engine.core.reset_prefix_cache(reset_connector=True)
-            engine.step()
-        engine.rest()
-        answers = [engine.finished.pop(name) for name in names]
-        engine.check_nothing_leaked()
-    assert max(differences(answers, expected_of("gemma3")[:2])) <= TOLERANCE
-    assert [answer.loaded_tokens for answer in answers] == [ALL, ALL]
-
-
-def test_one_that_never_ends_stops_the_engine_with_the_reason(told_by_blocks):
-    with (
-        patch.object(worker_module, "STUCK_SECONDS", 0.05),
-        engine_with(folder_of("gemma3")) as engine,
-        engine.copies.holding(LOAD),
-        pytest.raises(RuntimeError, match=r"has not ended in 0 s, .* stopping before wrong bytes are used"),
-    ):
-        engine.answer([PROMPT])
-
-
 # Loads that never end
 
 
@@ -235,20 +154,6 @@ def test_a_request_whose_load_is_late_can_be_aborted(short_deadline):
             engine.abort(name)
         engine.check_nothing_leaked()
         assert max(differences(engine.answer(PROMPTS), expected)) <= TOLERANCE
-
-
-def test_vllm_that_is_told_blocks_frees_them_so_a_late_load_is_waited_for(told_by_blocks, short_deadline):
-    with engine_with(folder_of("llama")) as engine:
-        with engine.copies.holding(LOAD):
-            name = engine.submit(PROMPT)
-            engine.step_until(lambda: engine.connectors.worker.worker._report.late)
-            for _ in range(10):
-                engine.step()
-            assert engine.status(name) == "WAITING_FOR_REMOTE_KVS"
-        engine.step_until(lambda: name in engine.finished)
-        engine.check_nothing_leaked()
-        assert engine.statistics.loads_failed == 1
-    assert max(differences([engine.finished[name]], expected_of("llama")[:1])) <= TOLERANCE
 
 
 def test_while_a_copy_is_with_the_copier_an_idle_engine_leaves_python_to_its_thread():

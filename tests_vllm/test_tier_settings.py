@@ -8,9 +8,9 @@ import torch
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.owner import MARK
+from connector.tier.files import MARK
 from connector.tier.weights import weights_of
-from connector.vllm import rank_tier, ranks, regions, versions
+from connector.vllm import rank_tier, ranks, regions
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.rank_tier import Onlooker
 from connector.vllm.settings import Settings
@@ -62,7 +62,7 @@ def build(config, *groups):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (dict(kind="redis"), "unknown kind of tier 'redis'; known is file"),
+        (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
         (dict(size=5), "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision"),
         (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
         (dict(bytes=0), "bytes of the tier is a whole number, at least 1; got 0"),
@@ -102,27 +102,6 @@ def test_keys_that_are_not_cryptographic_are_refused(tmp_path, path, algorithm):
     config.cache_config.prefix_caching_hash_algo = algorithm
     with pytest.raises(ConfigurationError, match=f"'{algorithm}'; start it with --prefix-caching-hash-algo sha256"):
         settings_of(config)
-
-
-@pytest.mark.parametrize("seed", [None, "0"])
-@pytest.mark.parametrize("begins_at_random", [True, False])
-def test_hashes_that_begin_at_random_are_refused(tmp_path, path, monkeypatch, begins_at_random, seed):
-    """Releases differ in whether they do without PYTHONHASHSEED."""
-    monkeypatch.setattr(versions, "CHAINS_BEGIN_AT_RANDOM", begins_at_random)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    if begins_at_random and seed is None:
-        with pytest.raises(ConfigurationError, match="set PYTHONHASHSEED=0 in the environment of vLLM"):
-            settings_of(configure(tmp_path, tier(path)))
-    else:
-        assert settings_of(configure(tmp_path, tier(path))).tier is not None
-
-
-def test_scales_that_each_process_measures_are_refused(tmp_path, path, monkeypatch):
-    monkeypatch.setattr(versions, "measures_scales", lambda config: True)
-    with pytest.raises(ConfigurationError, match=r"calculate_kv_scales .* leave it out"):
-        settings_of(configure(tmp_path, tier(path)))
 
 
 def test_adapters_have_names_only_so_a_revision_is_asked_for(tmp_path, path):
@@ -434,7 +413,7 @@ def test_what_a_worker_has_found_is_said_until_it_is_taken_in(tmp_path, path):
     carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
     worker.close()
     worker = worker_of(config)
-    worker._tier._tier._portions._scan.wait()
+    worker._tier._tier._source._scan.wait()
 
     def says(taken):
         """In a step that computes."""

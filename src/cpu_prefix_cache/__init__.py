@@ -40,6 +40,8 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.settings import SharedTier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -67,6 +69,7 @@ __all__ = [
     "HybridChunkPlanner",
     "KVCacheCoordinator",
     "KVGroup",
+    "KeyedStore",
     "Lease",
     "Loading",
     "Miss",
@@ -88,6 +91,7 @@ __all__ = [
     "Request",
     "Resolved",
     "Run",
+    "SharedTier",
     "State",
     "StepPlan",
     "Thresholds",

@@ -36,6 +36,7 @@ class KVGroup:
 
         _check(group.name, parts)
         self.group, self.tensors, self.spelled = group, canonical(parts), spelled(parts)
+        self.layers = sorted({part.layer for part in parts})
 
 
 # Below, `options` are other fields of `Group`; the bytes of a block are those of the parts.

@@ -1,4 +1,4 @@
-"""`cpu-prefix-cache bench --tier`: what it measures of a small file, what it says, and that nothing is left behind."""
+"""`cpu-prefix-cache bench --tier`: what it measures of a small file and of a store, and that nothing is left behind."""
 
 import json
 import subprocess
@@ -7,10 +7,13 @@ import sys
 import pytest
 
 from cpu_prefix_cache import PrefixCacheError
-from cpu_prefix_cache.bench import file_rates, tier_bench
-from cpu_prefix_cache.bench.file_rates import FileUnderTest, measure_file
+from cpu_prefix_cache.bench import slot_rates, tier_bench
+from cpu_prefix_cache.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.bench.slot_rates import measure_slots
 from cpu_prefix_cache.bench.tier_report import break_even
 from cpu_prefix_cache.cli import main
+from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.stores.opening import OURS
 
 SLOT = 8192
 
@@ -18,10 +21,11 @@ SLOT = 8192
 @pytest.fixture
 def small(monkeypatch):
     """What takes a second: slots of two pages, eight at a time, and one run of each."""
-    monkeypatch.setattr(file_rates, "TRANSFER_BYTES", 8 * SLOT)
+    monkeypatch.setattr(slot_rates, "TRANSFER_BYTES", 8 * SLOT)
     monkeypatch.setattr(tier_bench, "SLOT_BYTES", (SLOT, SLOT // 2))
     monkeypatch.setattr(tier_bench, "LEAST_BYTES", SLOT)
-    monkeypatch.setattr(tier_bench, "measure_file", lambda file: measure_file(file, 1))
+    monkeypatch.setattr(tier_bench, "measure_slots", lambda slots: measure_slots(slots, 1))
+    monkeypatch.setattr(tier_bench, "STORE_BYTES", 64 * SLOT)
 
 
 @pytest.mark.usefixtures("small")
@@ -49,7 +53,7 @@ def test_interrupted_it_leaves_nothing_either(tmp_path, monkeypatch):
         file.write()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tier_bench, "measure_file", interrupted)
+    monkeypatch.setattr(tier_bench, "measure_slots", interrupted)
     assert main(["bench", "--tier", f"{tmp_path}:1MiB"]) == 130
     assert not list(tmp_path.iterdir())
 
@@ -69,6 +73,91 @@ def test_what_was_read_is_verified(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Kept(MemoryStore):
+    """What happened to the store at memory://, and what is left in it."""
+
+    last = None
+
+    def __init__(self, url):
+        super().__init__()
+        Kept.last, self.put, self.is_closed = self, [], False
+
+    def put_from(self, keys, buffers, timeout):
+        self.put += keys
+        return super().put_from(keys, buffers, timeout)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Forgets(Kept):
+    """As a server that has less memory than is put."""
+
+    def get_into(self, keys, buffers, timeout):
+        return [False] * len(keys)
+
+
+class Damages(Kept):
+    def get_into(self, keys, buffers, timeout):
+        found = super().get_into(keys, buffers, timeout)
+        for each in buffers[:1]:
+            each[-1][-1] ^= 1
+        return found
+
+
+class Fails(Kept):
+    def put_from(self, keys, buffers, timeout):
+        raise TimeoutError("the server did not answer in time")
+
+
+@pytest.fixture
+def at_memory(small, monkeypatch):
+    def use(kind):
+        monkeypatch.setitem(OURS, "memory", f"{__name__}:{kind.__name__}")
+
+    use(Kept)
+    return use
+
+
+@pytest.mark.usefixtures("at_memory")
+def test_a_store_is_measured_like_a_file_and_nothing_is_left_in_it(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    model = ["--bytes-per-token", "1000", "--prefill-rate", "1"]
+    assert main(["bench", "--tier", "memory://user:secret@here", *model, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("values of 512.0 KiB in memory://here\n") and "secret" not in printed + out.read_text()
+    assert printed.count("verified") == printed.count("plain  ") == 4
+    assert "long prefixes would be read" in printed
+    assert json.loads(out.read_text())["read_gb_per_s"] > 0
+    assert len(set(Kept.last.put)) == 2 * (64 + 128) and not Kept.last.values and Kept.last.is_closed
+
+
+@pytest.mark.usefixtures("at_memory")
+def test_an_interrupted_measurement_leaves_nothing_in_the_store(monkeypatch):
+    def interrupted(slots):
+        slots.write()
+        assert Kept.last.values
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tier_bench, "measure_slots", interrupted)
+    assert main(["bench", "--tier", "memory://here"]) == 130
+    assert not Kept.last.values and Kept.last.is_closed
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Forgets, "64 of 64 slots in memory://here are not what was written"),
+        (Damages, "slots in memory://here are not what was written"),
+        (Fails, "did not answer in time"),
+    ],
+)
+def test_a_store_that_fails_is_said(at_memory, capsys, kind, sentence):
+    at_memory(kind)
+    assert main(["bench", "--tier", "memory://here"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -79,6 +168,7 @@ def test_what_was_read_is_verified(tmp_path):
         (["--tier", "/tmp", "--plot", "x.png"], "--tier measures none"),
         (["--tier", "/tmp", "--json", "/no/such/folder/x.json"], "no such folder"),
         (["--tier", "/tmp:100000TB"], "the disk has or allows less"),
+        (["--tier", "nobody://here"], "a store is SCHEME://ADDRESS"),
         (["--prefill-rate", "5"], "--prefill-rate is for --tier"),
     ],
 )

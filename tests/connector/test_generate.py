@@ -196,6 +196,12 @@ def test_what_is_not_carried_out_is_refused_by_its_name(llama, options, name):
             generator.answer(document(1, 61), **options)
 
 
+def test_a_setting_in_the_configuration_of_the_model_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(llama.config, "temperature", 0.7, raising=False)
+    with pytest.raises(ConfigurationError, match=r"model\.config says temperature, which"):
+        generator_of(llama)
+
+
 def test_a_setting_of_the_model_that_is_not_carried_out_is_refused(llama, monkeypatch):
     monkeypatch.setattr(llama, "generation_config", GenerationConfig(num_beams=2))
     with generator_of(llama) as generator, pytest.raises(ConfigurationError, match="num_beams=2"):

@@ -6,8 +6,9 @@ import torch
 from builtin_models import build_model
 from connector.transformers import PrefixCachedGenerator
 from connector.transformers.identity import model_name, weights_revision
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.stores.memory_store import MemoryStore
 
 PROMPT = [at * 7 % 256 for at in range(400)]
 HOST_BYTES, TIER_BYTES = 4 << 20, 32 << 20
@@ -70,3 +71,18 @@ def test_a_revision_changes_with_weights_and_configuration_alone():
 def test_without_host_memory_a_tier_is_below_nothing(tmp_path):
     with pytest.raises(ConfigurationError, match="below host memory"):
         PrefixCachedGenerator(model(), device_blocks=8, offload="off", below=FileTier(str(tmp_path), TIER_BYTES))
+
+
+def test_another_generator_finds_the_prefix_in_a_store_that_both_share():
+    store = MemoryStore()
+    first, again, other = (answered_from(store, model(seed=seed)) for seed in (0, 0, 1))
+    assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
+    assert again.tokens == first.tokens
+    torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
+
+
+def answered_from(store, of):
+    below = SharedTier(store, ask_seconds=10.0)
+    options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
+    with PrefixCachedGenerator(of, below=below, **options) as generator:
+        return generator.answer(PROMPT, 4)

@@ -138,6 +138,26 @@ def test_after_an_interrupted_checkpoint_the_prompt_is_answered(family, monkeypa
     pair.ask_right(document(1, 90))
 
 
+@modes
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+@pytest.mark.parametrize("chosen", [0, 6])
+def test_after_a_token_that_was_not_chosen_the_prompt_is_answered(family, mode, chosen):
+    """What it was to be chosen from is computed, but not cached yet: at token 96 that includes a block."""
+    pair, opening = Pair(family, mode), document(1, 90)
+
+    def interrupted(ids, scores):
+        if ids.shape[1] == len(opening) + chosen:
+            raise KeyboardInterrupt
+        return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        pair.cached.answer(opening, 10, logits_processor=[interrupted])
+    assert pair.is_at_rest()
+    assert pair.cached._host.statistics().reported_not_on_device == 0
+    pair.ask_right(opening)
+    assert pair.is_at_rest()
+
+
 def test_without_room_beside_its_checkpoint_a_prompt_is_computed_from_there():
     """Chunks of 64 need no checkpoint at 64, but three blocks at 48: those are held while the rest is looked for."""
     pair = Pair("llama4", "eager", device_blocks=6, window=64)

@@ -86,6 +86,39 @@ def test_a_round_trip_to_other_blocks_brings_every_byte(build):
     assert (raw(bench.narrow[0])[[0, 3, 4]] == POISON).all()
 
 
+@pytest.mark.parametrize("device_blocks", [1, 3])
+def test_neighbours_and_scattered_blocks_come_back_alike(build, device_blocks):
+    """Stretches of neighbours on both sides, on one side, on neither; and a piece between two stretches."""
+    parts = [randoms(100 * device_blocks, 12), randoms(100 * device_blocks, 5, seed=1)]
+    shapes = shapes_of([parts], [device_blocks], 30)
+    host_blocks = shapes.pieces[0].host_blocks
+    host = poisoned(100 * host_blocks, 30)
+    copier = build(shapes, [parts], host)
+    taken = [*range(5, 25), 70, *range(25, 45), *range(99, 79, -1), *range(45, 65)]
+    there = [*range(40, 60), 0, *range(60, 80), *range(1, 21), *range(99, 79, -1)]
+    landed = [*range(20, 40), *range(60, 100), *range(20), 50]
+
+    def blocks(pieces, each):
+        return tuple(piece * each + at for piece in pieces for at in range(each))
+
+    copier.copy(Direction.STORE, [GroupCopy(0, blocks(there, host_blocks), blocks(taken, device_blocks))])
+    before = [part.view(100, -1).cpu() for part in parts]
+    lies = host.view(100, -1)
+    assert torch.equal(lies[there, : 17 * device_blocks], torch.cat([part[taken] for part in before], dim=1))
+    lies[there, : 17 * device_blocks] = POISON
+    assert (host == POISON).all()
+
+    copier.copy(Direction.STORE, [GroupCopy(0, blocks(there, host_blocks), blocks(taken, device_blocks))])
+    before = [part.clone() for part in before]
+    for part in parts:
+        part.fill_(POISON)
+    copier.copy(Direction.LOAD, [GroupCopy(0, blocks(there, host_blocks), blocks(landed, device_blocks))])
+    for part, was in zip(parts, before, strict=True):
+        rows = part.view(100, -1).cpu()
+        assert torch.equal(rows[landed], was[taken])
+        assert (rows[[at for at in range(100) if at not in landed]] == POISON).all()
+
+
 def test_what_a_piece_leaves_of_its_last_host_block_is_left_alone(build):
     part = randoms(4, 90)
     host = poisoned(6, 40)

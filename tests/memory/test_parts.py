@@ -115,7 +115,7 @@ def test_the_order_is_that_of_layer_and_role_however_parts_were_declared():
     assert [int(rows[0, 0]) for rows in canonical(declared)] == [1, 2, 3, 5, 6, 4, 10]
 
 
-def test_the_numbers_of_roles_are_in_bytes_that_others_keep():  # as LAYOUT_VERSION 1 has them
+def test_the_numbers_of_roles_are_in_bytes_that_others_keep():  # as LAYOUT_VERSION 2 has them
     kv = ["KEY", "VALUE", "LATENT", "INDEX", "KEY_SCALE", "VALUE_SCALE", "LATENT_SCALE", "INDEX_SCALE"]
     assert [role.name for role in sorted(Role)] == [*kv, "CONV_STATE", "STATE"]
 

@@ -32,7 +32,10 @@ def never(n):
     return n + 1
 """
 EXAMPLES = """
-from cpu_prefix_cache.tiny import clipped, counted
+from cpu_prefix_cache.tiny import clipped, counted, never
+
+def test_that_fails_anyway():
+    assert counted(3) == never(3)
 
 def test_clipped():
     assert clipped(7, 3) == 3
@@ -155,6 +158,7 @@ def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Pat
     printed = subprocess.run(command, cwd=HOME, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["result"], row["by"]) for row in rows] == list(expected.values())
+    assert "left out, as it fails without a fault: tests/test_tiny.py::test_that_fails_anyway\n" in printed
     assert "survived: src/cpu_prefix_cache/tiny.py:3 in clipped: comparison: `value > most`" in printed
     assert (tree / "src/cpu_prefix_cache/tiny.py").read_text() == TINY
     again = subprocess.run(command, cwd=HOME, check=True, capture_output=True, text=True).stdout

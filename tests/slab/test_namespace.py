@@ -24,7 +24,7 @@ OTHERS = {
 
 
 def test_whatever_differs_has_a_folder_of_its_own(monkeypatch):  # S8.15, S8.16
-    monkeypatch.setattr("cpu_prefix_cache.slab.namespace.LAYOUT_VERSION", 2)
+    monkeypatch.setattr("cpu_prefix_cache.slab.namespace.LAYOUT_VERSION", 1)
     all = [namespace(), *OTHERS.values()]
     monkeypatch.undo()
     all.append(namespace())

@@ -21,7 +21,7 @@ class Decider:
     def __init__(self, path, rank=0, **more):
         self.host = region(8)
         self.slab = open_slab(path, rank=rank, ranks=rank + 1)
-        self.tier = RankTier(self.slab, self.host, PIECES, rank, **more)
+        self.tier = RankTier.of_slab(self.slab, self.host, PIECES, rank, **more)
         self.first = self.tier.report().next_generation
         self.next = 0
 

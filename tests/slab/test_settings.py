@@ -6,7 +6,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.slab.settings import FileTier, parse_tier
+from cpu_prefix_cache.slab.settings import FileTier, parse_file_tier
 from cpu_prefix_cache.slab.sizing import num_slots
 from tests.slab.small_slab import BLOCK, Letters, namespace, open_slab
 
@@ -15,8 +15,8 @@ FEW = 64 << 10  # of a rank, for small files
 
 
 def test_a_tier_is_named_in_one_text():
-    assert parse_tier("file:/nvme/kv:64GiB") == FileTier("/nvme/kv", 64 << 30)
-    assert parse_tier("file:/odd:path/kv:1000") == FileTier("/odd:path/kv", 1000)
+    assert parse_file_tier("file:/nvme/kv:64GiB") == FileTier("/nvme/kv", 64 << 30)
+    assert parse_file_tier("file:/odd:path/kv:1000") == FileTier("/odd:path/kv", 1000)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_tier_is_named_in_one_text():
 )
 def test_a_text_that_names_none_says_what_would(text, said):
     with pytest.raises(ConfigurationError, match=said):
-        parse_tier(text)
+        parse_file_tier(text)
 
 
 def test_sizes_have_binary_and_decimal_units():

@@ -20,13 +20,13 @@ from cpu_prefix_cache import (
     TierStatistics,
     TransferPlan,
 )
-from cpu_prefix_cache.messages.plan import CHUNK
+from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.request import Answer
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.engines import cache_options
 from property_tests.strategies import chain
-from property_tests.tier_model import RankSlots
+from property_tests.tier_model import RankSlots, RankStore
 from tests.story import Engine
 
 GRID = 4
@@ -64,8 +64,11 @@ class Tiered(Engine):
         self.said |= cache_options(**options)
         self.device_blocks = device
         self.ranks, self.now = range(ranks), 0.0
-        self.tiers = [RankSlots(self.planner) for _ in self.ranks]
+        self.tiers = [self.new_tier() for _ in self.ranks]
         self.begins()
+
+    def new_tier(self) -> Any:
+        return RankSlots(self.planner)
 
     def begins(self) -> None:
         """The process: with nothing on the device and the host, and what the slots hold."""
@@ -149,6 +152,7 @@ class Tiered(Engine):
         self.cache.passed(self.now)
         self.cache.step()
         plan: TierPlan = self.cache.plan_below()
+        self.gets(plan)
         for rank in self.tiers:
             rank.advance(plan)
         self.tiers[0].taken = max(self.tiers[0].taken, plan.taken)
@@ -156,6 +160,8 @@ class Tiered(Engine):
         self.moving |= {transfer.id: transfer for transfer in plan.step.transfers}
         self.cache.check_valid()
         return list(plan.step.transfers)
+
+    def gets(self, plan: TierPlan) -> None: ...
 
     def reads(self) -> dict[int, list[str]]:
         """Of each load of the tiers that moves, the chunks that it reads."""
@@ -239,3 +245,68 @@ class Tiered(Engine):
 
 def chain_names(prompt: str) -> list[str]:
     return [prompt[: end + 1] for end in range(len(prompt))]
+
+
+SECONDS = 1 / 64  # that a request waits for an answer: sums of it are exact
+
+
+class Shared(Tiered):
+    """Its tier is a store that others write, too. What it is asked, it answers when a test says so."""
+
+    def __init__(self, *groups: Group, **options: Any) -> None:
+        self.asks: dict[int, Ask] = {}
+        super().__init__(*groups, ask_seconds=SECONDS, **options)
+
+    def new_tier(self) -> RankStore:
+        return RankStore(self.planner)
+
+    def gets(self, plan: TierPlan) -> None:
+        self.told_below = plan.told_below
+        self.asks |= {ask.id: ask for ask in plan.asks}
+
+    def others_have(self, *prompts: str, checkpoints: Iterable[str] = (), ranks: Iterable[int] | None = None) -> None:
+        """All chunks of these prompts, and of the checkpoints after some chunks all pieces."""
+        for prompt in prompts:
+            for name in chain_names(prompt):
+                self.others_have_only(name, ranks=ranks)
+        for name in checkpoints:
+            for at in self.planner.checkpoint(len(name)):
+                self.others_have_piece(name[: at.chunk + 1], at.group, at.block)
+
+    def others_have_only(self, name: str, ranks: Iterable[int] | None = None) -> None:
+        """One chunk, and nothing above it."""
+        for group, piece in enumerate(self.planner.pieces):
+            if piece.in_chunk:
+                self.others_have_piece(name, group, CHUNK, ranks)
+
+    def others_have_piece(self, name: str, group: int, block: int, ranks: Iterable[int] | None = None) -> None:
+        for rank in self.ranks if ranks is None else ranks:
+            for place in range(self.planner.pieces[group].host_blocks):
+                label = Label(name.encode(), b"", group, place, block, 0)
+                self.tiers[rank].others_write(label, label.key)
+
+    @property
+    def asked(self) -> list[str]:
+        """The deepest chunk of each question that has gone out and was not answered."""
+        return [ask.keys[-1].decode() if ask.keys else "" for ask in self.asks.values()]
+
+    def answers(self, *ids: int, ok: bool = True, heard: int | None = None) -> list[Told]:
+        """To these questions, or to all: what the store has now."""
+        asks = [self.asks.pop(id) for id in ids or list(self.asks)]
+        told = [self.tiers[0].answer(ask) if ok else Told(ask.id, ok=False) for ask in asks]
+        self.hears(told, heard=heard)
+        return told
+
+    def hears(self, told: Iterable[Told], rank: int = 0, heard: int | None = None) -> None:
+        tier = self.tiers[rank]
+        self.cache.report_below(
+            TierReport(RankReport(rank), (), tier.next_generation, is_scanned=True, told=tuple(told), heard=heard)
+        )
+        self.cache.check_valid()
+
+    def is_told(self, id: str, prompt: str, n0: int = 0) -> Answer:
+        """A request comes, the store is asked and answers at once. What it is told then."""
+        self.asks_as(id, prompt, n0)
+        self.steps_below()
+        self.answers()
+        return self.asks_as(id, prompt, n0)

@@ -12,7 +12,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
-from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS
+from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS, TRIAL_SECONDS
 from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
 
@@ -448,6 +448,29 @@ def test_a_tier_that_is_slower_than_computing_is_not_read():
     engine.measures(rate=4096.0, prefill=100.0)  # 1 s for a chunk; 0.04 s to compute it
     assert engine.asks_as("r", "abcd") == engine.asks_as("r", "abcd") == Miss()
     assert engine.seen.declined == 1 and engine.seen.asked == 0
+
+
+def test_a_rate_that_was_low_is_measured_again_by_a_little_once_in_a_minute():
+    engine = with_tier("abcd")
+    engine.measures(rate=4096.0, prefill=100.0)
+    assert engine.asks_as("r", "abcd") == Miss()
+    engine.now += TRIAL_SECONDS + 1
+    assert isinstance(engine.asks_as("later", "abcd"), Pending)
+    assert engine.asks_as("at once", "abcd") == Miss(), "one is enough"
+    assert engine.seen.declined == 2 and engine.seen.asked == 1
+
+
+def test_what_is_read_before_the_rate_is_known_is_little(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "TRIAL_BYTES", 2 * 4096)
+    engine = Tiered(host=64)
+    engine.tier_has("abcdefgh")
+    assert isinstance(engine.asks_as("r", "abcdefgh"), Pending)
+    engine.works_off()
+    assert engine.asks_as("r", "abcdefgh") == Hit(2 * GRID)
+    engine.measures(rate=1e9, prefill=100.0)
+    assert isinstance(engine.asks_as("known", "abcdefgh"), Pending)
+    engine.works_off()
+    assert engine.asks_as("known", "abcdefgh") == Hit(8 * GRID)
 
 
 def test_what_is_read_for_others_counts():

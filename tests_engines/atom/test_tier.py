@@ -20,7 +20,7 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom.geometry import CHANNEL
 from connector.atom.settings import Settings
-from connector.tier.owner import MARK
+from connector.tier.files import MARK
 from cpu_prefix_cache import ConfigurationError, RankReport
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
@@ -377,7 +377,7 @@ def test_reports_that_get_lost_are_told_again(path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (dict(kind="redis"), "unknown kind of tier 'redis'; known is file"),
+        (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
         (dict(size=5), "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision"),
         (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
         (dict(path=""), "path of the tier is a text, got ''"),

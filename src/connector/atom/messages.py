@@ -47,7 +47,8 @@ class StepMetadata(ConnectorMetadata):
     @property
     def said(self) -> tuple[Any, ...]:
         """What it says besides."""
-        below = None if self.tier is None else (self.tier.first_generation, self.tier.taken)
+        tier = self.tier
+        below = None if tier is None else (tier.first_generation, tier.taken, tier.asks, tier.told_below)
         return self.ready_blocks, below, *((plan.epoch, plan.resolved_below, plan.resolved) for plan in self._plans)
 
     @property

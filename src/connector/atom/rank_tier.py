@@ -1,4 +1,4 @@
-"""The tier of one rank: its slab, and what is to be told of it.
+"""The tier of one rank, and what is to be told of it.
 
 Ranks begin together or not at all: if one raises, ATOM does not start. A report is told until a plan has answered it,
 and every REPEAT_SECONDS, since ATOM drops reports when a rank takes long.
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from connector.atom.tensors import BoundTensors
-from connector.tier.owner import Owner, open_slab
-from connector.tier.settings import TierSettings
+from connector.tier.settings import RankPart, TierSettings
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 
@@ -36,8 +35,7 @@ class TierOfRank:
     ) -> None:
         slots = settings.num_slots(planner.host_block_bytes, region.shape[0])
         own = {"row order": "; ".join(bound.spelled), "device": _name_of(bound.device)}
-        slab = open_slab(settings, own, number=rank, slots=slots, slot_bytes=planner.host_block_bytes)
-        self._owner = Owner(slab, region, planner.pieces, rank)
+        self._owner = settings.open(own, RankPart(region, planner.pieces, rank, rank, slots))
         self._clock = clock
         self._told: TierReport | None = None
         self._told_at = 0.0
@@ -49,7 +47,7 @@ class TierOfRank:
     def news(self) -> TierReport | None:
         """What the scheduler side may not know yet."""
         report, now = self._owner.report(), self._clock()
-        is_unanswered = report.transfers.done or report.transfers.failed or report.found
+        is_unanswered = report.transfers.done or report.transfers.failed or report.found or report.told
         if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:
             return None
         self._told, self._told_at = report, now

@@ -13,12 +13,11 @@ from typing import Any
 
 from connector.atom.geometry import block_tokens
 from connector.tier.namespace import digest
-from connector.tier.options import file_tier
+from connector.tier.options import said_tier, settings_of
 from connector.tier.settings import TierSettings
 from connector.tier.weights import weights_of
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache import ConfigurationError, FileTier, HybridChunkPlanner, SharedTier
 from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
-from cpu_prefix_cache.slab.settings import FileTier
 
 HASH = "sha256"  # of the keys, where there is a tier (rule 17)
 # By these ATOM's kernels put the same KV in another order into tensors of the same shape.
@@ -27,9 +26,9 @@ LAYOUT_VARIABLES = (
 )
 
 
-def tier_of(said: Mapping[str, Any], config: Any) -> FileTier:
+def tier_of(said: Mapping[str, Any], config: Any) -> FileTier | SharedTier:
     """The tier that the checked option describes, for this engine. Raises ConfigurationError."""
-    return file_tier(
+    return said_tier(
         said,
         engine=config.parallel_config.data_parallel_rank,
         model=config.model,
@@ -39,12 +38,12 @@ def tier_of(said: Mapping[str, Any], config: Any) -> FileTier:
 
 
 def tier_settings(said: Mapping[str, Any], config: Any, planner: HybridChunkPlanner) -> TierSettings:
-    """Each rank has a slab. Raises ConfigurationError."""
+    """Each rank has bytes of its own. Raises ConfigurationError."""
     tier = tier_of(said, config)
-    return TierSettings(tier, said["path"], _namespace(tier, config, planner), config.tp_world_size)
+    return settings_of(said, tier, _namespace(tier, config, planner), config.tp_world_size)
 
 
-def _namespace(tier: FileTier, config: Any, planner: HybridChunkPlanner) -> Namespace:
+def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPlanner) -> Namespace:
     extra: dict[str, Value] = {
         "engine": f"atom {_release()}",
         "model dtype": str(config.torch_dtype),

@@ -1,1 +1,1 @@
-"""What connectors of engines with ranks share of the tier in files: its option, whose bytes it holds, a rank's slab."""
+"""What connectors of engines with ranks share of the tier: its option, whose bytes it holds, what a rank has of it."""

@@ -29,4 +29,4 @@ def build_cache(
     if tier is None:
         return CPUPrefixCache(planner, device, **options)
     slots = tier.num_slots(planner.host_block_bytes, host_blocks)
-    return TieredCache(planner, device, slots=slots, below_offload=tier.said.offload, **options)
+    return TieredCache(planner, device, slots=slots, **tier.cache_options(), **options)

@@ -1,55 +1,83 @@
 """The option `tier`: what the operator says of the tier below host memory, checked when the engine starts.
 
 "tier": {"kind": "file", "path": "/nvme/kv", "bytes": 1099511627776}
+"tier": {"kind": "redis", "url": "redis://cache:6379"}
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
-from cpu_prefix_cache.slab.settings import KINDS, FileTier
+from connector.tier.files import FileTierSettings
+from connector.tier.settings import TierSettings
+from connector.tier.shared import SharedTierSettings
+from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, FileTier, SharedTier
+from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.stores.opening import check_kind
 
-TIER = "tier"
-REQUIRED = ("kind", "path", "bytes")
-TEXTS = ("kind", "path", "offload", "model", "revision")
-KNOWN = (*REQUIRED, *(name for name in TEXTS if name not in REQUIRED))
+
+class Keys(NamedTuple):
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+
+
+TIER, FILE = "tier", "file"
+FILES = Keys(("kind", "path", "bytes"), ("offload", "model", "revision"))
+STORE = Keys(("kind", "url"), (*FILES.optional, "ask_milliseconds"))
+TEXTS = ("kind", "path", "url", "offload", "model", "revision")
 
 
 def check_options(said: Any) -> None:
     """Raises ConfigurationError for a key that is missing, unknown or of another type."""
     if not isinstance(said, Mapping):
-        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(REQUIRED)}; got {said!r}")
-    unknown = sorted(set(said) - set(KNOWN))
+        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(FILES.required)}; got {said!r}")
+    if "kind" in said and type(said["kind"]) is str and said["kind"] != FILE:
+        check_kind(said["kind"], said.get("url"))
+    required, optional = FILES if said.get("kind", FILE) == FILE else STORE
+    known = (*required, *optional)
+    unknown = sorted(set(said) - set(known))
     if unknown:
-        raise ConfigurationError(f"unknown key {unknown[0]!r} in {TIER}; known keys are {', '.join(KNOWN)}")
-    if "kind" in said and said["kind"] not in KINDS:
-        raise ConfigurationError(f"unknown kind of tier {said['kind']!r}; known is {', '.join(KINDS)}")
-    missing = [name for name in REQUIRED if name not in said]
+        raise ConfigurationError(f"unknown key {unknown[0]!r} in {TIER}; known keys are {', '.join(known)}")
+    missing = [name for name in required if name not in said]
     if missing:
-        raise ConfigurationError(f"{TIER} needs {missing[0]}; its keys are {', '.join(REQUIRED)}, and optional others")
+        raise ConfigurationError(f"{TIER} needs {missing[0]}; its keys are {', '.join(required)}, and optional others")
     for name in TEXTS:
         if name in said and (type(said[name]) is not str or not said[name]):
             raise ConfigurationError(f"{name} of the tier is a text, got {said[name]!r}")
-    if type(said["bytes"]) is not int or said["bytes"] < 1:
-        raise ConfigurationError(f"bytes of the tier is a whole number, at least 1; got {said['bytes']!r}")
+    for name in ("bytes", "ask_milliseconds"):
+        if name in said and (type(said[name]) is not int or said[name] < 1):
+            raise ConfigurationError(f"{name} of the tier is a whole number, at least 1; got {said[name]!r}")
     if said.get("offload", OFFLOAD_MODES[0]) not in OFFLOAD_MODES:
         raise ConfigurationError(f"offload of the tier is one of {', '.join(OFFLOAD_MODES)}; got {said['offload']!r}")
 
 
-def file_tier(said: Mapping[str, Any], *, engine: int, model: str, weights: Callable[[], str], hash: str) -> FileTier:
+def said_tier(
+    said: Mapping[str, Any], *, engine: int, model: str, weights: Callable[[], str], hash: str
+) -> FileTier | SharedTier:
     """The tier of one engine of those that the operator has started with these options, which are checked.
 
     `weights` says what identifies them. It is asked if the operator has not said a revision.
     """
-    return FileTier(
-        str(engine_folder(said["path"], engine)),
-        said["bytes"],
-        model=said.get("model", model),
-        revision=said["revision"] if "revision" in said else weights(),
-        hash=hash,
-        offload=said.get("offload"),
-    )
+    whose = {
+        "model": said.get("model", model),
+        "revision": said["revision"] if "revision" in said else weights(),
+        "hash": hash,
+    }
+    if "offload" in said:
+        whose["offload"] = said["offload"]
+    if said["kind"] == FILE:
+        return FileTier(str(engine_folder(said["path"], engine)), said["bytes"], **whose)
+    if "ask_milliseconds" in said:
+        whose["ask_seconds"] = said["ask_milliseconds"] / 1000
+    return SharedTier(said["url"], **whose)
+
+
+def settings_of(
+    said: Mapping[str, Any], tier: FileTier | SharedTier, namespace: Namespace, owners: int
+) -> TierSettings:
+    if isinstance(tier, FileTier):
+        return FileTierSettings(namespace, owners, tier, said["path"])
+    return SharedTierSettings(namespace, owners, tier)
 
 
 def engine_folder(path: str, engine: int) -> Path:

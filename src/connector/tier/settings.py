@@ -1,31 +1,50 @@
-"""What both halves know of the tier: where it is, whose bytes it holds, and how many slots it has."""
+"""What both halves know of the tier: whose bytes it holds, how many slots it has, and how a rank opens its own."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpu_prefix_cache.slab.folder import check_path
-from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.slab.sizing import num_slots
+from cpu_prefix_cache.slab.namespace import Namespace, Value
+
+if TYPE_CHECKING:
+    import torch
+
+    from connector.tier.owner import Owner
+    from cpu_prefix_cache.model.planner import Piece
+
+
+class RankPart(NamedTuple):
+    """What a rank has of the tier: `slots` slots as large as its host blocks, below `region`. It is owner `number`, and
+    lacks `absent` of the groups whose `pieces` these are.
+    """
+
+    region: "torch.Tensor"
+    pieces: "Sequence[Piece]"
+    rank: int
+    number: int
+    slots: int
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class TierSettings:
-    """`root` is the path that the operator gave, and exists; `said.path` is in it. There are `slabs` slabs."""
+class TierSettings(ABC):
+    """Of the ranks, `owners` have bytes of their own in the tier. It is plain data, and goes to all ranks."""
 
-    said: FileTier
-    root: str
     namespace: Namespace
-    slabs: int
+    owners: int
 
+    @abstractmethod
     def num_slots(self, slot_bytes: int, host_blocks: int) -> int:
-        """Of each slab. The ranks begin first and make their folders, which keep what they have: so the scheduler
-        finds the number that the ranks have agreed on.
-        """
-        self.make_folder()
-        return num_slots(self.said, self.namespace, slot_bytes, self.slabs, host_blocks)
+        """Of each owner. Raises ConfigurationError."""
 
-    def make_folder(self) -> None:
-        """That of this engine, in the path that exists. Raises ConfigurationError."""
-        check_path(self.root)
-        Path(self.said.path).mkdir(mode=0o700, exist_ok=True)
+    @abstractmethod
+    def cache_options(self) -> Mapping[str, Any]:
+        """What a TieredCache is told of it, besides the slots."""
+
+    @abstractmethod
+    def open(self, own: Mapping[str, Value], part: RankPart) -> "Owner":
+        """The tier of a rank. `own` are the fields of its namespace that the engine's has not.
+
+        Raises ConfigurationError when it cannot be opened, or holds bytes that `own` does not describe.
+        """

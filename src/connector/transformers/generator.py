@@ -10,7 +10,8 @@ they decode together. The life of a request:
     resume at b                 windows and states are copied out of the checkpoint at b
     prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
                                 the cache wants a checkpoint, a prefill chunk ends and the checkpoint is taken
-    first token                 chosen as sampling.py says; then a checkpoint shortly before it, which was put off
+    first token                 chosen as sampling.py says; only then the last blocks of the prompt are committed, and a
+                                checkpoint shortly before it is taken, which was put off
     decode                      the same, a token at a time, with those of the batch whose answers go on, as rows of one
                                 WorkingState; only the latest checkpoint is kept
     finish                      with the batch: the cache plans its last stores; the blocks stay until they are evicted
@@ -37,26 +38,27 @@ from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptRefused, each_prompt, one_prompt
 from connector.transformers.rows import BlockTable
-from connector.transformers.sampling import Choice, Settings
+from connector.transformers.sampling import Choice, Settings, check_configuration
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
     CacheStatistics,
     ChainHasher,
     ConfigurationError,
+    FileTier,
     HybridChunkPlanner,
     KVCacheCoordinator,
     MisuseError,
     Pin,
     PooledDevice,
     PoolExhausted,
+    SharedTier,
     Thresholds,
 )
 from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostStatistics, Loading, Wait
 from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.pool.coordinator import new_pool
-from cpu_prefix_cache.slab.settings import FileTier
 
 OPENING = "opening"  # state of a tier
 # So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
@@ -156,7 +158,7 @@ class PrefixCachedGenerator:
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     prefix_caching        False: every prompt is computed from its first token, for comparison
     wrap_copier           for tests: see HostCache
-    below                 a tier of files for what the host cannot hold, also from before a restart (docs/tiers.md).
+    below                 a tier for what the host cannot hold, of files or of a store that is shared (docs/tiers.md).
                           Without a `model` it gets the name of this one, and a digest of its weights as `revision`
 
     `close` it, or use it in a `with`: that gives its memory back. With a tier below it also writes what only the host
@@ -183,7 +185,7 @@ class PrefixCachedGenerator:
         checkpoint_interval: int | None = None,
         prefix_caching: bool = True,
         wrap_copier: CopierWrapper | None = None,
-        below: FileTier | None = None,
+        below: FileTier | SharedTier | None = None,
     ) -> None:
         if offload not in (*OFFLOAD_MODES, "off"):
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}, off; got {offload!r}")
@@ -195,6 +197,7 @@ class PrefixCachedGenerator:
             )
         if batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1, got {batch_size}")
+        check_configuration(model)
         self.model = model.eval()
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
@@ -461,6 +464,7 @@ class PrefixCachedGenerator:
             first_logits=first_logits,
             tier_hit_tokens=in_tier,
         )
+        self._settle(state, [sequence])
         self._catch_up(sequence, fork)
         return state
 
@@ -585,12 +589,14 @@ class PrefixCachedGenerator:
             _copy(self._host)  # first, because what is allocated may have to be stored before
         for sequence in sequences:
             self._grow(sequence, sequence.table.length + tokens)
-        logits = self._run(state, sequences, tokens)
+        return self._run(state, sequences, tokens)
+
+    def _settle(self, state: WorkingState, sequences: Sequence[_Sequence]) -> None:
+        """Cache what a forward pass has computed. Where a token is chosen from its logits, that comes first."""
         for row, sequence in enumerate(sequences):
             self._commit(sequence)
             self._take_checkpoint(sequence, state, row)
         self._report(sequences)
-        return logits
 
     def _run(self, state: WorkingState, sequences: Sequence[_Sequence], tokens: int) -> torch.Tensor:
         """Continue `state` with the next `tokens` tokens of these requests."""
@@ -627,6 +633,7 @@ class PrefixCachedGenerator:
         """Compute the prompt in chunks. Returns the logits of its last token, and what `_catch_up` begins with."""
         for end in ends[:-1]:
             self._forward(state, [sequence], end - sequence.table.length)
+            self._settle(state, [sequence])
         fork = None if sequence.put_off is None else state.fork()
         return self._forward(state, [sequence], ends[-1] - sequence.table.length)[0], fork
 
@@ -655,6 +662,7 @@ class PrefixCachedGenerator:
                 sequence.tokens.append(sequence.last)
             for sequence, logits in zip(sequences, self._forward(state, sequences, 1), strict=True):
                 sequence.last = sequence.choice.choose(logits)
+            self._settle(state, sequences)
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> None:
         """Allocate the missing blocks for the first `num_tokens` tokens of the request."""
@@ -718,7 +726,7 @@ class PrefixCachedGenerator:
 
     def _end_on_host(self, sequence: _Sequence) -> None:
         if self._host is not None:
-            self._host.end(sequence.id, sequence.table.length)
+            self._host.end(sequence.id, sequence.committed * self.planner.grid_tokens)
             _copy(self._host)
 
     def _release(self, sequence: _Sequence) -> None:
@@ -751,9 +759,11 @@ def _take_in(host: HostCache) -> None:
         _copy(host)
 
 
-def _named(below: FileTier, model: PreTrainedModel) -> FileTier:
+def _named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
     """The tier of this model, unless it is said whose it is."""
-    return below if below.model else replace(below, model=model_name(model), revision=weights_revision(model))
+    if below.model:
+        return below
+    return replace(below, model=model_name(model), revision=below.revision or weights_revision(model))
 
 
 def _max_model_len(model: PreTrainedModel, given: int | None) -> int:

@@ -1,7 +1,7 @@
 """The device pool of the engine, and the cache layers through which a transformers model reads and writes it.
 
     region            uint8 [blocks, block bytes], allocated once: one pool of equal blocks, as on the host
-    full attention    block b of every layer's K and V is a view of row b: [blocks, block_tokens, heads, width]
+    full attention    block b of every layer's K and V is a view of row b: [blocks, heads, block_tokens, width]
     windows, states   a piece takes as many rows as it needs, as plain bytes
     rows              the requests that are computed together (rows.py), each with a BlockTable
 
@@ -13,8 +13,9 @@ While requests run, each layer has the keys and values of all their tokens in on
     end               the stretch is dropped; what the pool does not have, less than a block, is lost
 
 So a token costs an append. (Gathering all keys and values for each token took a third of the time at 6,000 tokens;
-transformers' own cache copies them for each.) Tokens of one head lie together: in the order of the blocks, attention
-over 6,000 tokens made decode take 1.4 times as long. The price is that the KV of a running request is there twice.
+transformers' own cache copies them for each.) The tokens of one head lie together, in the stretch and in each block: a
+block is gathered head by head. With the heads of each token together, decode after 6,000 tokens took 1.4 times as long.
+The price is that the KV of a running request is there twice.
 """
 
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class _Stretch:
 
     def _of_rows(self, sources: Sequence[tuple["_Stretch", int]], columns: int) -> torch.Tensor:
         """Memory for so many columns and some more, which begins with these rows."""
-        _, _, heads, width = self._pool.shape
+        _, heads, _, width = self._pool.shape
         memory = self._pool.new_empty(len(sources), heads, columns + columns // SPARE, width)
         for row, pad, (stretch, at) in zip(memory, self._rows.pads, sources, strict=True):
             row[:, :pad] = 0
@@ -84,8 +85,8 @@ class _Stretch:
 
 
 def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """A view of [heads, tokens, width] as a pool has it: [blocks, block_tokens, heads, width]."""
-    return states.unflatten(1, (-1, block_tokens)).permute(1, 2, 0, 3)
+    """A view of [heads, tokens, width] as a pool has it: [blocks, heads, block_tokens, width]."""
+    return states.unflatten(1, (-1, block_tokens)).transpose(0, 1)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -173,8 +174,9 @@ class PagedKV:
 
 
 def _view(rows: torch.Tensor, part: Part, block_tokens: int) -> torch.Tensor:
-    """A view of the bytes of every block as [blocks, block_tokens, heads, width]."""
-    return rows.view(part.dtype).unflatten(1, (block_tokens, *part.shape))
+    """A view of the bytes of every block as [blocks, heads, block_tokens, width]."""
+    heads, width = part.shape
+    return rows.view(part.dtype).unflatten(1, (heads, block_tokens, width))
 
 
 def _block_bytes(past: ModelPast, block_tokens: int) -> int:

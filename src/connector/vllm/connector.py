@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.core.block_pool import BlockPool
@@ -60,8 +61,6 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # raises in every process
         if role is KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
-            if versions.needs_joint_hits(kv_cache_config.has_mamba_layers):
-                versions.patch_joint_hits()
         else:
             from connector.vllm.worker import WorkerHalf  # imports torch and Triton, which the scheduler does not need
 
@@ -127,18 +126,9 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None and isinstance(connector_metadata, StepMetadata):
             self.worker.begin(connector_metadata)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self.worker is None:
-            return None, None
-        received, _ = self.worker.results()
-        return None, received or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = (set(), set()) if self.worker is None else self.worker.results()
-        return versions.transfer_results(received, failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self.worker is None else self.worker.take_bad_blocks()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
         return None if self.worker is None else self.worker.reports()

@@ -39,7 +39,7 @@ def planner_for(
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         raise ConfigurationError("context parallelism is not supported; use tensor or pipeline parallelism")
     drops = _lookahead_tokens(vllm_config, grid)
-    pages = versions.layer_pages(kv_cache_config)
+    pages = layer_pages(kv_cache_config)
     groups = [_group(at, group, pages, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
     _check_lengths([group for group in groups if group.kind is not GroupKind.NONE], grid)
     length = vllm_config.model_config.max_model_len
@@ -99,6 +99,12 @@ def device_blocks_per_chunk(planner: HybridChunkPlanner, kv_cache_config: KVCach
     """The most blocks that vLLM allocates for the tokens of a chunk. A group that keeps nothing counts as one block."""
     rebuilt = len(kv_cache_config.kv_cache_groups) - len(planner.groups)
     return rebuilt + sum(planner.grid_tokens // group.block_tokens for group in planner.groups)
+
+
+def layer_pages(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """The bytes of each layer's page in a block, padding included."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
 
 
 def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
@@ -170,7 +176,7 @@ def _window(spec: Any) -> Fields:
         raise ConfigurationError(
             "sliding windows that vLLM computes again after each hit (bounded_replay) are not supported"
         )
-    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": versions.extra_tokens(spec)}
+    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": spec.extra_retained_tokens}
 
 
 _KNOWN: dict[str, Callable[[Any], Fields]] = {

@@ -1,6 +1,6 @@
 """Messages between the two halves. vLLM sends one with each step, and returns the other with the step's output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -18,7 +18,6 @@ class StepMetadata(KVConnectorMetadata):
                     `finished_recving`, and also in `failed_recving` if the load failed or was cancelled. vLLM keeps the
                     blocks of an aborted request until then. A load that is not in `plan` has failed already.
     computes        whether the step computes any tokens
-    destinations    load id -> its device blocks, for releases of vLLM that are told of failed loads by blocks
     is_awaited      whether requests wait for a copy to end, or for the device blocks that it holds
     timed           the number of this step, if its duration is measured (to learn how fast prompts are computed)
     tier            what the ranks do with the tier below host memory, after `plan`; None if there is none
@@ -27,7 +26,6 @@ class StepMetadata(KVConnectorMetadata):
     plan: StepPlan | None = None
     requests: Mapping[int, str] = field(default_factory=dict)
     computes: bool = False
-    destinations: Mapping[int, Sequence[int]] = field(default_factory=dict)
     is_awaited: bool = False
     timed: int | None = None
     tier: TierPlan | None = None

@@ -24,7 +24,7 @@ from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
-    from cpu_prefix_cache.slab.slab_copier import SlabStatistics
+    from cpu_prefix_cache.slab.slot_copier import SlotStatistics
 
 PREFIX = "vllm:cpu_prefix_cache_"
 DIRECTIONS = tuple(direction.value for direction in Direction)
@@ -112,8 +112,8 @@ TIER_METRICS = (
         "tier_requests",
         Kind.COUNT,
         "Requests of which the tier had more than the host: waited for it, waited in vain, or would have computed "
-        "sooner.",
-        *("outcome", ("asked", "late", "declined")),
+        "sooner; and those to which a shared store did not say in time what it has.",
+        *("outcome", ("asked", "late", "declined", "unanswered")),
     ),
     Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
     Metric("tier_unsaved_chunks", Kind.COUNT, "Chunks that left the host before they could be written to the tier."),
@@ -226,6 +226,7 @@ def _tier_numbers(cache: TieredCache) -> dict[str, int]:
         "tier_requests:asked": statistics.asked,
         "tier_requests:late": statistics.late,
         "tier_requests:declined": statistics.declined,
+        "tier_requests:unanswered": statistics.unanswered,
         "tier_refused_slots": statistics.refused,
         "tier_unsaved_chunks": statistics.unsaved,
         "tier_failed_transfers": below.stores_failed + below.loads_failed,
@@ -263,7 +264,7 @@ class TierMoves:
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
-    def take(self, statistics: "SlabStatistics") -> CacheStats | None:
+    def take(self, statistics: "SlotStatistics") -> CacheStats | None:
         """None when nothing was moved."""
         now: dict[str, float] = {
             "tier_transferred_bytes:read": statistics.bytes_read,

@@ -1,8 +1,8 @@
-"""The tier of one rank: its slab, opened on all ranks of an engine or on none.
+"""The tier of one rank, opened on all ranks of an engine or on none.
 
-Each host region has one slab. Ranks that share a region (MLA under tensor parallelism) leave it to the first of them,
-the owner: it reads and writes for all. The others report each transfer as done at once. A transfer is over when all
-ranks have reported it, so it is over when the owner has done it.
+Each host region has its own part of the tier. Ranks that share a region (MLA under tensor parallelism) leave it to the
+first of them, the owner: it reads and writes for all. The others report each transfer as done at once. A transfer is
+over when all ranks have reported it, so it is over when the owner has done it.
 
 Every owner carries out the whole plan, also a pipeline stage that lacks some of the model's groups (`owner.py`).
 """
@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from vllm.config import ParallelConfig
 
-from connector.tier.owner import Owner, open_slab
-from connector.tier.settings import TierSettings
+from connector.tier.settings import RankPart, TierSettings
 from connector.vllm import ranks
 from connector.vllm.regions import Shapes, agree
 from connector.vllm.settings import Settings
@@ -23,7 +22,7 @@ from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.slab_copier import SlabStatistics
+from cpu_prefix_cache.slab.slot_copier import SlotStatistics
 
 ORDER = "row order"  # a rank's own field in its namespace
 
@@ -38,7 +37,7 @@ class TierOfRank(Protocol):
     def is_busy(self) -> bool:
         """Whether a transfer had not ended at the last plan or report."""
 
-    def statistics(self) -> SlabStatistics | None: ...
+    def statistics(self) -> SlotStatistics | None: ...
 
     def close(self) -> None: ...
 
@@ -88,10 +87,10 @@ def tier_of_rank(
         if rank % sharers:
             opened = Onlooker(rank)
         else:
-            sizes = {"slots": slots, "slot_bytes": shapes.host_block_bytes}
-            slab = open_slab(replace(tier, namespace=namespace), {ORDER: order}, number=rank // sharers, **sizes)
             absent = frozenset(at for at, piece in enumerate(shapes.pieces) if not piece.num_bytes)
-            opened = Owner(slab, region, [_filled(each, slab.slot_bytes) for each in shapes.pieces], rank, absent)
+            pieces = [_filled(each, shapes.host_block_bytes) for each in shapes.pieces]
+            part = RankPart(region, pieces, rank, rank // sharers, slots, absent)
+            opened = replace(tier, namespace=namespace).open({ORDER: order}, part)
     except Exception as error:
         problem = error
     try:

@@ -31,7 +31,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
 
-from connector.vllm import versions
 from connector.vllm.device import VllmDevice
 from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
@@ -74,7 +73,6 @@ class SchedulerHalf:
         self._admitted: dict[Hashable, EngineRequest] = {}
         self._remembered: dict[str, int] = {}  # request -> how many of its chunks were passed to `device.remember`
         self._loads: dict[int, str] = {}
-        self._destinations: dict[int, Sequence[int]] = {}
         self._readmitted: set[Hashable] = set()
         self._load_failed: set[Hashable] = set()  # requests that are not loaded again: vLLM may never find the blocks
         self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
@@ -102,7 +100,7 @@ class SchedulerHalf:
         boundary = n0 + num_external_tokens
         tables = blocks.get_block_ids()
         if num_external_tokens and boundary % self._grid:
-            self._fail_unplanned(id, num_external_tokens, self._blocks_behind(tables, n0))
+            self._fail_unplanned(id, num_external_tokens)
             num_external_tokens, boundary = 0, n0
         ours = self._request(request)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
@@ -120,24 +118,18 @@ class SchedulerHalf:
             destinations = [
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
             ]
-            load = self.cache.load(id, boundary, destinations, self.clock())
-            self._note_load(load, id, [block for found in destinations for block in found])
+            self._loads[self.cache.load(id, boundary, destinations, self.clock())] = id
         if lease is not None:
             self.cache.release(lease)
 
-    def _note_load(self, load: int, request: str, destinations: Sequence[int]) -> None:
-        self._loads[load] = request
-        if not versions.TAKES_FAILED_REQUESTS:
-            self._destinations[load] = destinations
-
-    def _fail_unplanned(self, request: str, tokens: int, blocks: Sequence[int]) -> None:
+    def _fail_unplanned(self, request: str, tokens: int) -> None:
         """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.
 
         What ends before, neither: vLLM counts all these tokens as computed when a load ends well.
         """
         logger.warning("vLLM has taken %d tokens for request %s, no whole chunks: they are computed", tokens, request)
         self._load_failed.add(request)
-        self._note_load(-1 - len(self._loads), request, blocks)
+        self._loads[-1 - len(self._loads)] = request
 
     def _blocks_behind(self, tables: Sequence[Sequence[int]], n0: int) -> list[int]:
         """The blocks allocated to a request from token `n0` on."""
@@ -151,12 +143,11 @@ class SchedulerHalf:
         finally:
             self._scheduled, self._unwritten = None, ()
         requests, self._loads = self._loads, {}
-        destinations, self._destinations = self._destinations, {}
         # Requests that were looked up and not admitted wait for the load of another one, or for device blocks.
         is_awaited = bool(self._on_device)
         tokens = output.total_num_scheduled_tokens
         timed = self._begin_timing(tokens)
-        return StepMetadata(plan, requests, tokens > 0, destinations, is_awaited, timed, self._plan_below())
+        return StepMetadata(plan, requests, tokens > 0, is_awaited, timed, self._plan_below())
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of the step that begins now, if its duration is to be measured."""
@@ -205,7 +196,7 @@ class SchedulerHalf:
             for each in self.cache.report(report):
                 if each.request_id in self._admitted and not each.ok:
                     self._load_failed.add(each.request_id)
-        for id in (output.finished_recving or set()) - versions.failed_requests(output):
+        for id in (output.finished_recving or set()) - output.failed_recving:
             self.cache.goes_on(id)
         self.cache.catch_up()
         if reports is not None and reports.timed is not None:
@@ -238,7 +229,10 @@ class SchedulerHalf:
 
     def _request(self, request: EngineRequest) -> Request:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
-        return Request(request.request_id, keys, request.num_tokens, stores=_allows(request, STORE))
+        # Of a session of streaming input nothing is stored: vLLM 0.32 leaves wrong KV under the hashes of its later
+        # parts (seen with asynchronous scheduling, and without any connector).
+        stores = _allows(request, STORE) and not request.resumable
+        return Request(request.request_id, keys, request.num_tokens, stores=stores)
 
     def _remember(self, request: EngineRequest, num_tokens: int) -> None:
         """Pass the hashes of a request's first `num_tokens` tokens to the device, which has these chunks now."""

@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
 from connector.tier.settings import TierSettings
-from connector.vllm import versions
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,
@@ -37,7 +36,6 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
 TEXTS = ("offload", "policy")
 OPTIONS = (*NUMBERS, *TEXTS, TIER)
 LOAD_DEADLINE_SECONDS = 30.0
-STUCK_SECONDS = 300.0  # where vLLM cannot be told of a failed load, the engine stops: not for a pause of the machine
 
 
 @dataclass(frozen=True)
@@ -140,8 +138,10 @@ def _check_launcher(parallel: ParallelConfig) -> None:
 
 
 def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> None:
-    """Checkpoints need blocks with hashes, and vLLM hashes those of windows and states only where it keeps them."""
-    kept = versions.retention_interval(kv_cache_config)
+    """Checkpoints need blocks with hashes, and vLLM hashes those of windows and states only where it keeps them: every
+    `prefix_cache_retention_interval` tokens; 0: only at the end of prompts; None: at every boundary.
+    """
+    kept = kv_cache_config.prefix_cache_retention_interval
     if interval is None or kept is None or not planner.has_checkpoints or (kept and interval % kept == 0):
         return
     raise ConfigurationError(

@@ -3,7 +3,6 @@
 the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; staged copies (...)
 """
 
-from connector.tier.settings import TierSettings
 from connector.vllm.settings import Settings
 from cpu_prefix_cache.copier.choose import Choice
 from cpu_prefix_cache.model.report import conversation_bytes
@@ -18,12 +17,8 @@ def start_line(settings: Settings, max_model_len: int, choice: Choice) -> str:
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
         f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, "
-        f"{_tier(settings.tier)}; {choice.name} copies ({choice.reason})"
+        f"{settings.tier or 'no tier'}; {choice.name} copies ({choice.reason})"
     )
-
-
-def _tier(tier: TierSettings | None) -> str:
-    return "no tier" if tier is None else f"a tier of {_gib(tier.said.nbytes)} in {tier.said.path}"
 
 
 def _gib(num_bytes: int) -> str:

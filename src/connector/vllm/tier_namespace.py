@@ -14,23 +14,21 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.namespace import digest
-from connector.vllm import versions
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
-from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache import FileTier, HybridChunkPlanner, SharedTier
 from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
-from cpu_prefix_cache.slab.settings import FileTier
 
 
 def engine_namespace(
-    said: FileTier, planner: HybridChunkPlanner, vllm_config: VllmConfig, hash_tokens: int, slabs: int
+    said: FileTier | SharedTier, planner: HybridChunkPlanner, vllm_config: VllmConfig, hash_tokens: int, owners: int
 ) -> Namespace:
-    """That of an engine with so many slabs, whose keys are made of hashes of so many tokens."""
+    """That of an engine of which `owners` ranks have bytes of their own; its keys are of hashes of so many tokens."""
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
     extra: dict[str, Value] = {
         "engine": f"vllm {vllm.__version__}",
         "platform": str(vllm_config.device_config.device_type),
-        "configured backend": versions.configured_backend(vllm_config),
+        "configured backend": str(vllm_config.attention_config.backend),
         "model dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "model configuration": digest(model.hf_config.to_dict()),
@@ -45,7 +43,7 @@ def engine_namespace(
         revision=said.revision,
         dtype=str(cache.cache_dtype),
         hash=said.hash,
-        ranks=slabs,
+        ranks=owners,
         extra=extra,
     )
 
@@ -61,7 +59,14 @@ def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Ma
     for at in planned_group_ids(kv_cache_config):
         for name in kv_cache_config.kv_cache_groups[at].layer_names:
             if name in orders:
-                yield f"{at}.{name} {versions.backend_of(layers.get(name))} {orders[name]}"
+                yield f"{at}.{name} {_backend_of(layers.get(name))} {orders[name]}"
+
+
+def _backend_of(layer: Any) -> str:
+    """The name of the backend that reads and writes a layer's KV. Empty where vLLM has no such layer."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # workers have it already
+
+    return str(layer.get_attn_backend().__name__) if isinstance(layer, AttentionLayerBase) else ""
 
 
 def _drafter(vllm_config: VllmConfig) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from connector.tier.options import settings_of
 from connector.tier.settings import TierSettings
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import tier_of
@@ -11,8 +12,12 @@ from cpu_prefix_cache import HybridChunkPlanner
 
 
 def tier_settings(
-    option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hash_tokens: int, slabs: int
+    option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hash_tokens: int, owners: int
 ) -> TierSettings:
-    """Of an engine with so many slabs, whose keys are made of hashes of so many tokens. Raises ConfigurationError."""
+    """Of an engine of which `owners` ranks have bytes of their own, whose keys are made of hashes of so many tokens.
+
+    Raises ConfigurationError.
+    """
     said = tier_of(option, vllm_config)
-    return TierSettings(said, option["path"], engine_namespace(said, planner, vllm_config, hash_tokens, slabs), slabs)
+    namespace = engine_namespace(said, planner, vllm_config, hash_tokens, owners)
+    return settings_of(option, said, namespace, owners)

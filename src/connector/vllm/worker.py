@@ -13,7 +13,7 @@ tier below host memory follows (`rank_tier.py`).
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,21 +23,18 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm import versions
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
 from connector.vllm.rank_tier import TierOfRank, tier_of_rank
 from connector.vllm.regions import Shapes, arena_of, shapes_of
-from connector.vllm.retry import RetryingCopier
-from connector.vllm.settings import LOAD_DEADLINE_SECONDS, STUCK_SECONDS, Settings
+from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
 from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
 from connector.vllm.tier_namespace import row_order
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.tier import TierReport
@@ -58,7 +55,7 @@ RESUME_SECONDS = 0.012
 
 
 class WorkerHalf:
-    """One rank's share of the cache. `can_fail_loads` tells whether vLLM can be told of a failed load.
+    """One rank's share of the cache.
 
     Raises ConfigurationError when the host region does not fit, or the tensors do not match the settings.
     """
@@ -68,8 +65,6 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank: int = vllm_config.parallel_config.rank
-        self._fails_by_blocks = not versions.TAKES_FAILED_REQUESTS and len(kv_cache_config.kv_cache_groups) == 1
-        self.can_fail_loads = versions.TAKES_FAILED_REQUESTS or self._fails_by_blocks
         self._worker: CopyWorker | None = None
         self._arena: HostArena | None = None
         self._share: Share | None = None
@@ -77,8 +72,6 @@ class WorkerHalf:
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._unplanned: set[int] = set()  # of these, the loads that are in no plan
-        self._destinations: dict[int, Sequence[int]] = {}
-        self._bad_blocks: set[int] = set()
         # Loads can be announced early only if compute first reads their blocks after `begin`. That is not so where vLLM
         # copies states, or blocks that were hit in part: it does that before `bind_connector_metadata`.
         self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
@@ -113,17 +106,14 @@ class WorkerHalf:
         choice = _in_a_thread(choose, device)
         if not self._rank:
             logger.info(start_line(self._settings, self._vllm_config.model_config.max_model_len, choice))
-        copier = choice.copier
-        if not self.can_fail_loads:
-            copier = RetryingCopier(copier, ReferenceCopier(shapes, tensors, arena.blocks, null_block=NULL_BLOCK))
         ranks = parallel.tensor_parallel_size if self._settings.is_shared else 1
         self._share = Share(shapes.pieces, here, len(all_tensors), self._rank % ranks, ranks)
         self._worker = CopyWorker(
             self._rank,
-            copier,
+            choice.copier,
             arena,
             threads=True,
-            load_seconds=LOAD_DEADLINE_SECONDS if self.can_fail_loads else STUCK_SECONDS,
+            load_seconds=LOAD_DEADLINE_SECONDS,
             on_done=self._times.observe,
         )
 
@@ -149,17 +139,12 @@ class WorkerHalf:
             self._unplanned = metadata.requests.keys() - {transfer.id for transfer in metadata.plan.transfers}
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
-        plan = self._share.of_plan(metadata.plan)
-        if self._fails_by_blocks:
-            self._destinations |= metadata.destinations
         if self._announced and metadata.computes:
             self._worker.hold_compute(self._announced)
             self._announced.clear()
         elif self._announced:
             self._announced = self._worker.still_open(self._announced)
-        # If vLLM cannot be told of a failed load, a cancelled one is finished all the same. Its bytes are from before
-        # the reset, like those of running requests.
-        self._worker.run(plan if self.can_fail_loads else plan._replace(cancelled=()))
+        self._worker.run(self._share.of_plan(metadata.plan))
         if self._tier is not None and metadata.tier is not None:
             self._tier.run(metadata.tier)
 
@@ -173,24 +158,17 @@ class WorkerHalf:
         soon = set() if self._computes else self._ending_soon()
         self._announced |= soon
         ended = report.done | report.failed | self._unplanned
-        over = [id for id in self._waiting if id in ended or self._is_late(id)]
+        over = [id for id in self._waiting if id in ended or id in report.late]
         over += [id for id in self._waiting if id in soon and id not in over]
         received: set[str] = set()
         failed: set[str] = set()
         for id in over:
             request = self._waiting.pop(id)
             received.add(request)
-            blocks = self._destinations.pop(id, ())
             if id not in report.done and id not in soon:
-                self._fail(id, request)
+                logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
                 failed.add(request)
-                self._bad_blocks.update(blocks)
         return received, failed
-
-    def take_bad_blocks(self) -> set[int]:
-        """Device blocks of failed loads since the last call, for releases of vLLM that are told these."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
 
     def reports(self) -> WorkerReports | None:
         """What this rank has finished. None in a step that computes and is not timed, if nothing is new."""
@@ -211,7 +189,7 @@ class WorkerHalf:
         if below is None:
             return False
         ended = below.transfers.done or below.transfers.failed
-        return below != self._tier_sent or bool(ended or below.found)
+        return below != self._tier_sent or bool(ended or below.found or below.told)
 
     def take_stats(self) -> CacheStats | None:
         """The durations of transfers that ended on this rank since the last call, and what its tier has moved."""
@@ -255,28 +233,11 @@ class WorkerHalf:
             return set()
         return self._worker.ends_soon(RESUME_SECONDS) & self._waiting.keys()
 
-    def _is_late(self, id: int) -> bool:
-        """Whether a load is past its deadline and may be reported as failed.
-
-        Not if vLLM is told of failed loads by blocks: it would use the blocks again while they are being written.
-        """
-        return not self._fails_by_blocks and id in self._report.late
-
-    def _fail(self, id: int, request: str) -> None:
-        if not self.can_fail_loads:
-            raise RuntimeError(
-                f"load {id} for request {request} failed twice, or has not ended in {STUCK_SECONDS:.0f} s, and this "
-                "release of vLLM cannot compute its tokens again in a model with several KV cache groups: stopping "
-                "before wrong bytes are used"
-            )
-        logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
-
 
 def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:
     """Run `work` in another thread, so that device memory it allocates survives vLLM's sleep mode.
 
-    vLLM registers KV caches within the memory pool that sleep mode frees (0.26 does not restore it). That pool applies
-    to the calling thread only.
+    vLLM registers KV caches within a memory pool that sleep mode frees. That pool applies to the calling thread only.
     """
     with ThreadPoolExecutor(1) as executor:
         if device.type == "cuda":

@@ -4,7 +4,8 @@ Measures a CUDA or HIP device in some seconds and prints a table. A store copies
 from host memory to the device. GB are 1e9 bytes.
 
 With --tier PATH a disk is measured instead: what it gives a tier in files, with checksums and O_DIRECT, beside plain
-calls to the system; and with a model, from which rate on reading a prefix takes less time than computing it.
+calls to the system. With --tier URL a store that machines share: 256 MiB are put there, got, and deleted. With a model:
+from which rate on reading a prefix takes less time than computing it.
 """
 
 import argparse
@@ -25,7 +26,9 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the table, too: .png, .svg, .pdf and others")
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the CUDA or HIP device (default 0)")
-    parser.add_argument("--tier", metavar="PATH[:SIZE]", help="measure a file of SIZE bytes there (default 1GiB)")
+    parser.add_argument(
+        "--tier", metavar="PATH[:SIZE]|URL", help="measure a file of SIZE bytes there (default 1GiB), or a store"
+    )
     parser.add_argument(
         "--json", metavar="OUT", help="write the rates here, for `replay --host-rate` and `--below-rate`"
     )

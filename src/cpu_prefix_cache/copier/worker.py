@@ -293,7 +293,8 @@ def _ended(copy: _Copy) -> bool | None:
     except Exception as raised:
         error = raised
     if error is not None:
-        logger.error("transfer %d failed", copy.transfer.id, exc_info=error)
+        is_expected = isinstance(error, OSError)  # of a disk or a server: what it says is enough
+        logger.error("transfer %d failed: %s", copy.transfer.id, error, exc_info=None if is_expected else error)
     return error is None  # it copied nothing
 
 

@@ -15,10 +15,11 @@ and a step of the engine:
 
 The host region is pinned from the first step on, while the engine works; or before it, by `prepare`.
 
-With a tier below (`FileTier`), `start` also answers Wait while a prefix is read from it into host memory.
+With a tier below (`FileTier`, `SharedTier`), `start` also answers Wait while a prefix is read from it into host memory.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from cpu_prefix_cache.host_cache.host_tier import HostTier
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Array, Numbers, numbers
-from cpu_prefix_cache.messages.plan import Direction, RankReport
+from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -35,6 +36,7 @@ from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.stores.settings import SharedTier
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
 PROGRESS_SECONDS = 0.25
+TWINS = 256  # requests that ended lately: more than run at once with the same prompt
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
 Blocks = Numbers  # of device blocks
 # Those of the request from its first token on: of one group, or a list for each. Or a function of the tokens
@@ -97,7 +100,8 @@ class HostCache:
     With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
     that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
 
-    `below` is a tier of files for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests.
+    `below` is a tier for what host memory cannot hold, of files or of a store that machines share (docs/tiers.md); then
+    keys are sha256 digests.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
@@ -120,7 +124,7 @@ class HostCache:
         load_seconds: float | None = None,
         strict: bool = False,
         wrap_copier: CopierWrapper | None = None,
-        below: FileTier | None = None,
+        below: FileTier | SharedTier | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
@@ -165,6 +169,7 @@ class HostCache:
         self._strict = strict
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
+        self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
 
     def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
@@ -233,7 +238,10 @@ class HostCache:
         return self._report()
 
     def wait(self) -> list[tuple[Hashable, int]]:
-        """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest."""
+        """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest.
+
+        What a shared store does not answer ends by its timeouts, some seconds.
+        """
         self._worker.drain()
         if self._tier is not None:
             self._tier.drain()
@@ -253,7 +261,8 @@ class HostCache:
         if self._tier is not None:
             self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
-        is_here = not chunks or self._is_known(keys[chunks - 1])
+        is_here = not chunks or self._is_known(keys[chunks - 1]) or self._had_twin(keys[chunks - 1], chunks)
+        self._ended.append(keys[:chunks])
         if preempted:
             self.cache.preempted(id, num_tokens)
         else:
@@ -318,7 +327,7 @@ class HostCache:
             self._tier.report()
         for resolved in self.cache.report(self._worker.report()):
             load = self._loads.get(resolved.request_id)
-            if resolved.direction is Direction.LOAD and load is not None and load[0] == resolved.id:
+            if load is not None and load[0] == resolved.id:
                 _, n0, boundary = self._loads.pop(resolved.request_id)
                 resume_at = boundary if resolved.ok else n0
                 ended.append((resolved.request_id, resume_at))
@@ -331,6 +340,12 @@ class HostCache:
         another request, which was evicted meanwhile.
         """
         return self._device.find(key) is not None or self.cache.pool.find(key) is not None
+
+    def _had_twin(self, key: bytes, chunks: int) -> bool:
+        """Whether a request that ended lately had this chunk, number `chunks`. Then the device may have known that
+        one's block alone, and have handed it out since.
+        """
+        return any(len(keys) >= chunks and keys[chunks - 1] == key for keys in self._ended)
 
     def _destinations(self, table: Table, hit: Hit) -> list[list[int]] | None:
         """Of each group the blocks that a load fills: of a table the last ones before the boundary. None: no room."""

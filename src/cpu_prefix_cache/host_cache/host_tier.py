@@ -1,6 +1,6 @@
-"""HostTier: the tier of files below a HostCache, in the process of the engine: what decides and what copies, together.
+"""HostTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
 
-open      the files are made or found, and checked; a sentence says what is wrong
+open      the files are made or found, and checked, or the store is taken over; a sentence says what is wrong
 step      the plan of the tier is carried out, and its report is told
 timed     how fast prompts are computed, without which nobody knows whether reading saves time
 close     what only the host has is written, for some seconds at most
@@ -9,56 +9,67 @@ close     what only the host has is written, for some seconds at most
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.stores.settings import SharedTier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
     import torch
 
     from cpu_prefix_cache.kv_layout import KVGroup
+    from cpu_prefix_cache.slab.namespace import Namespace
+    from cpu_prefix_cache.slab.rank_tier import RankTier
 
 NAP_SECONDS = 0.002
+
+
+class _Below(NamedTuple):
+    """What a TieredCache is told of its tier, and how the tier is opened."""
+
+    options: dict[str, Any]
+    open: "Callable[[], RankTier]"
 
 
 class HostTier:
     """`region` is the host region, uint8 [blocks, bytes], and `options` are those of TieredCache.
 
-    Raises ConfigurationError when the files cannot be made, or belong to something else.
+    Raises ConfigurationError when the files cannot be made, or belong to something else, or nobody answers at the URL.
     """
 
     def __init__(
         self,
-        said: FileTier,
+        said: FileTier | SharedTier,
         planner: HybridChunkPlanner,
         groups: "Sequence[KVGroup]",
         region: "torch.Tensor",
         device: Device,
         options: Mapping[str, Any],
     ) -> None:
+        if not isinstance(said, FileTier | SharedTier):
+            raise ConfigurationError(
+                "below a HostCache is a FileTier(path, nbytes), or a SharedTier(store, model=..., revision=...), since "
+                f"a store does not say whose KV it is; got {said!r}"
+            )
         from cpu_prefix_cache.slab.namespace import namespace_of
-        from cpu_prefix_cache.slab.rank_tier import RankTier
-        from cpu_prefix_cache.slab.sizing import num_slots
-        from cpu_prefix_cache.slab.slab import Slab
 
-        layouts = {f"group {at} layout": each.spelled for at, each in enumerate(groups)}
+        layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
         namespace = namespace_of(
             planner, model=said.model, revision=said.revision, dtype="", hash=said.hash, ranks=1, extra=layouts
         )
-        sizes = {"slot_bytes": planner.host_block_bytes, "ranks": 1}
-        slots = num_slots(said, namespace, host_blocks=region.shape[0], **sizes)
-        self.cache = TieredCache(
-            planner, device, slots=slots, below_offload=said.offload, below_policy=said.policy, **options
-        )
-        slab = Slab(said.path, namespace, rank=0, slots=slots, nbytes=said.nbytes, **sizes)
-        self._rank = RankTier(slab, region, planner.pieces, 0)
+        parts = namespace, planner, region
+        below = _files(said, *parts) if isinstance(said, FileTier) else _store(said, *parts)
+        self.cache = TieredCache(planner, device, below_policy=said.policy, **below.options, **options)
+        self._rank = below.open()
         self._flush_seconds = said.flush_seconds
         self._computed: dict[Hashable, int] = {}  # tokens of running requests
         self._began = 0.0
+        self.report()  # what is there may be asked for by the first request
 
     def run(self) -> None:
         """A step begins: what is to be read and written."""
@@ -105,3 +116,26 @@ class HostTier:
     def close(self) -> None:
         """End the threads, and let others have the files."""
         self._rank.close()
+
+
+def _files(said: FileTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
+    from cpu_prefix_cache.slab.rank_tier import RankTier
+    from cpu_prefix_cache.slab.sizing import num_slots
+    from cpu_prefix_cache.slab.slab import Slab
+
+    sizes = {"slot_bytes": planner.host_block_bytes, "ranks": 1}
+    slots = num_slots(said, namespace, host_blocks=region.shape[0], **sizes)
+
+    def open_slab() -> RankTier:
+        slab = Slab(said.path, namespace, rank=0, slots=slots, nbytes=said.nbytes, **sizes)
+        return RankTier.of_slab(slab, region, planner.pieces, 0)
+
+    return _Below({"slots": slots, "below_offload": said.offload}, open_slab)
+
+
+def _store(said: SharedTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
+    from cpu_prefix_cache.stores.rank_tier import tier_of_store
+
+    slots = said.num_remembered(region.shape[0])
+    options = {"slots": slots, "below_offload": said.offload, "ask_seconds": said.ask_seconds}
+    return _Below(options, lambda: tier_of_store(said.open(), namespace, region, planner.pieces, slots=slots))

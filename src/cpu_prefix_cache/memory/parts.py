@@ -37,7 +37,7 @@ class Role(enum.IntEnum):
     STATE = 9  # Mamba, linear attention
 
 
-LAYOUT_VERSION = 1  # of the order of bytes in a piece, for pieces that outlive their process
+LAYOUT_VERSION = 2  # of the order of bytes in a piece, for pieces that outlive their process
 
 
 @dataclass(frozen=True, slots=True, eq=False)

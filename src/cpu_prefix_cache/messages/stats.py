@@ -52,11 +52,13 @@ class TierStatistics:
     mode: str  # lazy or eager
     refused: int  # slots that did not hold what they should: misses
     unsaved: int  # chunks that left the host before they could be written
-    found: int  # chunks taken in after a restart
+    found: int  # chunks taken in after a restart, or because a shared store has said that it has them
     read_bytes_per_second: float | None  # of the slowest rank; None: not measured yet
     hit_tokens: int = 0  # that admitted requests loaded from the host because the tier had them
     asked: int = 0  # requests that waited for a promotion
     late: int = 0  # of these, those whose deadline passed first
+    questions: int = 0  # requests for which a shared store was asked what it has
+    unanswered: int = 0  # of these, those that it did not answer in time
     declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing
     read_seconds: float = 0.0  # in which something was being read on this rank; known only where both halves are
     write_seconds: float = 0.0

@@ -3,6 +3,9 @@
 A tier has *slots*, each as large as a host block. Its transfers are those of a cache whose device is the host pool: in
 their GroupCopies `device_blocks` are host blocks and `host_blocks` are slots, one for each, and `labels` say what a
 slot holds. Bytes outlive a process, so nothing is served that its record does not label in the same way.
+
+What a store holds that several machines share, nobody here knows before it is asked: an `Ask` goes out with a plan, and
+what the store has said comes back with a report.
 """
 
 from typing import NamedTuple
@@ -10,16 +13,42 @@ from typing import NamedTuple
 from cpu_prefix_cache.messages.plan import Label, RankReport, StepPlan
 
 
+class Ask(NamedTuple):
+    """Which of these chunks of one prompt does the store have, and which pieces of checkpoints in them?
+
+    `keys` are those of the chunks after the first `depth` ones, each of `grid_tokens` tokens. An ask without keys asks
+    only whether the store answers.
+    """
+
+    id: int
+    keys: tuple[bytes, ...] = ()
+    depth: int = 0
+    grid_tokens: int = 1
+
+
+class Told(NamedTuple):
+    """To an ask: the first `chunks` of its chunks are there, and in these the `pieces`, each as the key of its
+    chunk, its group and its number in the chunk. Not `ok`: the store could not be asked.
+    """
+
+    id: int
+    ok: bool = True
+    chunks: int = 0
+    pieces: tuple[tuple[bytes, int, int], ...] = ()
+
+
 class TierPlan(NamedTuple):
     """What every rank does with its tier in one engine step. Follows the step's other transfers.
 
     Records of generations below `first_generation` are never served again, also after a restart. `taken` is how many
-    portions of what the restart has found were taken in.
+    portions of what the restart has found were taken in. Nobody waits for answers to asks below `told_below`.
     """
 
     step: StepPlan
     first_generation: int = 0
     taken: int = 0
+    asks: tuple[Ask, ...] = ()
+    told_below: int = 0
 
 
 class Found(NamedTuple):
@@ -45,7 +74,8 @@ class TierReport(NamedTuple):
     No record of this rank has `next_generation` or a larger one when it opens.
 
     What a restart has found comes in portions, the youngest last: portion number `portion` is `found`, repeated until a
-    plan says it was taken in. With `is_scanned` it is the last one.
+    plan says it was taken in. With `is_scanned` it is the last one. `told` is repeated until nobody waits for it; asks
+    with numbers below `heard` have come to this rank (None: not said).
     """
 
     transfers: RankReport
@@ -54,3 +84,5 @@ class TierReport(NamedTuple):
     portion: int = 0
     found: tuple[Found, ...] = ()
     is_scanned: bool = False
+    told: tuple[Told, ...] = ()
+    heard: int | None = None

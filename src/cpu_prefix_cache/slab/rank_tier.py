@@ -1,10 +1,11 @@
-"""The tier of one rank: its slab, a worker that carries plans out, and what it tells the decider.
+"""The tier of one rank: its slots, a worker that carries plans out, and what it tells the decider.
 
 A report says again what no plan has taken in yet: transfers that have ended, slots refused in loads that are done, and
-the current portion of what the slab held when it was opened.
+what the tier's *source* knows: what a slab held when it was opened, portion by portion, or what a shared store says.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,36 +15,59 @@ from cpu_prefix_cache.messages.tier import Found, Refusal, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.scan import RestartScan
 from cpu_prefix_cache.slab.slab import Slab
-from cpu_prefix_cache.slab.slab_copier import Refused, SlabCopier, SlabStatistics
+from cpu_prefix_cache.slab.slot_copier import Refused, SlotCopier, SlotStatistics
+from cpu_prefix_cache.slab.slots import Slots
 
 PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours (of a million), 0.2 ms where all are
 
 
-class RankTier:
-    """Owns `slab`. `region` is the host memory of this rank, uint8 [host blocks, slot bytes]; `pieces` are the
-    planner's. One thread calls it.
+class Source(Protocol):
+    """What of a tier the decider does not know by itself."""
 
-    With `scans`, by default on rank 0 alone, it tells what the slab holds from before: all ranks hold the same, and a
-    slot that one of them has lost is refused when it is read.
+    def begin(self, plan: TierPlan) -> None:
+        """A step begins."""
+
+    def told(self, report: TierReport) -> TierReport:
+        """The report, with what is to be told."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there will soon be more to be told."""
+
+    def close(self) -> None: ...
+
+
+class RankTier:
+    """Owns `slots` and `source`. `region` is the host memory of this rank, uint8 [host blocks, slot bytes]; `pieces`
+    are the planner's. One thread calls it.
     """
 
     def __init__(
-        self, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece], rank: int, *, scans: bool | None = None
+        self, slots: Slots, region: torch.Tensor, pieces: Sequence[Piece], rank: int, source: Source | None = None
     ) -> None:
-        self._slab, self._copier = slab, SlabCopier(slab, region, pieces)
+        self._slots, self._source, self._copier = slots, source, SlotCopier(slots, region, pieces)
         self._worker = CopyWorker(rank, self._copier)
         self._loads: dict[int, list[Refused]] = {}  # what each load that is not resolved reads
-        self._portions = _Portions(slab, pieces) if (rank == 0 if scans is None else scans) else None
+
+    @classmethod
+    def of_slab(
+        cls, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece], rank: int, *, scans: bool | None = None
+    ) -> "RankTier":
+        """With `scans`, by default on rank 0 alone, it tells what the slab holds from before: all ranks hold the same,
+        and a slot that one of them has lost is refused when it is read.
+        """
+        source = Portions(slab, pieces) if (rank == 0 if scans is None else scans) else None
+        return cls(slab, region, pieces, rank, source)
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers. From here on nothing below the plan's first generation is served."""
         floor = plan.first_generation
         if plan.step.epoch:  # there was a reset, perhaps before the decider knew what this rank had when it was opened
-            floor = max(floor, self._slab.next_generation)
-        if floor > self._slab.floor:
-            self._slab.advance(floor)
-        if self._portions is not None:
-            self._portions.take(plan.taken)
+            floor = max(floor, self._slots.next_generation)
+        if floor > self._slots.floor:
+            self._slots.advance(floor)
+        if self._source is not None:
+            self._source.begin(plan)
         for transfer in plan.step.transfers:
             if transfer.direction is Direction.LOAD:
                 slots = [pair for copy in transfer.copies for pair in zip(copy.host_blocks, copy.labels, strict=False)]
@@ -54,22 +78,20 @@ class RankTier:
     def report(self) -> TierReport:
         transfers = self._worker.report()
         refused = [Refusal(id, slots) for id in sorted(transfers.done) if (slots := self._refused_in(id))]
-        portion, found, is_scanned = (0, (), True) if self._portions is None else self._portions.current()
-        return TierReport(
+        report = TierReport(
             transfers._replace(load_bytes_per_second=self._copier.read_bytes_per_second),
             tuple(refused),
-            self._slab.next_generation,
-            portion,
-            found,
-            is_scanned,
+            self._slots.next_generation,
+            is_scanned=True,
         )
+        return report if self._source is None else self._source.told(report)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer had not ended at the last plan or report."""
-        return self._worker.is_busy
+        """Whether a transfer had not ended at the last plan or report, or the source is asked something."""
+        return self._worker.is_busy or (self._source is not None and self._source.is_busy)
 
-    def statistics(self) -> SlabStatistics:
+    def statistics(self) -> SlotStatistics:
         return self._copier.statistics()
 
     def drain(self) -> None:
@@ -77,12 +99,13 @@ class RankTier:
         self._worker.drain()
 
     def close(self) -> None:
-        """Wait until all transfers have ended, end the threads, and unlock the slab. May be called again."""
+        """Wait until all transfers have ended, end the threads, and let the slots go. May be called again."""
+        self._slots.stop()
         self._worker.close()
         self._copier.close()
-        if self._portions is not None:
-            self._portions.close()
-        self._slab.close()
+        if self._source is not None:
+            self._source.close()
+        self._slots.close()
 
     def _refused_in(self, id: int) -> tuple[int, ...]:
         if not self._copier.refused:
@@ -98,7 +121,7 @@ class RankTier:
                     self._copier.refused.discard(lost)
 
 
-class _Portions:
+class Portions:
     """What the scan has found, a portion at a time. They are numbered from 1; 0: there is none yet."""
 
     def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
@@ -106,12 +129,11 @@ class _Portions:
         self._number, self._taken = 0, 0
         self._found: tuple[Found, ...] = ()
 
-    def take(self, number: int) -> None:
-        """Portions up to `number` are taken in."""
-        self._taken = number
+    def begin(self, plan: TierPlan) -> None:
+        """Portions up to `plan.taken` are taken in."""
+        self._taken = plan.taken
 
-    def current(self) -> tuple[int, tuple[Found, ...], bool]:
-        """Its number, what it has, and whether it is the last."""
+    def told(self, report: TierReport) -> TierReport:
         if self._taken >= self._number:
             self._found = ()
             if self._scan is not None and self._scan.is_ordered and not self._scan.is_over:
@@ -119,7 +141,11 @@ class _Portions:
                 self._number += 1
             if self._scan is not None and self._scan.is_over:
                 self._scan = None
-        return self._number, self._found, self._scan is None
+        return report._replace(portion=self._number, found=self._found, is_scanned=self._scan is None)
+
+    @property
+    def is_busy(self) -> bool:
+        return False  # whoever waits for the scan steps until it is over
 
     def close(self) -> None:
         if self._scan is not None:

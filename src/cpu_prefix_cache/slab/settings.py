@@ -35,7 +35,7 @@ class FileTier:
         if not isinstance(self.nbytes, int) or isinstance(self.nbytes, bool) or self.nbytes < 1:
             raise ConfigurationError(
                 f"the size of a file tier is a whole number of bytes, at least 1, got {self.nbytes!r}; "
-                "a text such as 'file:/nvme/kv:64GiB' is read by parse_tier"
+                "a text such as 'file:/nvme/kv:64GiB' is read by parse_file_tier"
             )
         if self.offload not in (None, "lazy", "eager"):
             raise ConfigurationError(f"offload must be lazy, eager or None, got {self.offload!r}")
@@ -53,10 +53,10 @@ def check_hash(name: str) -> None:
         )
 
 
-def parse_tier(text: str) -> FileTier:
+def parse_file_tier(text: str) -> FileTier:
     """The tier that "file:PATH:SIZE" names. Raises ConfigurationError.
 
-    >>> parse_tier("file:/nvme/kv:1.5GiB").nbytes
+    >>> parse_file_tier("file:/nvme/kv:1.5GiB").nbytes
     1610612736
     """
     kind, _, rest = text.partition(":")

@@ -24,6 +24,7 @@ from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.records import SIZE, Record
+from cpu_prefix_cache.slab.slots import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class Slab:
     def floor(self) -> int:
         """Records of generations below it are never served."""
         return self._generations.floor
+
+    def bind(self, memory: memoryview) -> None:
+        """Host memory has to begin at a multiple of ALIGNMENT, or files are read through the system's cache."""
+        if self.is_direct and address_of(memory) % ALIGNMENT:
+            self.stop_direct(f"host memory does not begin at a multiple of {ALIGNMENT}")
 
     def advance(self, floor: int) -> None:
         """Raise the floor. On disk, too, when this returns: if it cannot be kept, the records below it are cleared."""
@@ -135,6 +141,9 @@ class Slab:
             self._folder.path,
             reason,
         )
+
+    def stop(self) -> None:
+        """Calls to the system end by themselves."""
 
     def close(self) -> None:
         """No thread may use it any more. May be called again."""

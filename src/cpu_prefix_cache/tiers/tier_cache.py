@@ -13,6 +13,9 @@ What differs from a cache over an engine's device:
                    nothing below the first generation of the last reset is ever served again
 
 Demotion begins when all that was found is taken in: before that, new chunks would be written over old ones.
+
+A store that several machines share is such a tier, too. Its slots are what this process remembers of it: what others
+have put there is taken in when the store has said so (`questions.py`), and what it has evicted is refused when read.
 """
 
 import logging
@@ -20,7 +23,7 @@ from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
-from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -36,13 +39,16 @@ from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
 from cpu_prefix_cache.tiers.demotion import Demotion
 from cpu_prefix_cache.tiers.found import FoundBefore
 from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
+from cpu_prefix_cache.tiers.questions import Questions
 
 logger = logging.getLogger(__name__)
 
 # At most this part of the host is being written; a sixth of it is looked at ahead (`EngineSteps.stretch`).
 WRITTEN_SHARE = 16
 EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more than lazy (docs/tiers.md)
-PAUSE_SECONDS = 30.0  # after FAILURES_IN_A_ROW: long enough for a file system that hangs, short for a server's life
+# After FAILURES_IN_A_ROW a tier is left alone: long enough for a file system that hangs, short for a server's life. A
+# store is tried by a question that no request waits for, so sooner.
+PAUSE_SECONDS, STORE_PAUSE_SECONDS = 30.0, 5.0
 STALL_SECONDS = 5.0  # for one read of 32 MiB, beyond its deadline: a disk that hangs, and not one that is slow
 RANGE = 1 << 32
 
@@ -59,7 +65,7 @@ class TierCache(CPUPrefixCache):
     """A tier of `slots` slots below `host`, the pool of a cache for `planner`.
 
     `offload` is "lazy", "eager", or None: eager from EAGER_FROM times the host's blocks on. `policy` and `thresholds`
-    are the tier's own.
+    are the tier's own. With `ask_seconds` others write to it too: so long a request waits for what the tier has of it.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class TierCache(CPUPrefixCache):
         offload: str | None,
         policy: str,
         thresholds: Thresholds,
+        ask_seconds: float | None = None,
     ) -> None:
         self.host = host
         self._is_eager = slots >= EAGER_FROM * host.capacity if offload is None else offload == "eager"
@@ -92,6 +99,9 @@ class TierCache(CPUPrefixCache):
         self._was_reset = False  # before all ranks had reported
         self._taken = 0  # portions
         self._paused_at: float | None = None
+        self._pause_seconds = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
+        self._questions = Questions(self.coordinator, self._stores, self._take, self._answered, ask_seconds)
+        self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
         self._refused = 0
 
@@ -111,6 +121,12 @@ class TierCache(CPUPrefixCache):
     def _hangs(self) -> bool:
         oldest = next(iter(self._ledger.loads.values()), None)
         return oldest is not None and self._now >= oldest.deadline + STALL_SECONDS
+
+    def awaited(self, request: Request, host_end: int) -> float | None:
+        """Until when it is not known what the tier has of this request beyond token `host_end`. None: it is."""
+        if not self.can_be_read:
+            return None
+        return self._questions.awaited(request, host_end, self._now)
 
     @property
     def load_rate(self) -> float | None:
@@ -136,7 +152,9 @@ class TierCache(CPUPrefixCache):
             mode="eager" if self._is_eager else "lazy",
             refused=self._refused,
             unsaved=self.ancestry.lost,
-            found=self._found.chunks,
+            found=self._found.chunks + self._learned,
+            questions=self._questions.asked,
+            unanswered=self._questions.unanswered,
             read_bytes_per_second=self.load_rate,
         )
 
@@ -145,10 +163,16 @@ class TierCache(CPUPrefixCache):
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds: a pause may be over."""
         self._now = now
-        if self._paused_at is not None and now >= self._paused_at + PAUSE_SECONDS:
+        self._questions.passed(now)
+        has_paused = self._paused_at is not None and now >= self._paused_at + self._pause_seconds
+        if has_paused and self._questions.is_back(now):
             logger.info("the tier is tried again")
             self._paused_at, self.is_off = None, False
             self._completion.forgive()
+
+    def admitted(self, id: Hashable) -> None:
+        """A request has begun to compute, and asks for nothing more."""
+        self._questions.admitted(id)
 
     def read(self, id: Hashable, chain: Chain, nodes: Sequence[int]) -> None:
         """Read a chain that the tier has into `nodes` of the host, which are being written, for the promotion `id`."""
@@ -172,7 +196,7 @@ class TierCache(CPUPrefixCache):
         step = self.step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
-        return TierPlan(step, self._first, self._taken)
+        return TierPlan(step, self._first, self._taken, self._questions.take_new(), self._questions.told_below)
 
     def report_tier(self, report: TierReport) -> list[Resolved]:
         """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
@@ -188,6 +212,8 @@ class TierCache(CPUPrefixCache):
             if load is not None:
                 self._refused += len(set(refusal.slots) - load.refused)
                 load.refused.update(refusal.slots)
+        if rank == 0:
+            self._questions.told(report.told, report.heard)
         return self.report(report.transfers)
 
     def flush(self) -> None:
@@ -204,11 +230,12 @@ class TierCache(CPUPrefixCache):
 
     @property
     def is_flushed(self) -> bool:
-        return not self.demotion.num_waiting and not self.has_transfers
+        return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 
     def reset(self) -> None:
         super().reset()
         self._found.clear()
+        self._questions.reset()
         self._was_reset = len(self._ranges) < self._ranks
         self._first = self._next = (self._next // RANGE + 1) * RANGE
 
@@ -229,9 +256,24 @@ class TierCache(CPUPrefixCache):
             self.demotion.is_open = True
             self._found.clear()
 
+    def _answered(self, in_time: bool) -> None:
+        """A question has ended."""
+        self._unanswered_in_a_row = 0 if in_time else self._unanswered_in_a_row + 1
+        if self._unanswered_in_a_row >= FAILURES_IN_A_ROW and not self.is_off:
+            self._failed_often()
+
+    def _take(self, chain: Chain) -> None:
+        """The tier has this chain already: others have stored it."""
+        store = self._stores.receive(chain, self.pool.touch(None), "others")
+        if store is not None:
+            for slot in (slot for node in store.nodes for slot in self.pool.all_blocks_of(node)):
+                self._generations[slot] = self._next
+            self._learned += len(chain.keys)
+            self._completion.promoted(store, True, len(store.nodes))
+
     def _failed_often(self) -> None:
         logger.error(
-            "%d copies of the tier have failed in a row: it is left alone for %.0f s", FAILURES_IN_A_ROW, PAUSE_SECONDS
+            "the tier has failed %d times in a row: it is left alone for %.0f s", FAILURES_IN_A_ROW, self._pause_seconds
         )
         self.is_off, self._paused_at = True, self._now
 

@@ -7,6 +7,9 @@
     lookup      a hit on the host; or, after the deadline, what the host has by then
     admit       the want is over
 
+    lookup      of a store that others write, too, it is not known yet what it has: Pending, until that is known or the
+                question's deadline (questions.py)
+
     want        noted --slices are read--> over --> admitted
                   `--- its deadline passes ----------^
 
@@ -42,6 +45,8 @@ LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device
 REMEMBERED_SECONDS = 60.0  # a want whose request has gone
 USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
 MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
+# So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
+TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
 LEAST_SIZE = 2  # times the host's blocks: a smaller tier holds little but what the host has too
 
 
@@ -69,7 +74,9 @@ class TieredCache(CPUPrefixCache):
 
     `below_offload` and `below_policy` are the tier's. Offload None: "eager" for a large tier (`TierCache`), and where
     the host's policy is not LRU, because then lazy cannot tell in time what the host evicts next. `thresholds` hold
-    back what is written to the tier. `options` are those of CPUPrefixCache.
+    back what is written to the tier. With `ask_seconds` the tier is a store that others write, too: so long a request
+    waits to hear what it has, and `slots` is how many blocks of it are remembered. `options` are those of
+    CPUPrefixCache.
 
     Besides `step` and `report`, the ranks' tiers are told `plan_below` in each step, and say `report_below`.
 
@@ -87,6 +94,7 @@ class TieredCache(CPUPrefixCache):
         below_policy: str = "lru",
         ranks: int = 1,
         thresholds: Thresholds = NO_THRESHOLDS,
+        ask_seconds: float | None = None,
         **options: Any,
     ) -> None:
         if slots < LEAST_SIZE * host_blocks:
@@ -102,6 +110,7 @@ class TieredCache(CPUPrefixCache):
             offload=below_offload or ("eager" if options.get("policy", "lru") != "lru" else None),
             policy=below_policy,
             thresholds=thresholds,
+            ask_seconds=ask_seconds,
         )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
@@ -110,6 +119,10 @@ class TieredCache(CPUPrefixCache):
         self._unread = 0  # bytes that wants which are not over have still to ask for
         self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
+        self._trial_budget = min(
+            self._budget, max(planner.host_blocks_per_chunk, TRIAL_BYTES // planner.host_block_bytes)
+        )
+        self._read_at = 0.0  # when a request last began to wait for the tier
         slice_blocks = max(1, SLICE_BYTES // planner.host_block_bytes)
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._now = 0.0
@@ -125,7 +138,11 @@ class TieredCache(CPUPrefixCache):
             return answer
         want = self._wants.get(request.id)
         if want is None:
-            want = self._new_want(request, n0, answer.boundary if isinstance(answer, Hit) else n0)
+            host_end = answer.boundary if isinstance(answer, Hit) else n0
+            unknown_until = self._unknown_until(request, n0, host_end)
+            if unknown_until is not None:
+                return Pending(unknown_until)
+            want = self._new_want(request, n0, host_end)
         if want is None or want.is_over:
             return answer
         if now < want.deadline:
@@ -134,19 +151,54 @@ class TieredCache(CPUPrefixCache):
         self._over(want)
         return answer
 
+    def _unknown_until(self, request: Request, n0: int, host_end: int) -> float | None:
+        """Until when this request waits to hear what the tier has. None where it is known, or could save no time."""
+        grid = self.planner.grid_tokens
+        end = self.planner.hittable_chunks(request.num_tokens) * grid
+        if end < n0 + max(1, self.min_load_tokens):
+            return None
+        blocks = (end // grid - host_end // grid) * self.planner.host_blocks_per_chunk
+        num_bytes = blocks * self.planner.host_block_bytes
+        return self.below.awaited(request, host_end) if self._saves(Candidate(end, end - host_end, num_bytes)) else None
+
+    def _saves(self, candidate: Candidate) -> bool:
+        """Whether it would save time to read the tier that far, if it had that; or that is to be tried."""
+        return self._best([candidate]) is not None or self._is_trial_due
+
+    @property
+    def _is_trial_due(self) -> bool:
+        """Whether a little is read although that seems to take longer: nothing was read for long, so nobody knows
+        whether the rate has changed.
+        """
+        return self._now >= self._read_at + TRIAL_SECONDS
+
+    def _best(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        prefill, rate = self._break_even.prefill_tokens_per_second, self.below.load_rate
+        return best(candidates, prefill=prefill, rate=rate, queue_bytes=self._queue_bytes)
+
+    @property
+    def _queue_bytes(self) -> int:
+        """What is to be read before anything that is asked for now."""
+        return self.below.queue_bytes + self._unread
+
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
-        candidates = self._candidates(request, n0, host_end) if self.below.can_be_read else []
+        if not self.below.can_be_read:
+            return None
+        is_known = self.below.load_rate is not None
+        candidates = self._candidates(request, n0, host_end, self._budget if is_known else self._trial_budget)
         if not candidates:
             return None
-        rate, queue = self.below.load_rate, self.below.queue_bytes + self._unread
-        prefill = self._break_even.prefill_tokens_per_second
-        chosen = best(candidates, prefill=prefill, rate=rate, queue_bytes=queue)
+        chosen = self._best(candidates)
+        if chosen is None and self._is_trial_due:
+            chosen = next(iter(self._candidates(request, n0, host_end, self._trial_budget)), None)
         if chosen is None:
             self._declined += 1
             self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
             return want
         self._asked += 1
-        seconds = 2 * (queue + chosen.num_bytes) / (rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
+        self._read_at = self._now
+        num_bytes = self._queue_bytes + chosen.num_bytes
+        seconds = 2 * num_bytes / (self.below.load_rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
         depth, stop = chosen.boundary // self.planner.grid_tokens, self._stop(chosen.boundary)
         want = Want(request, stop, depth, host_end, self._now + seconds, unread=chosen.num_bytes)
         self._wants[request.id] = want
@@ -154,20 +206,20 @@ class TieredCache(CPUPrefixCache):
         self._unread += want.unread
         return want
 
-    def _candidates(self, request: Request, n0: int, host_end: int) -> list[Candidate]:
-        """Where the tier could bring this request, the deepest first, as far as it fits into the budget."""
+    def _candidates(self, request: Request, n0: int, host_end: int, budget: int) -> list[Candidate]:
+        """Where the tier could bring this request, the deepest first, as far as it fits into `budget` blocks."""
         keys, grid, lower = request.keys, self.planner.grid_tokens, self.below.coordinator
         width = self.planner.host_blocks_per_chunk
         boundary = lower.longest_boundary(keys, host_end, request.num_tokens)
         here = self.pool.resident_run(keys, 0, boundary // grid)
-        most = here + self._budget // width if width else len(keys)  # chunks
+        most = here + budget // width if width else len(keys)  # chunks
         found: list[Candidate] = []
         least = max(host_end, n0 + self.min_load_tokens - 1)  # up to there nothing would be loaded from the host
         while boundary > least and len(found) < MOST_CANDIDATES:
             depth, stop = boundary // grid, self._stop(boundary)
             blocks = max(0, stop - here) * width
             blocks += self.coordinator.num_blocks(depth) if self.planner.needs_checkpoint(depth) else 0
-            if blocks <= self._budget:
+            if blocks <= budget:
                 size = blocks * self.planner.host_block_bytes
                 found.append(Candidate(boundary, boundary - host_end, size))
                 if not self.planner.has_checkpoints:
@@ -186,6 +238,7 @@ class TieredCache(CPUPrefixCache):
             self.passed(now)
         is_new = request.id not in self._running
         super().admit(request, n0, boundary, now)
+        self.below.admitted(request.id)
         want = self._wants.pop(request.id, None)
         if want is not None:
             self._tier_hit_tokens += max(0, (boundary or 0) - want.host_end)

@@ -35,7 +35,6 @@ from vllm.v1.request import Request
 
 from connector.multi.choice import Speed
 from connector.multi.chooser import ERROR, Chooser
-from connector.vllm import versions
 from connector.vllm.log import log_through_vllm
 from connector.vllm.multi.messages import TimedMetadata, TimedWorkerMetadata
 from connector.vllm.multi.metrics import OWN, ChoiceCounts, ChoicePromMetrics, ChoiceStats
@@ -130,8 +129,7 @@ class CPUPrefixCacheMultiConnector(MultiConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         received = connector_output.finished_recving or ()
-        failed = versions.failed_requests(connector_output)
-        self._steps.received(received, failed, connector_output.invalid_block_ids)
+        self._steps.received(received, connector_output.failed_recving, connector_output.invalid_block_ids)
         timed = connector_output.kv_connector_worker_meta
         if isinstance(timed, TimedWorkerMetadata) and timed.step is not None:
             self._steps.end(timed.step, timed.seconds)
@@ -222,8 +220,6 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmCon
 
     vLLM turns it off by itself for its own MultiConnector. In a model of one group it makes no difference.
     """
-    if not versions.TAKES_FAILED_REQUESTS:
-        raise ConfigurationError(f"{OWN} needs vLLM 0.30 or later; older ones have MultiConnector")
     classes = [each for each, _ in MultiConnector._get_connector_classes_and_configs(vllm_config)]
     if nested := [each.__name__ for each in classes if issubclass(each, MultiConnector)]:
         raise ConfigurationError(f"{nested[0]} cannot be one of several connectors: list its connectors instead")

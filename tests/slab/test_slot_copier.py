@@ -13,10 +13,10 @@ from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseErr
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
-from cpu_prefix_cache.slab import slab_copier as module
+from cpu_prefix_cache.slab import slot_copier as module
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, Meter
-from cpu_prefix_cache.slab.slab_copier import SlabCopier
+from cpu_prefix_cache.slab.slot_copier import SlotCopier
 from tests.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab, region
 from tests.threads import eventually
 
@@ -37,7 +37,7 @@ def host():
 
 @pytest.fixture
 def copier(slab, host):
-    made = SlabCopier(slab, host, PIECES)
+    made = SlotCopier(slab, host, PIECES)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_no_byte_behind_a_piece_reaches_the_file(copier, slab, host):
 
 
 def test_host_blocks_that_a_piece_does_not_reach_are_zeroed(slab, host):
-    copier = SlabCopier(slab, host, (Piece(FULL, 1, 3, BLOCK // 2),))
+    copier = SlotCopier(slab, host, (Piece(FULL, 1, 3, BLOCK // 2),))
     host.fill_(77)
     copier.copy(STORE, [copy([0, 1, 2], [0, 1, 2], places=3)])
     assert host[0, BLOCK // 2 :].tolist() == [0] * (BLOCK // 2)
@@ -234,7 +234,7 @@ def test_no_slot_and_no_host_block_is_written_twice(copier):
 
 def test_a_piece_larger_than_its_host_blocks_is_refused(slab, host):
     with pytest.raises(ConfigurationError, match="'window'"):
-        SlabCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
+        SlotCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
 
 
 def test_nothing_to_copy_has_ended(copier):
@@ -251,7 +251,7 @@ def slab_threads():
 
 def test_close_waits_for_what_was_submitted(slab, host):
     fill(host)
-    copier = SlabCopier(slab, host, PIECES)
+    copier = SlotCopier(slab, host, PIECES)
     events = [copier.submit(STORE, [copy([at, at + 1], [0, 1])], Passed()) for at in range(0, 16, 2)]
     copier.close()
     copier.close()
@@ -262,7 +262,7 @@ def test_close_waits_for_what_was_submitted(slab, host):
 
 
 def test_a_copier_that_nobody_has_ends_its_threads(slab, host):
-    copier = SlabCopier(slab, host, PIECES)
+    copier = SlotCopier(slab, host, PIECES)
     gone = weakref.ref(copier)
     copier.copy(STORE, [copy([0, 1], [0, 1])])
     del copier
@@ -353,3 +353,13 @@ def test_the_rate_is_known_after_enough_bytes(copier):
     statistics = copier.statistics()
     assert statistics.bytes_read == WINDOW_BYTES + 16 * BLOCK and statistics.bytes_written == 16 * BLOCK
     assert statistics.read_seconds > 0 and statistics.write_seconds > 0
+
+
+def test_memory_at_a_page_is_read_and_written_directly_as_before(tmp_path):
+    """Where the file system allows it: aligned memory is no reason to stop."""
+    slab = open_slab(tmp_path)
+    before = slab.is_direct
+    copier = SlotCopier(slab, region(8), PIECES)
+    assert slab.is_direct == before
+    copier.close()
+    slab.close()

@@ -1,4 +1,4 @@
-"""Copies between host blocks and the slots of a slab, in threads of its own.
+"""Copies between host blocks and the slots of a tier, in threads of its own.
 
     submit   checks all ids, cuts the transfer into slices of adjacent slots, and returns
     threads  each takes a slice: some MiB, so that loads get their turn
@@ -28,7 +28,7 @@ from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
 from cpu_prefix_cache.slab.meter import Meter
 from cpu_prefix_cache.slab.records import check_label
-from cpu_prefix_cache.slab.slab import ALIGNMENT, Slab
+from cpu_prefix_cache.slab.slots import Slots
 
 THREADS = (
     4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
@@ -40,7 +40,7 @@ Entry = tuple[int, int, Label]  # slot, host block, what the slot holds
 Refused = tuple[int, int]  # slot and generation
 
 
-class SlabStatistics(NamedTuple):
+class SlotStatistics(NamedTuple):
     """Since the tier was opened. Seconds are those in which a transfer of that direction was under way."""
 
     bytes_read: int
@@ -52,8 +52,8 @@ class SlabStatistics(NamedTuple):
     write_bytes_per_second: float | None
 
 
-class SlabCopier(Copier):
-    """Between `region`, uint8 [host blocks, slot_bytes] in host memory, and `slab`. `pieces` are the planner's.
+class SlotCopier(Copier):
+    """Between `region`, uint8 [host blocks, slot_bytes] in host memory, and `slots`. `pieces` are the planner's.
 
     `refused` has the slots whose bytes were not what a load's labels said, each with the label's generation; who asks
     removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
@@ -61,20 +61,19 @@ class SlabCopier(Copier):
     Raises ConfigurationError when the region does not fit.
     """
 
-    def __init__(self, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, slots: Slots, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
         self._region = _Region(region)
-        if self._region.block_bytes != slab.slot_bytes:
+        if self._region.block_bytes != slots.slot_bytes:
             raise ConfigurationError(
-                f"a slot of {slab.slot_bytes} bytes holds a host block, which has {self._region.block_bytes} bytes"
+                f"a slot of {slots.slot_bytes} bytes holds a host block, which has {self._region.block_bytes} bytes"
             )
         for piece in pieces:
-            if not 0 < piece.num_bytes <= piece.host_blocks * slab.slot_bytes:
+            if not 0 < piece.num_bytes <= piece.host_blocks * slots.slot_bytes:
                 raise ConfigurationError(
                     f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
                 )
-        if slab.is_direct and self._region.address % ALIGNMENT:
-            slab.stop_direct(f"host memory does not begin at a multiple of {ALIGNMENT}")
-        self._slab, self._pieces = slab, tuple(pieces)
+        slots.bind(self._region.all_bytes)
+        self._slots, self._pieces = slots, tuple(pieces)
         self.refused: set[Refused] = set()
         self._num_refused = 0
         self._meters = {direction: Meter() for direction in Direction}
@@ -93,9 +92,9 @@ class SlabCopier(Copier):
         count = self._slice_slots(direction, len(entries))
         slices = [entries[at : at + count] for at in range(0, len(entries), count)]
         meter = self._meters[direction]
-        act = partial(_store if direction is Direction.STORE else _load, self._slab, self._region)
+        act = partial(_store if direction is Direction.STORE else _load, self._slots, self._region)
         if direction is Direction.STORE:
-            undo = partial(self._slab.forget, [slot for slot, _, _ in entries])
+            undo = partial(self._slots.forget, [slot for slot, _, _ in entries])
             work = [partial(act, part, self._tails(part)) for part in slices]
         else:
             undo = None
@@ -122,10 +121,10 @@ class SlabCopier(Copier):
     def read_bytes_per_second(self) -> float | None:
         return self._meters[Direction.LOAD].bytes_per_second
 
-    def statistics(self) -> SlabStatistics:
+    def statistics(self) -> SlotStatistics:
         loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
         moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
-        return SlabStatistics(*moved, self._num_refused, loads.bytes_per_second, stores.bytes_per_second)
+        return SlotStatistics(*moved, self._num_refused, loads.bytes_per_second, stores.bytes_per_second)
 
     def close(self) -> None:
         """Wait until all transfers have ended, and end the threads. May be called again."""
@@ -138,7 +137,7 @@ class SlabCopier(Copier):
         if not len(slots) == len(blocks) == len(labels):
             raise MisuseError(f"{len(slots)} slots, {len(blocks)} host blocks, {len(labels)} labels: not one for each")
         if slots:
-            _check_range("slots", slots, self._slab.slots)
+            _check_range("slots", slots, self._slots.slots)
             _check_range("host blocks", blocks, self._region.num_blocks)
         places = self._pieces[copy.group].host_blocks
         for label in labels:
@@ -150,15 +149,15 @@ class SlabCopier(Copier):
     def _slice_slots(self, direction: Direction, slots: int) -> int:
         """Slots to a slice: all threads have one, or each is as large as may be."""
         threads = STORING if direction is Direction.STORE else THREADS
-        return max(1, min(-(-slots // threads), SLICE_BYTES // self._slab.slot_bytes))
+        return max(1, min(-(-slots // threads), SLICE_BYTES // self._slots.slot_bytes))
 
     def _tails(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
         """Where in which host blocks the last byte of a piece is followed by others."""
         tails = []
         for _, block, label in entries:
             piece = self._pieces[label.group]
-            used = piece.num_bytes - label.place * self._slab.slot_bytes
-            if used < self._slab.slot_bytes:
+            used = piece.num_bytes - label.place * self._slots.slot_bytes
+            if used < self._slots.slot_bytes:
                 tails.append((block, max(0, used)))
         return tails
 
@@ -230,29 +229,31 @@ class _Region:
         self.num_blocks, self.block_bytes = region.shape
         self.address = region.data_ptr()
         self._memory = region  # keeps the bytes
-        self._bytes = memoryview((ctypes.c_ubyte * region.numel()).from_address(self.address)).cast("B")
+        self.all_bytes = memoryview((ctypes.c_ubyte * region.numel()).from_address(self.address)).cast("B")
 
     def view(self, block: int) -> memoryview:
-        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+        return self.all_bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def zero(self, block: int, begin: int) -> None:
         """From byte `begin` of a block on."""
         ctypes.memset(self.address + block * self.block_bytes + begin, 0, self.block_bytes - begin)
 
 
-def _store(slab: Slab, region: _Region, entries: Sequence[Entry], tails: Sequence[tuple[int, int]]) -> int:
+def _store(to: Slots, region: _Region, entries: Sequence[Entry], tails: Sequence[tuple[int, int]]) -> int:
     for block, begin in tails:
         region.zero(block, begin)
     slots, blocks, labels = zip(*entries, strict=True)
-    slab.write(slots, [region.view(block) for block in blocks], labels)
-    return len(entries) * slab.slot_bytes
+    to.write(slots, [region.view(block) for block in blocks], labels)
+    return len(entries) * to.slot_bytes
 
 
-def _load(slab: Slab, region: _Region, entries: Sequence[Entry], refuse: Callable[[Sequence[Refused]], object]) -> int:
+def _load(
+    from_: Slots, region: _Region, entries: Sequence[Entry], refuse: Callable[[Sequence[Refused]], object]
+) -> int:
     slots, blocks, labels = zip(*entries, strict=True)
-    lost = set(slab.read(slots, [region.view(block) for block in blocks], labels))
+    lost = set(from_.read(slots, [region.view(block) for block in blocks], labels))
     refuse([(slot, label.generation) for slot, _, label in entries if slot in lost])
-    return (len(entries) - len(lost)) * slab.slot_bytes
+    return (len(entries) - len(lost)) * from_.slot_bytes
 
 
 def _check_range(what: str, ids: Sequence[int], limit: int) -> None:

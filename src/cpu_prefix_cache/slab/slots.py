@@ -1,0 +1,47 @@
+"""Slots: what holds the bytes of one rank below its host memory, as copies see it: a slab of files, a shared store."""
+
+from collections.abc import Sequence
+from ctypes import addressof, c_char
+from typing import Protocol
+
+from cpu_prefix_cache.messages.plan import Label
+
+
+class Slots(Protocol):
+    """`slots` of `slot_bytes` bytes each. Any number of threads may read and write, different slots at a time.
+
+    `next_generation`: nothing that is served had it or a larger one when this was opened. What has a generation below
+    `floor` is never served.
+    """
+
+    slots: int
+    slot_bytes: int
+    next_generation: int
+
+    @property
+    def floor(self) -> int: ...
+
+    def bind(self, memory: memoryview) -> None:
+        """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
+
+    def advance(self, floor: int) -> None:
+        """Raise the floor."""
+
+    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        """Write `views[i]`, which is what `labels[i]` says. When it raises, none of these slots holds anything."""
+
+    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
+        """Read into `views[i]`. The slots that are refused, because they do not hold what `labels[i]` says."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more."""
+
+    def stop(self) -> None:
+        """Calls that would never end by themselves end now, and nothing more is asked for."""
+
+    def close(self) -> None:
+        """No thread uses it any more. May be called again."""
+
+
+def address_of(memory: memoryview) -> int:
+    return addressof(c_char.from_buffer(memory))

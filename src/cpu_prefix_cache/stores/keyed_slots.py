@@ -1,0 +1,170 @@
+"""A shared store as the slots of one rank: the number of a slot says nothing here, its label says all.
+
+    write   the frame is made of the label and of the bytes' checksum, and put with the bytes
+    read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
+            else the slot is refused, and the value deleted: a store that keeps old values would keep it for ever
+    floor   after a reset nobody knows which weights others have. So names begin anew, under a digest that no other
+            process has: what is stored from then on is found by this process alone
+
+Every value is one host block. Frames lie in memory of their own, beside the host region.
+"""
+
+import hashlib
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from cpu_prefix_cache.messages.plan import Label
+from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.slots import address_of
+from cpu_prefix_cache.stores import frame
+from cpu_prefix_cache.stores.frame import Names
+from cpu_prefix_cache.stores.keyed_store import KeyedStore
+
+logger = logging.getLogger(__name__)
+
+GET_SECONDS = 2.0  # for one call of some MiB: no request waits so long (rule 22), but threads must come back
+PUT_SECONDS = 5.0
+DELETE_SECONDS = 1.0
+CALL_VALUES = 64  # to one call, at most
+CALLS = 8  # at once, at most: as many sets of frames
+PORTION_BYTES = 256 << 20  # of host memory, registered when the first of its blocks is used
+FIRST_GENERATION = 1 << 32  # so that a reset before the first report has a floor above 0
+
+
+class _Era(NamedTuple):
+    """What is stored and served between two resets."""
+
+    floor: int
+    names: Names
+
+
+class KeyedSlots:
+    """`store` belongs to this from now on. `slots` is how many values this process remembers; the store has more or
+    fewer. `namespace` says whose bytes these are; each of `owners` owners has values of its own.
+    """
+
+    next_generation = FIRST_GENERATION
+
+    def __init__(
+        self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slots: int, slot_bytes: int
+    ) -> None:
+        self.store, self.slots, self.slot_bytes = store, slots, slot_bytes
+        digest = hashlib.sha256(namespace.digest + f"owner {number} of {owners}".encode()).digest()
+        self._era = _Era(0, Names(digest))
+        self._memory = memoryview(b"")
+        self._address, self._registered, self._lock = 0, set[int](), threading.Lock()
+        self._arena = memoryview(mmap.mmap(-1, CALLS * CALL_VALUES * frame.SIZE))
+        self._frames = SimpleQueue[list[memoryview]]()  # those of a call each, of calls that are not under way
+        frames = [self._arena[begin : begin + frame.SIZE] for begin in range(0, self._arena.nbytes, frame.SIZE)]
+        for call in range(CALLS):
+            self._frames.put(frames[call * CALL_VALUES : (call + 1) * CALL_VALUES])
+
+    @property
+    def floor(self) -> int:
+        return self._era.floor
+
+    @property
+    def names(self) -> Names:
+        """Of what may be read now."""
+        return self._era.names
+
+    def bind(self, memory: memoryview) -> None:
+        self._memory, self._address = memory, address_of(memory)
+        self.store.register(self._arena)
+
+    def advance(self, floor: int) -> None:
+        self._era = _Era(floor, Names(os.urandom(32)))
+
+    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        """Raises OSError when the store does, or does not take all of it."""
+        era = self._era
+        for label in labels:
+            records.check_label(label)
+            if label.generation < era.floor:
+                raise OSError("what was to be stored is from before a reset")
+        self._register(views)
+        for begin in range(0, len(slots), CALL_VALUES):
+            part = slice(begin, begin + CALL_VALUES)
+            self._put(era.names, views[part], labels[part])
+
+    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
+        """Raises OSError when the store does. What refused slots' views hold is undefined."""
+        era = self._era
+        self._register(views)
+        refused: list[int] = []
+        for begin in range(0, len(slots), CALL_VALUES):
+            part = slice(begin, begin + CALL_VALUES)
+            good = self._get(era, views[part], labels[part])
+            refused += [slot for slot, is_good in zip(slots[part], good, strict=True) if not is_good]
+        return refused
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """A value is found by its name, which was not given to another."""
+
+    def stop(self) -> None:
+        self.store.close()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _put(self, names: Names, views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        frames = self._frames.get()
+        try:
+            for head, (view, label) in zip(frames, zip(views, labels, strict=True), strict=False):
+                head[:] = self._frame_of(names, label, view)
+            taken = self.store.put_from(
+                [names.of_label(label) for label in labels], list(zip(frames, views, strict=False)), PUT_SECONDS
+            )
+        finally:
+            self._frames.put(frames)
+        if not all(taken):
+            raise OSError(f"the store did not take {taken.count(False)} of {len(taken)} values")
+
+    def _get(self, era: _Era, views: Sequence[memoryview], labels: Sequence[Label]) -> list[bool]:
+        names = [era.names.of_label(label) for label in labels]
+        frames = self._frames.get()
+        try:
+            for each in frames[: len(labels)]:
+                each[:] = bytes(frame.SIZE)
+            there = self.store.get_into(names, list(zip(frames, views, strict=False)), GET_SECONDS)
+            good = [
+                is_there and label.generation >= era.floor and bytes(head) == self._frame_of(era.names, label, view)
+                for is_there, head, label, view in zip(there, frames, labels, views, strict=False)
+            ]
+        finally:
+            self._frames.put(frames)
+        bad = [
+            name
+            for name, is_good, label in zip(names, good, labels, strict=True)
+            if not is_good and label.generation >= era.floor
+        ]
+        if bad:
+            self._delete(bad)
+        return good
+
+    def _delete(self, names: Sequence[str]) -> None:
+        try:
+            self.store.delete(names, DELETE_SECONDS)
+        except OSError as error:  # what was read well is good all the same
+            logger.warning("the store could not delete values that are not right: %s", error)
+
+    def _frame_of(self, names: Names, label: Label, view: memoryview) -> bytes:
+        return frame.pack(label, names.namespace, self.slot_bytes, frame.checksum(view))
+
+    def _register(self, views: Sequence[memoryview]) -> None:
+        """The portions of host memory in which these views lie."""
+        blocks = max(1, PORTION_BYTES // self.slot_bytes)
+        portions = {(address_of(view) - self._address) // self.slot_bytes // blocks for view in views}
+        if portions <= self._registered:
+            return
+        with self._lock:
+            for each in portions - self._registered:
+                begin = each * blocks * self.slot_bytes
+                self.store.register(self._memory[begin : begin + blocks * self.slot_bytes])
+                self._registered.add(each)

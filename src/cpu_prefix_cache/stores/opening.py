@@ -1,0 +1,50 @@
+"""A store by its URL, of which the scheme says who makes it: we, or an entry point of another package.
+
+[project.entry-points."cpu_prefix_cache.stores"]
+myscheme = "my_package:MyStore"  # called with the URL
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.stores.keyed_store import KeyedStore
+
+GROUP = "cpu_prefix_cache.stores"
+REDIS, MOONCAKE = (
+    "cpu_prefix_cache.stores.redis_store:RedisStore",
+    "cpu_prefix_cache.stores.mooncake_store:MooncakeStore",
+)
+OURS = {"redis": REDIS, "rediss": REDIS, "unix": REDIS, "mooncake": MOONCAKE}
+
+
+def open_store(url: str) -> KeyedStore:
+    """Raises ConfigurationError."""
+    scheme, _, rest = url.partition("://")
+    known = _known()
+    if not rest or scheme not in known:
+        raise ConfigurationError(
+            f"a store is SCHEME://ADDRESS, and its scheme one of {', '.join(sorted(known))} (ours, and what installed "
+            f"packages have as entry points of {GROUP}); got {scheme!r}"
+        )
+    try:
+        make = known[scheme].load()
+    except ImportError as missing:
+        raise ConfigurationError(f"the store for {scheme}:// cannot be imported: {missing}") from missing
+    store = make(url)
+    if not isinstance(store, KeyedStore):
+        raise ConfigurationError(f"{known[scheme].value}, which {scheme}:// names, made no KeyedStore but {store!r}")
+    return store
+
+
+def check_kind(kind: str, url: object) -> None:
+    """Raise ConfigurationError unless this kind of store is known, and `url` is of one: "rediss://host" is a redis."""
+    if kind not in _known():
+        raise ConfigurationError(f"unknown kind of tier {kind!r}; known are file, {', '.join(sorted(_known()))}")
+    if isinstance(url, str) and not url.startswith(kind):
+        raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {url[:12]!r}")
+
+
+def _known() -> dict[str, EntryPoint]:
+    """By scheme; ours last, so that no package takes their place."""
+    ours = [EntryPoint(name, value, GROUP) for name, value in OURS.items()]
+    return {each.name: each for each in (*entry_points(group=GROUP), *ours)}

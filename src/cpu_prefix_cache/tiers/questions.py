@@ -1,0 +1,208 @@
+"""Questions: what a store that others write too has of a prompt. It is asked once for each request, before it is read.
+
+    asked --told--> over    what is there is taken into the tier's pool, as if it had just been stored
+      `--the deadline passes--> late    the request goes on with what the host has. An answer that comes yet is taken in
+
+Steps may be longer than the deadline. So a question is late when the ranks have heard of it and have not answered by
+the deadline; if they say nothing at all, LATE_SECONDS later.
+
+Nobody waits for the store: a question goes out with the plan of a step, the ranks' tier asks in a thread, and the
+answer comes with a report. Where the store says nothing, or cannot be asked, again and again, the tier pauses; then one
+question in `PROBE_SECONDS` that concerns no request finds out whether it is back. (A question that is late because
+others are answered before it has a deadline, too, but is no reason to pause.)
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cpu_prefix_cache.messages.request import CheckpointAt, Request
+from cpu_prefix_cache.messages.tier import Ask, Told
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.stores import Chain, StorePlanner
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
+
+PROBE_SECONDS = 1.0
+LATE_SECONDS = 1.0  # beyond its deadline a question that nobody has heard of is awaited, and an answer taken in
+REMEMBERED_SECONDS = 60.0  # that a request was asked for, if it is never admitted
+MOST_CHECKPOINTS = 8  # are taken in, from the deepest on
+LOOKED_AT = 256  # chunks whose checkpoints are looked for, from the deepest on: some ms
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """Of the chunks `keys[depth:stop]`. `is_over`: nobody waits for it."""
+
+    ask: Ask
+    keys: Sequence[bytes]
+    asked_at: float
+    deadline: float
+    is_over: bool = False
+
+
+class Questions:
+    """`take` takes a chain into the tier's pool. `ended` is told whether the store answers: with each answer, and with
+    a question that failed, or is late and nothing was answered since it was asked. A request waits `seconds`.
+    None: nobody else writes to the tier, so nothing is ever asked.
+    """
+
+    def __init__(
+        self,
+        coordinator: KVCacheCoordinator,
+        stores: StorePlanner,
+        take: Callable[[Chain], None],
+        ended: Callable[[bool], None],
+        seconds: float | None,
+    ) -> None:
+        self._coordinator, self._pool, self._planner = coordinator, coordinator.pool, coordinator.planner
+        self._stores, self._take, self._ended, self._seconds = stores, take, ended, seconds
+        self._of: dict[Hashable, Question] = {}  # by request, in the order in which they came
+        self._open: dict[int, Question] = {}  # may still be answered, in the order of their numbers
+        self._new: list[Ask] = []  # since the last plan
+        self._probe: Question | None = None
+        self._has_answered = False  # the probe, however late
+        self._next = 0
+        self._heard: int | None = None  # the ranks have questions with smaller numbers; None: with any
+        self._now, self._told_at = 0.0, -math.inf
+        self.asked = self.unanswered = 0
+
+    def awaited(self, request: Request, host_end: int, now: float) -> float | None:
+        """Until when it is not known what the store has of this request beyond token `host_end`. None: it is."""
+        question = self._of.get(request.id)
+        if question is None:
+            question = self._question_for(request, host_end, now)
+            if question is None:
+                return None
+            self._of[request.id] = question
+            self.asked += 1
+        self.passed(now)
+        if question.is_over:
+            return None
+        return question.deadline + (LATE_SECONDS if now >= question.deadline else 0.0)
+
+    def admitted(self, id: Hashable) -> None:
+        """The request will not ask again."""
+        self._of.pop(id, None)
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`: questions may be late."""
+        self._now = now
+        for question in self._open.values():
+            if now < question.deadline:
+                break
+            if not self._is_heard(question) and now < question.deadline + LATE_SECONDS:
+                continue
+            if self._over(question, in_time=False) and self._told_at <= question.asked_at:
+                self._ended(False)
+        while self._open and now >= (first := next(iter(self._open.values()))).deadline + LATE_SECONDS:
+            del self._open[first.ask.id]
+        while self._of and now >= next(iter(self._of.values())).deadline + REMEMBERED_SECONDS:
+            del self._of[next(iter(self._of))]
+
+    def is_back(self, now: float) -> bool:
+        """Whether the store answers again. It is asked, if that is due."""
+        if self._seconds is None:
+            return True
+        if self._has_answered:
+            self._probe, self._has_answered = None, False
+            return True
+        if self._probe is None or now >= self._probe.deadline:
+            self._probe = self._ask((), 0, 0, now, PROBE_SECONDS)
+            self._probe.is_over = True
+        return False
+
+    def told(self, answers: Sequence[Told], heard: int | None = None) -> None:
+        self._heard = heard
+        for told in answers:
+            question = self._open.pop(told.id, None)
+            if question is None:
+                continue
+            self._over(question, in_time=told.ok)
+            self._ended(told.ok)
+            if told.ok:
+                self._told_at = self._now
+                self._has_answered |= question is self._probe
+                self._take_in(question, told)
+
+    def take_new(self) -> tuple[Ask, ...]:
+        """What is to be asked since the last call."""
+        new, self._new = tuple(self._new), []
+        return new
+
+    @property
+    def told_below(self) -> int:
+        """Nobody waits for answers to questions with smaller numbers."""
+        return next(iter(self._open), self._next)
+
+    def reset(self) -> None:
+        """What was answered before, or is being answered, is of no use."""
+        self._of.clear()
+        self._open.clear()
+        self._new.clear()
+        self._probe, self._has_answered = None, False
+
+    def _question_for(self, request: Request, host_end: int, now: float) -> Question | None:
+        """None if there is nothing that the store could add."""
+        if self._seconds is None:
+            return None
+        planner, keys = self._planner, request.keys
+        stop = min(planner.hittable_chunks(request.num_tokens), len(keys))
+        known = self._pool.resident_run(keys, 0, stop)
+        depth = known
+        if planner.has_checkpoints and stop:
+            depth = max(0, min(known, planner.full_chunks(host_end)) - planner.reach(stop))
+        if stop * planner.grid_tokens <= host_end or depth == stop:
+            return None
+        return self._ask(keys, depth, stop, now, self._seconds)
+
+    def _ask(self, keys: Sequence[bytes], depth: int, stop: int, now: float, seconds: float) -> Question:
+        ask = Ask(self._next, tuple(keys[depth:stop]), depth, self._planner.grid_tokens)
+        self._next += 1
+        self._new.append(ask)
+        self._open[ask.id] = question = Question(ask, keys, now, now + seconds)
+        return question
+
+    def _is_heard(self, question: Question) -> bool:
+        return self._heard is None or question.ask.id < self._heard
+
+    def _over(self, question: Question, *, in_time: bool) -> bool:
+        """Nobody waits for it any more. Whether somebody did."""
+        has_waited, question.is_over = not question.is_over, True
+        self.unanswered += has_waited and not in_time
+        return has_waited
+
+    def _take_in(self, question: Question, told: Told) -> None:
+        keys, depth = question.keys, question.ask.depth
+        stop = depth + told.chunks
+        covered = self._covered(keys, stop)
+        if covered < depth:
+            return  # what was known has been forgotten meanwhile: nobody has asked for it
+        room = self._pool.available(stop - covered) if self._pool.blocks_per_chunk else 0  # bare chunks are of no use
+        if room:
+            self._take(_chain(keys, covered, covered + room))
+        for at in self._checkpoints(question, stop, set(told.pieces)):
+            self._take(_chain(keys, self._covered(keys, at), at, self._coordinator.checkpoint_at(keys, at)))
+
+    def _covered(self, keys: Sequence[bytes], stop: int) -> int:
+        """How many of the first `stop` chunks are here or on their way."""
+        return self._stores.covered_run(keys, self._pool.resident_run(keys, 0, stop), stop)
+
+    def _checkpoints(self, question: Question, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
+        """The depths at which a checkpoint is there with all of its pieces, from the deepest on."""
+        keys, found = question.keys, 0
+        ends = {key for key, _, _ in pieces}  # a checkpoint has pieces in the chunk at whose end it is
+        for depth in range(stop, max(question.ask.depth, stop - LOOKED_AT), -1):
+            key = checkpoint_key(keys[depth - 1])
+            if keys[depth - 1] not in ends or self._stores.is_covered(key):
+                continue
+            needs = self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
+            missing = self._pool.checkpoints.missing(needs)
+            if needs and all(need.key in pieces for need in missing):
+                yield depth
+                found += 1
+            if found == MOST_CHECKPOINTS:
+                return
+
+
+def _chain(keys: Sequence[bytes], start: int, stop: int, checkpoint: CheckpointAt | None = None) -> Chain:
+    return Chain(keys[start - 1] if start else None, keys[start:stop], checkpoint)

@@ -1,0 +1,57 @@
+"""A store by its URL: ours, a third party's by entry point, and what is said where there is none."""
+
+import pytest
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.stores.opening import GROUP, open_store
+from tests.stores.example_store import FolderStore
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Packages that have these entry points: name and value."""
+
+    def install(**points):
+        folder = tmp_path / "third_party-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (folder / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+def test_a_third_party_has_an_entry_point(installed, tmp_path):
+    installed(folder="tests.stores.example_store:FolderStore", redis="tests.stores.example_store:FolderStore")
+    store = open_store(f"folder://{tmp_path}")
+    assert isinstance(store, FolderStore)
+    value, into = memoryview(b"value"), memoryview(bytearray(5))
+    assert store.put_from(["key"], [[value]], 1.0) == [True]
+    assert store.get_into(["key"], [[into]], 1.0) == [True] and into == value
+    with pytest.raises(ConfigurationError, match="redis"):  # which is ours, whatever is installed
+        open_store("redis://127.0.0.1:1")
+
+
+def test_control_another_value_is_noticed(installed, tmp_path):
+    installed(folder="tests.stores.example_store:FolderStore")
+    store, into = open_store(f"folder://{tmp_path}"), memoryview(bytearray(5))
+    store.put_from(["key"], [[memoryview(b"value")]], 1.0)
+    for file in tmp_path.glob("[0-9a-f]" * 64):
+        file.write_bytes(b"valve")
+    assert store.get_into(["key"], [[into]], 1.0) == [True] and into != b"value"
+
+
+@pytest.mark.parametrize("url", ["memcached://host", "redis", "redis://", "", "/nvme/kv"])
+def test_what_is_no_store_is_told_with_what_is_known(url):
+    with pytest.raises(ConfigurationError, match="one of mooncake, redis, rediss, unix"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [("no_such_package:Store", "cannot be imported"), ("builtins:str", "no KeyedStore")]
+)
+def test_an_entry_point_that_is_none_is_told(installed, value, told):
+    installed(other=value)
+    with pytest.raises(ConfigurationError, match=told):
+        open_store("other://address")

@@ -1,0 +1,275 @@
+"""RedisStore with real servers: logins, refusals, eviction, and servers that are frozen, killed and started again."""
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.stores.opening import open_store
+from cpu_prefix_cache.stores.redis_store import RedisStore
+from cpu_prefix_cache.testing import check_store
+from tests_stores.servers import RedisServer, free_port
+from tests_stores.traffic import HANG_SECONDS, Traffic, Under
+
+pytestmark = pytest.mark.needs("redis")
+USER = ["--user", "kv", "on", ">secret", "~*"]
+
+
+def by_hand(server, **options):
+    import redis
+
+    return redis.Redis(port=server.port, **options)
+
+
+# The contract
+
+
+def test_tcp_keeps_the_contract(redis_server):
+    check_store(lambda: open_store(redis_server.url()))
+
+
+def test_a_socket_of_this_machine_keeps_the_contract(start, tmp_path):
+    start(RedisServer, "--unixsocket", str(tmp_path / "redis.sock"))
+    check_store(lambda: open_store(f"unix://{tmp_path}/redis.sock"))
+
+
+def test_a_user_who_may_do_nothing_else_keeps_the_contract(start):
+    server = start(RedisServer, *USER, "+get", "+set", "+exists", "+del", "+ping")
+    check_store(lambda: open_store(server.url("kv:secret@")))
+
+
+@pytest.mark.needs("tls")
+def test_tls_keeps_the_contract(tls_server):
+    check_store(lambda: open_store(tls_server.url(scheme="rediss", query=f"?ssl_ca_certs={tls_server.certificate}")))
+
+
+def test_control_a_byte_changed_on_the_server_is_noticed(redis_server):
+    traffic = Traffic(RedisStore(redis_server.url()))
+    traffic.put()
+    assert traffic.get_all()
+    by_hand(redis_server).setrange(traffic.keys[3], 500_000, b"\0\1\2\3")
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        traffic.get()
+
+
+def test_databases_are_apart(redis_server):
+    first, second = (Traffic(RedisStore(redis_server.url(query=f"/{number}"))) for number in range(2))
+    first.put()
+    assert first.get_all() and not any(second.get())
+
+
+# One sentence at start
+
+
+def serve_http():
+    class Answers(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
+
+
+def told(url):
+    with pytest.raises(ConfigurationError) as raised:
+        open_store(url)
+    return str(raised.value)
+
+
+def test_nobody_there():
+    assert "no Redis server can be used at 127.0.0.1:" in told(f"redis://127.0.0.1:{free_port()}")
+    assert "/nowhere/redis.sock" in told("unix:///nowhere/redis.sock")
+
+
+def test_no_password_a_wrong_one_and_a_user_who_may_not(start):
+    server = start(RedisServer, "--requirepass", "secret")
+    assert "NOAUTH" in told(server.url())
+    wrong = told(server.url(":another-secret@"))
+    assert "invalid" in wrong and "another-secret" not in wrong
+    limited = start(RedisServer, *USER, "+get")
+    assert "NOPERM" in told(limited.url("kv:secret@"))
+
+
+def test_a_server_of_another_kind():
+    port = serve_http()
+    assert f"127.0.0.1:{port}" in told(f"redis://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in told(f"redis://:secret@127.0.0.1:{port}")
+
+
+def test_a_server_that_is_frozen(redis_server):
+    redis_server.freeze()
+    assert "no Redis server can be used" in told(redis_server.url())
+
+
+@pytest.mark.needs("tls")
+def test_tls_where_there_is_none_none_where_there_is_and_an_unknown_authority(redis_server, tls_server):
+    assert "rediss:// where it speaks TLS" in told(redis_server.url(scheme="rediss"))
+    assert "rediss:// where it speaks TLS" in told(tls_server.url())
+    assert "certificate" in told(tls_server.url(scheme="rediss"))
+
+
+@pytest.mark.parametrize("rest", ["127.0.0.1:port", "127.0.0.1?max_connections=7", "127.0.0.1?db=first"])
+def test_what_is_no_url(rest):
+    assert "a store is redis://" in told(f"redis://{rest}")
+
+
+def test_without_redis_py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    assert "cpu-prefix-cache[redis]" in told("redis://127.0.0.1")
+
+
+# What a server may do
+
+
+def test_a_value_that_was_taken_may_be_gone(start):  # tiers 26
+    server = start(RedisServer, "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
+    traffic = Traffic(RedisStore(server.url()))
+    assert all(traffic.put())
+    assert 0 < sum(traffic.get()) < len(traffic.keys)
+
+
+def test_a_full_server_that_does_not_evict_takes_what_it_has_room_for(start):
+    server = start(RedisServer, "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    traffic = Traffic(RedisStore(server.url()))
+    taken = traffic.put()
+    assert 0 < sum(taken) < len(taken)
+    assert traffic.get() == taken
+
+
+def test_a_replica_refuses_the_call(start):
+    server = start(RedisServer, "--replicaof", "127.0.0.1", str(free_port()))
+    traffic = Traffic(RedisStore(server.url()))
+    with pytest.raises(OSError, match="READONLY"):
+        traffic.put()
+    assert not any(traffic.get())
+
+
+def test_a_user_who_may_read_only_is_told(start):
+    server = start(RedisServer, *USER, "+get", "+exists", "+ping")
+    traffic = Traffic(RedisStore(server.url("kv:secret@")))
+    with pytest.raises(OSError, match="NOPERM"):
+        traffic.put()
+    assert not any(traffic.get())
+
+
+def test_a_key_of_another_type_is_no_value(redis_server):
+    store = RedisStore(redis_server.url())
+    by_hand(redis_server).lpush("list", b"x")
+    into = memoryview(bytearray(1))
+    assert store.get_into(["list"], [[into]], 5.0) == [False]
+    assert store.put_from(["list"], [[into]], 5.0) == [True]
+    assert store.get_into(["list"], [[into]], 5.0) == [True]
+
+
+# Frozen, killed, started again
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_frozen_in_the_middle(redis_server, call):  # tiers 28, 24
+    store = RedisStore(redis_server.url())
+    traffic, other = Traffic(store), Traffic(store, "other")
+    traffic.put(), other.put()
+    running = Under(lambda: getattr(traffic, call)(timeout=1.0))
+    redis_server.freeze()
+    assert isinstance(running.end(), TimeoutError)
+    traffic.poison()
+    redis_server.thaw()
+    assert other.get_all(), "the rest of an old answer was taken for a new one"
+    assert traffic.is_poisoned(), "buffers were written when the call was over"
+    assert traffic.get_all()
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_killed_in_the_middle_and_started_again(redis_server, call):  # tiers 28
+    traffic = Traffic(RedisStore(redis_server.url()))
+    traffic.put()
+    running = Under(getattr(traffic, call))
+    redis_server.kill()
+    assert isinstance(running.end(), ConnectionError)
+    with pytest.raises(ConnectionError):
+        traffic.get()
+    redis_server.start()
+    assert not any(traffic.get()), "a server that was started again has what it had"
+    assert all(traffic.put()) and traffic.get_all()
+
+
+def test_idle_connections_to_a_server_started_again_are_not_used(redis_server):
+    store = RedisStore(redis_server.url())
+    traffics = [Traffic(store, str(at)) for at in range(4)]
+    threads = [threading.Thread(target=each.put) for each in traffics]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    redis_server.restart()
+    for each in traffics:
+        assert all(each.put()) and each.get_all()
+
+
+def test_frozen_again_and_again_no_call_gets_an_answer_of_another(redis_server):  # tiers 28
+    store = RedisStore(redis_server.url())
+    traffics = [Traffic(store, str(at)) for at in range(3)]
+    for each in traffics:
+        each.put()
+    for at in range(6):
+        running = [Under(lambda each=each: each.get(timeout=0.2)) for each in traffics[:2]]
+        time.sleep(0.01 * at)
+        redis_server.freeze()
+        assert all(isinstance(each.end(), TimeoutError) for each in running)
+        redis_server.thaw()
+        assert all(each.get_all() for each in traffics)
+        there = store.exists([*traffics[0].keys, "nothing"], 5.0)
+        assert there == [True] * len(traffics[0].keys) + [False]
+
+
+def test_close_ends_calls_under_way(redis_server):
+    traffic = Traffic(RedisStore(redis_server.url()))
+    traffic.put()
+    running = Under(lambda: traffic.get(timeout=1_000.0))
+    redis_server.freeze()
+    time.sleep(0.1)
+    traffic.store.close()
+    assert isinstance(running.end(), ConnectionError)
+    with pytest.raises(ConnectionError, match="closed"):
+        traffic.get()
+
+
+def test_close_ends_a_call_that_is_connecting(redis_server):
+    store = RedisStore(redis_server.url())
+    redis_server.freeze()
+    with ThreadPoolExecutor(2) as pool:  # of which one has to connect
+        calls = [pool.submit(store.exists, ["key"], HANG_SECONDS) for _ in range(2)]
+        time.sleep(0.1)
+        store.close()
+        assert all(isinstance(each.exception(), ConnectionError) for each in calls)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_a_call_that_has_no_time_raises(redis_server, timeout):
+    store = RedisStore(redis_server.url())
+    for _ in range(2):  # with a connection, and without
+        with pytest.raises(TimeoutError):
+            store.exists(["key"], timeout)
+    assert store.exists(["key"], 5.0) == [False]
+
+
+@pytest.mark.needs("tls")
+def test_tls_frozen_in_the_middle_and_closed(tls_server):
+    store = RedisStore(tls_server.url(scheme="rediss", query=f"?ssl_ca_certs={tls_server.certificate}"))
+    traffic, other = Traffic(store), Traffic(store, "other")
+    traffic.put(), other.put()
+    running = Under(lambda: traffic.get(timeout=1.0))
+    tls_server.freeze()
+    assert isinstance(running.end(), TimeoutError)
+    tls_server.thaw()
+    assert other.get_all() and traffic.get_all()
+    running = Under(lambda: traffic.get(timeout=1_000.0))
+    tls_server.freeze()
+    time.sleep(0.1)
+    store.close()
+    assert isinstance(running.end(), OSError)
