@@ -1,6 +1,6 @@
 """Held blocks come back to where they waited, whatever else comes and goes."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache.offload.places import FRONT, Places
@@ -73,6 +73,7 @@ def serve(story: list[tuple[str, int]], gently: bool) -> tuple[list[int], list[i
 
 
 @given(STORY)
+@example([("hold", 1), ("hand out", 0), ("hold", 0), ("hold", 0)])  # 1 waited before what became the first later
 def test_held_blocks_come_back_to_where_they_waited(story: list[tuple[str, int]]) -> None:
     order, slow, places = serve(story, gently=True)
     assert order == slow

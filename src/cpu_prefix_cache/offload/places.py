@@ -10,8 +10,9 @@ front and adds others at the end:
 
 Of each held block the one before it is remembered, held or waiting. So blocks that waited side by side come back in
 their order, whichever hold ends first. If the block before it is gone, a block comes back at the front, where the
-coldest are. A place must tell a waiting block from its later uses: its number with the key it waits under, say. (A
-block that was used meanwhile and waits again under its key, now at the end, still counts as that place.)
+coldest are: behind those that were held at the front before that, and before those that are held there later. A place
+must tell a waiting block from its later uses: its number with the key it waits under, say. (A block that was used
+meanwhile and waits again under its key, now at the end, still counts as that place.)
 """
 
 from collections.abc import Callable, Hashable
@@ -22,7 +23,8 @@ FRONT = "front"  # before the first of the order
 class Places:
     """The places of held blocks. `waits` tells of a place whether its block still waits under the same key.
 
-    Every call takes O(1), but `back` and `forget` go over the held blocks next to the place.
+    Every call takes O(1), but `back` and `forget` go over the held blocks next to the place, and `leave` at the front
+    over the waiting ones that have held ones right behind them.
     """
 
     def __init__(self, waits: Callable[[Hashable], bool]) -> None:
@@ -39,6 +41,9 @@ class Places:
 
     def leave(self, place: Hashable, before: Hashable) -> None:
         """Hold this place, which waited right behind `before`, a place that waits or FRONT."""
+        if before == FRONT:
+            for gone in [each for each in self._last if each not in (FRONT, place) and not self._waits(each)]:
+                self._waiting_before(self._last[gone])  # moves what is behind it to the front
         self._before[place] = self._last.get(before, before)
         self._last[before] = self._last.pop(place, place)
 
