@@ -17,7 +17,7 @@ from connector.vllm.multi.messages import TimedWorkerMetadata
 from connector.vllm.multi.metrics import OWN, ChoiceCounts, ChoiceStats
 from connector.vllm.multi.steps import Steps
 from cpu_prefix_cache import RankReport
-from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 from cpu_prefix_cache_vllm import register
 from tests_vllm.test_contract import RELEASES, parameters_of, without_self
 
@@ -34,7 +34,7 @@ class Watched:
 
     def __init__(self):
         self.clock = Clock()
-        self.prefill = BreakEven(None, 1000.0, ranks=1)
+        self.prefill = PrefillRate()
         speed = Speed(rate=1e9, overhead=0.0)
         self.chooser = Chooser([0.5] * 2, [speed] * 2, 1000.0, lambda: 1000.0, self.clock)
         self.steps = Steps(self.chooser, self.prefill, self.clock)
@@ -64,9 +64,9 @@ def test_long_steps_tell_how_fast_prompts_are_computed(watched):
     watched.step(100, seconds=0.5)  # too short to tell
     watched.load("a", 500, 0, is_async=False)
     watched.step(2000, seconds=0.01)  # with a load in it
-    assert watched.prefill.prefill_tokens_per_second is None
+    assert watched.prefill.tokens_per_second is None
     watched.step(2000, seconds=0.4)
-    assert watched.prefill.prefill_tokens_per_second == 4000
+    assert watched.prefill.tokens_per_second == 4000
 
 
 def test_a_load_in_a_step_takes_as_long_as_the_step_has_waited_for_it(watched):

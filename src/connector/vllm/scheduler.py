@@ -39,7 +39,7 @@ from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
 from cpu_prefix_cache.messages.tier import TierPlan
-from cpu_prefix_cache.offload import break_even
+from cpu_prefix_cache.offload import prefill_rate
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -151,7 +151,7 @@ class SchedulerHalf:
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of the step that begins now, if its duration is to be measured."""
-        if tokens < break_even.MIN_TIMED_TOKENS:
+        if tokens < prefill_rate.MIN_TIMED_TOKENS:
             return None
         self._steps += 1
         self._begun[self._steps] = tokens, self.clock()

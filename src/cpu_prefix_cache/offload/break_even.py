@@ -8,9 +8,8 @@
       +-----+------------------> tokens
             `- least_tokens
 
-Both rates are measured. Until both are known every load counts as faster. The load rate is that of the slowest rank.
-The prefill rate is that of the second fastest of the last steps: most slow steps are slow for other reasons than their
-tokens, and the fastest may have been timed wrongly.
+Both rates are measured. Until both are known every load counts as faster. The load rate is that of the slowest rank,
+the prefill rate that of `prefill_rate.py`.
 
 >>> least_tokens(bytes_per_token=131_072, load_bytes_per_second=54e9, prefill_tokens_per_second=38_000)
 335
@@ -19,10 +18,10 @@ True
 """
 
 import logging
-from collections import deque
 from math import ceil
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 # of Llama-3.1-8B on one H200, 8,192 tokens: 43 ms from the host, less 20 on the link, and 15 if they are on the device.
 OVERHEAD_SECONDS = 0.008
 
-MIN_TIMED_TOKENS = 1024  # a step of fewer tokens takes as long as a step takes at least, so it tells no rate
-STEPS_REMEMBERED = 32  # some seconds of prefill
 USUAL_BYTES_PER_SECOND = 25e9  # assumed until a rank has reported its rate: PCIe 4.0 with 16 lanes
 NEVER = 1 << 62  # tokens: more than any request has
 
@@ -57,7 +54,7 @@ class BreakEven:
         self._bytes_per_token = bytes_per_token
         self._ranks = ranks
         self._loads: dict[int, float] = {}  # rank -> bytes a second
-        self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)  # tokens a second
+        self._prefill = PrefillRate()
         self.least_tokens = said or 0
         self._has_warned = False
 
@@ -74,12 +71,11 @@ class BreakEven:
     @property
     def prefill_tokens_per_second(self) -> float | None:
         """How fast prompts are computed; None until that was measured."""
-        return sorted(self._steps)[-2] if len(self._steps) >= 2 else None
+        return self._prefill.tokens_per_second
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
-        if tokens >= MIN_TIMED_TOKENS and seconds > 0:
-            self._steps.append(tokens / seconds)
+        if self._prefill.timed(tokens, seconds):
             self._weigh()
 
     def loads_at(self, rank: int, bytes_per_second: float) -> None:

@@ -42,7 +42,8 @@ from connector.vllm.multi.options import ASSUMED_PREFILL, Options
 from connector.vllm.multi.steps import Steps
 from connector.vllm.touched import check_names, check_overrides
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.offload.break_even import MIN_TIMED_TOKENS, OVERHEAD_SECONDS, BreakEven
+from cpu_prefix_cache.offload.break_even import OVERHEAD_SECONDS
+from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,10 @@ class CPUPrefixCacheMultiConnector(MultiConnector):
 
     def _follow(self, options: Options, names: Sequence[str], kv_cache_config: KVCacheConfig) -> None:
         bytes_per_token = _bytes_per_token(kv_cache_config)
-        timed = BreakEven(None, bytes_per_token, ranks=1)
+        timed = PrefillRate()
 
         def prefill() -> float:
-            return options.prefill_rate or timed.prefill_tokens_per_second or ASSUMED_PREFILL
+            return options.prefill_rate or timed.tokens_per_second or ASSUMED_PREFILL
 
         assumed = [Speed(rate, OVERHEAD_SECONDS) for rate in options.load_rates]
         self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from connector.multi.chooser import Chooser, Load
-from cpu_prefix_cache.offload.break_even import MIN_TIMED_TOKENS, BreakEven
+from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class Step:
 
 
 class Steps:
-    """Of `prefill`, BreakEven's measuring of prefill is used, and nothing else."""
-
-    def __init__(self, chooser: Chooser, prefill: BreakEven, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, chooser: Chooser, prefill: PrefillRate, clock: Callable[[], float] = time.monotonic) -> None:
         self._chooser = chooser
         self._prefill = prefill
         self._clock = clock
@@ -69,4 +67,4 @@ class Steps:
             step = self._begun.pop(first)
             self._chooser.ended(step.loads, seconds)
             if first == number and not step.loads:
-                self._prefill.prefilled(step.tokens, self._clock() - step.began)
+                self._prefill.timed(step.tokens, self._clock() - step.began)
