@@ -334,7 +334,7 @@ def start_with_tier(tmp_path):
 def test_hits_of_the_tier_are_those_that_came_from_it(start_with_tier):
     watched = start_with_tier(tier={"offload": "eager"})
     watched.engine.drain()
-    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 1, 0]
+    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 1, 0, 0]
     watched.engine.run(PROMPT, max_tokens=1)
     assert watched.shows("tier_capacity_blocks", "tier_resident_blocks", "tier_hit_tokens") == [500, 7, 0]
     watched.flood()
@@ -353,7 +353,7 @@ def test_what_goes_wrong_in_a_tier_is_counted(start_with_tier):
     for at in range(2 * FAILURES_IN_A_ROW):
         watched.engine.run([at, *PROMPT], max_tokens=1)
     assert watched.shows("tier_failed_transfers") == [FAILURES_IN_A_ROW]
-    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 0, 1]
+    assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 0, 1, 0]
     watched.flood()
     watched.engine.now += PAUSE_SECONDS  # what has left meanwhile is counted now
     watched.engine.step()

@@ -343,8 +343,8 @@ class CPUPrefixCache:
             if running is not None and running.load is transfer:
                 running.load = None
             resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok, transfer.good))
-            if self._completion.has_failed_often() and not self.is_off:
-                self._failed_often()
+            if self._completion.has_failed_often(transfer.plan.direction) and not self.is_off:
+                self._failed_often(transfer.plan.direction)
         self.catch_up()
         return resolved
 
@@ -433,7 +433,7 @@ class CPUPrefixCache:
         """The chunks of a store can be found from now on."""
         self._offload.committed(store.keys)
 
-    def _failed_often(self) -> None:
+    def _failed_often(self, direction: Direction) -> None:
         logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
         self.turn_off()
 

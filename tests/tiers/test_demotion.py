@@ -6,6 +6,8 @@
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending, RankReport, Thresholds
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
 from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
 
@@ -201,6 +203,49 @@ def test_what_left_the_host_before_a_reset_is_no_loss_after_it():
     engine.cache.reset()
     engine.steps_below()
     assert engine.seen.unsaved == 0
+
+
+def _fails_to_write(engine, prompts):
+    for prompt in prompts:
+        engine.host_has(prompt)
+        engine.steps_below()
+        engine.tier_ends(ok=False)
+
+
+def test_a_tier_that_cannot_be_written_is_read_on(caplog):
+    """A full disk, a server without room: what it has it still has."""
+    engine = Tiered(host=32)
+    engine.tier_has("abc")
+    _fails_to_write(engine, "uvwxy")
+    assert engine.seen.state == "read_only" and caplog.text.count("it is only read") == 1
+    assert isinstance(engine.asks_as("r", "abc"), Pending)
+    engine.works()
+    assert engine.admits("r", "abc") == Hit(3 * GRID)
+    engine.host_has("z")
+    assert engine.steps_below() == [] and engine.cache.below.is_flushed and "u" not in engine.below
+
+
+def test_a_tier_that_could_not_be_written_is_tried_again_after_a_pause():
+    engine = Tiered(host=32)
+    _fails_to_write(engine, "uvwxy")
+    engine.now += PAUSE_SECONDS
+    _fails_to_write(engine, "z")  # one more is enough
+    assert engine.seen.state == "read_only"
+    engine.now += PAUSE_SECONDS
+    engine.host_has("a")
+    engine.works_off()
+    assert "a" in engine.below and engine.seen.state == "open"
+
+
+def test_reads_and_writes_that_fail_in_turn_do_not_add_up():
+    engine = Tiered(host=32)
+    for prompt in "abc":
+        engine.tier_has(prompt)
+    for read, written in zip("abc", "xyz", strict=True):
+        engine.asks_as(read, read)
+        _fails_to_write(engine, written)
+    failed = engine.seen.cache.loads_failed + engine.seen.cache.stores_failed
+    assert failed >= FAILURES_IN_A_ROW and engine.seen.state == "open"
 
 
 def _report(rank, done=(), failed=()):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending, Request
+from cpu_prefix_cache import ConfigurationError, Direction, Hit, Miss, Pending, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
@@ -399,7 +399,7 @@ def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
     engine.asks_as("first", "abcd")
     engine.asks_as("second", "efgh")
     engine.steps_below()
-    engine.cache.below._failed_often()
+    engine.cache.below._failed_often(Direction.LOAD)
     engine.tier_ends()
     assert engine.asks_as("first", "abcd") == Hit(4 * GRID)
     engine.admits("first", "abcd")

@@ -432,6 +432,17 @@ def test_answers_that_it_cannot_be_asked_count_as_none():
     assert engine.seen.state == "paused"
 
 
+def test_a_question_that_is_late_before_it_fails_counts_once():
+    engine = Shared()
+    for at in range(FAILURES_IN_A_ROW - 1):
+        engine.asks_as(f"r{at}", "abcd")
+        engine.steps_below()
+        engine.now += SECONDS
+        engine.steps_below()
+        engine.answers(ok=False)
+    assert engine.seen.unanswered == FAILURES_IN_A_ROW - 1 and engine.seen.state == "open"
+
+
 def pauses(**options):
     engine = with_others("abcd", **options)
     is_silent(engine)

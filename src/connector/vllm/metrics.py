@@ -93,7 +93,7 @@ METRICS = (
         *("direction", DIRECTIONS, SECONDS),
     ),
 )
-STATES = ("opening", "open", "paused")
+STATES = ("opening", "open", "read_only", "paused")
 TIER_METRICS = (
     Metric("tier_hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that came from the tier by way of host."),
     Metric(
@@ -126,7 +126,8 @@ TIER_METRICS = (
 KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in metric.series()}
 TROUBLES = (
     *("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off"),
-    *("tier_refused_slots", "tier_unsaved_chunks", "tier_failed_transfers", "tier_state:paused"),
+    *("tier_refused_slots", "tier_unsaved_chunks", "tier_failed_transfers"),
+    *("tier_state:read_only", "tier_state:paused"),
 )
 
 

@@ -48,7 +48,9 @@ class TierStatistics:
     """The tier below host memory. In `cache` its blocks are slots, its stores demotions, and its loads promotions."""
 
     cache: CacheStatistics
-    state: str  # opening: what was there before is taken in, and nothing is written; open; paused: it fails or hangs
+    # opening: what was there before is taken in, and nothing is written; open; read_only: writes fail; paused: reads
+    # fail, or it hangs
+    state: str
     mode: str  # lazy or eager
     refused: int  # slots that did not hold what they should: misses
     unsaved: int  # chunks that left the host before they could be written

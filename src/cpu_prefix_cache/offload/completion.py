@@ -60,9 +60,9 @@ class Completion:
             self._complete_load(transfer)
         return ok
 
-    def has_failed_often(self) -> bool:
+    def has_failed_often(self, direction: Direction) -> bool:
         """Whether the last FAILURES_IN_A_ROW stores, or loads, have all failed."""
-        return max(self._failures_in_a_row.values(), default=0) >= FAILURES_IN_A_ROW
+        return self._failures_in_a_row[direction] >= FAILURES_IN_A_ROW
 
     def forgive(self) -> None:
         """After a pause: one more failure is enough for `has_failed_often`, and one success for a fresh start."""

@@ -5,7 +5,8 @@
     flush    at the end, what is still to be written, from what would be evicted last
 
 The host waits for no slow tier: no more than a share of it is being written at a time, and what it evicts meanwhile
-leaves unsaved and is counted (`lost`). Nothing is written before the tier `is_open`.
+leaves unsaved and is counted (`lost`). Nothing is written before the tier `is_open`, nor while writes are known to fail
+(`is_failing`).
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ class Demotion(Lazy):
         super().__init__(stores, steps, lambda: 0, ancestry)
         self._is_eager = is_eager
         self._arrived: deque[bytes] = deque(maxlen=max(1, stores.device_chunks))  # the deepest keys of new chains
-        self.is_open = False
+        self.is_open = self.is_failing = False
 
     def arrived(self, keys: Sequence[bytes]) -> None:
         """These chunks, each below the one before it, have reached the host; or a checkpoint, the last of them."""
@@ -37,15 +38,15 @@ class Demotion(Lazy):
 
     @property
     def num_waiting(self) -> int:
-        """How many chains wait to be written."""
-        return len(self._arrived)
+        """How many chains wait to be written, and may be."""
+        return 0 if self.is_failing else len(self._arrived)
 
     def reset(self) -> None:
         self._arrived.clear()
         super().reset()
 
     def _plan(self) -> None:
-        if self.is_open:
+        if self.is_open and not self.is_failing:
             self._store_arrived()
             super()._plan()
 

@@ -117,8 +117,9 @@ class Questions:
             question = self._open.pop(told.id, None)
             if question is None:
                 continue
-            self._over(question, in_time=told.ok)
-            self._ended(told.ok)
+            has_waited = self._over(question, in_time=told.ok)
+            if told.ok or has_waited:  # one that was late before it failed has ended once
+                self._ended(told.ok)
             if told.ok:
                 self._told_at = self._now
                 self._has_answered |= question is self._probe

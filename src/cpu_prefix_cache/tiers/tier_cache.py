@@ -7,7 +7,8 @@ What differs from a cache over an engine's device:
     bytes outlive the process: every slot has a *label* with a *generation*, a number that is never used twice
     a slot that does not hold what its label says is refused: a miss, not a failure
     the pool begins with what the ranks have found from before: portion by portion, while requests are served
-    a tier that fails is left alone for a pause, and then tried again; one that hangs, until its oldest read ends
+    a tier whose reads fail is left alone for a pause, and then tried again; one that hangs, until its oldest read ends
+    a tier whose writes fail is read on: a full disk, or a server without room, still has what it has
 
     generation     | range of 32 bits | number |      a range for each start of a process, and for each reset
                    nothing below the first generation of the last reset is ever served again
@@ -99,6 +100,7 @@ class TierCache(CPUPrefixCache):
         self._was_reset = False  # before all ranks had reported
         self._taken = 0  # portions
         self._paused_at: float | None = None
+        self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
         self._questions = Questions(self.coordinator, self._stores, self._take, self._answered, ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
@@ -148,7 +150,7 @@ class TierCache(CPUPrefixCache):
         """O(1)."""
         return TierStatistics(
             cache=self.statistics(),
-            state="paused" if self.is_off or self._hangs else "open" if self.demotion.is_open else "opening",
+            state=self._state(),
             mode="eager" if self._is_eager else "lazy",
             refused=self._refused,
             unsaved=self.ancestry.lost,
@@ -168,6 +170,10 @@ class TierCache(CPUPrefixCache):
         if has_paused and self._questions.is_back(now):
             logger.info("the tier is tried again")
             self._paused_at, self.is_off = None, False
+            self._completion.forgive()
+        if self._failing_since is not None and now >= self._failing_since + self._pause_seconds:
+            logger.info("the tier is written again")
+            self._failing_since, self.demotion.is_failing = None, False
             self._completion.forgive()
 
     def admitted(self, id: Hashable) -> None:
@@ -260,7 +266,7 @@ class TierCache(CPUPrefixCache):
         """A question has ended."""
         self._unanswered_in_a_row = 0 if in_time else self._unanswered_in_a_row + 1
         if self._unanswered_in_a_row >= FAILURES_IN_A_ROW and not self.is_off:
-            self._failed_often()
+            self._failed_often(Direction.LOAD)
 
     def _take(self, chain: Chain) -> None:
         """The tier has this chain already: others have stored it."""
@@ -271,11 +277,22 @@ class TierCache(CPUPrefixCache):
             self._learned += len(chain.keys)
             self._completion.promoted(store, True, len(store.nodes))
 
-    def _failed_often(self) -> None:
-        logger.error(
-            "the tier has failed %d times in a row: it is left alone for %.0f s", FAILURES_IN_A_ROW, self._pause_seconds
-        )
-        self.is_off, self._paused_at = True, self._now
+    def _state(self) -> str:
+        if self.is_off or self._hangs:
+            return "paused"
+        if not self.demotion.is_open:
+            return "opening"
+        return "read_only" if self.demotion.is_failing else "open"
+
+    def _failed_often(self, direction: Direction) -> None:
+        """Reads, to which questions belong, or writes."""
+        numbers = FAILURES_IN_A_ROW, self._pause_seconds
+        if direction is Direction.LOAD:
+            logger.error("the tier has failed %d times in a row: it is left alone for %.0f s", *numbers)
+            self.is_off, self._paused_at = True, self._now
+        elif not self.demotion.is_failing:
+            logger.error("%d writes to the tier have failed in a row: for %.0f s it is only read", *numbers)
+            self.demotion.is_failing, self._failing_since = True, self._now
 
     def _labelled(self, plan: TransferPlan) -> TransferPlan:
         transfer = self._ledger.get(plan.id)
