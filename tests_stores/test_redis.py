@@ -101,6 +101,17 @@ def test_a_server_of_another_kind():
     assert f"127.0.0.1:{port}" in told(f"redis://:secret@127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize("slots", [None, (0, 8191), (8192, 16383), (0, 16383)])
+@pytest.mark.parametrize("login", ["", "kv:secret@"])
+def test_a_server_of_a_cluster(start, slots, login):
+    """Whichever slots are its own."""
+    user = *USER, "+get", "+set", "+exists", "+del", "+ping"
+    server = start(RedisServer, "--cluster-enabled", "yes", "--cluster-port", str(free_port()), *user)
+    if slots is not None:
+        by_hand(server).execute_command("CLUSTER ADDSLOTSRANGE", *slots)
+    assert "one of a Redis Cluster (" in (said := told(server.url(login))) and "cluster-enabled no" in said
+
+
 def test_a_server_that_is_frozen(redis_server):
     redis_server.freeze()
     assert "no Redis server can be used" in told(redis_server.url())

@@ -16,12 +16,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.stores.frame import PREFIX
 from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
 from cpu_prefix_cache.stores.resp import NO_VALUE, Resp, command, commands, set_command
 
 CONNECT_SECONDS = 5.0  # for the first connection, at construction
 AHEAD = 8  # values asked for before the first is read: the server's memory, and ours, hold no more answers at once
 NEEDS = "it needs the commands GET, SET, EXISTS, DEL and PING"
+APART = (f"{PREFIX}:a", f"{PREFIX}:b")  # no server of a cluster answers for both: they are in different slots
+CLUSTER = (b"-CROSSSLOT", b"-MOVED", b"-CLUSTERDOWN")
 ONE_VALUE = (b"-ERR", b"-OOM")  # refusals of one SET: too large, or no room; others are of all that a call asks
 
 
@@ -29,7 +32,10 @@ _shut_down = socket.socket.shutdown  # of the socket itself below TLS, while ano
 
 
 class RedisStore(KeyedStore):
-    """Values as they are, under their keys. Raises ConfigurationError if nothing at `url` answers as Redis does."""
+    """Values as they are, under their keys.
+
+    Raises ConfigurationError if nothing at `url` answers as Redis does, or one server of a cluster does.
+    """
 
     def __init__(self, url: str) -> None:
         self._server = _Server(url)
@@ -39,6 +45,8 @@ class RedisStore(KeyedStore):
         with _say_what_would_work(self._server.name), self._link(CONNECT_SECONDS) as resp:
             resp.send(command("PING"))
             _expect(resp.line(), b"+PONG")
+            resp.send(command("EXISTS", *APART))
+            self._check_alone(resp.line())
 
     def register(self, memory: memoryview) -> None:
         pass
@@ -82,6 +90,15 @@ class RedisStore(KeyedStore):
             for link in self._in_use:
                 link.interrupt()
         self._drop_idle()
+
+    def _check_alone(self, answer: bytes) -> None:
+        """Raise ConfigurationError if `answer`, to a question for APART, is that of a cluster."""
+        if answer.startswith(CLUSTER):
+            raise ConfigurationError(
+                f"the server at {self._server.name} is one of a Redis Cluster ({answer[1:].decode(errors='replace')}), "
+                "which spreads keys over its servers: give the URL of a server that has all keys (cluster-enabled no)"
+            )
+        _number(answer)
 
     @contextmanager
     def _link(self, timeout: float) -> Iterator[Resp]:
