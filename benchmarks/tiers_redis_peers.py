@@ -9,6 +9,7 @@
 
 They take turns: the server is emptied, and one puts and gets all blocks; each time another one first. The first round
 is not counted. What was got is compared with what was put. PYTHON is that of an environment with lmcache 0.5.6.
+The server's processor time is told in hundredths of a second, so it is a mean of all runs.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import redis
@@ -96,8 +97,15 @@ def measured(server: RedisServer, python: Path, block_bytes: int, runs: int) -> 
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 client.flushall()
                 for verb, act in contestants[name].items():
-                    found[name][verb].append(act())
+                    before = processor_seconds(server)
+                    result = act()
+                    found[name][verb].append({**result, "server_cpu_seconds": processor_seconds(server) - before})
     return {name: {verb: results[1:] for verb, results in by.items()} for name, by in found.items()}
+
+
+def processor_seconds(server: RedisServer) -> float:
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def show(block_bytes: int, found: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
@@ -107,10 +115,12 @@ def show(block_bytes: int, found: dict[str, dict[str, list[Any]]]) -> list[dict[
         for name, by in found.items():
             rates = [gb / each["seconds"] for each in by[verb]]
             cpu = median(1e3 * each["cpu_seconds"] / gb for each in by[verb])
-            rows.append(dict(block_bytes=block_bytes, who=name, verb=verb, gb_per_s=rates, cpu_ms_per_gb=cpu))
+            server = mean(1e3 * each["server_cpu_seconds"] / gb for each in by[verb])
+            costs = dict(cpu_ms_per_gb=cpu, server_cpu_ms_per_gb=server)
+            rows.append(dict(block_bytes=block_bytes, who=name, verb=verb, gb_per_s=rates, **costs))
             print(
                 f"{block_bytes // KIB:>5} KiB {verb:4} {name:16} {median(rates):5.2f} GB/s ({min(rates):.2f} to "
-                f"{max(rates):.2f}), processor {cpu:4.0f} ms/GB; ours is {mine / median(rates):.2f} of it"
+                f"{max(rates):.2f}), processor {cpu:4.0f} ms/GB, the server's {server:4.0f}; ours is {mine / median(rates):.2f} of it"
             )
     return rows
 

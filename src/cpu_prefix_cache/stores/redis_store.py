@@ -18,10 +18,10 @@ from typing import Any
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.stores.frame import PREFIX
 from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
-from cpu_prefix_cache.stores.resp import NO_VALUE, Resp, command, commands, set_command
+from cpu_prefix_cache.stores.resp import NO_VALUE, Resp, command, commands, resp_over, set_command
 
 CONNECT_SECONDS = 5.0  # for the first connection, at construction
-AHEAD = 8  # values asked for before the first is read: the server's memory, and ours, hold no more answers at once
+AT_ONCE_BYTES = 256 << 10  # of a call, and one value at least: see docs/tiers.md
 NEEDS = "it needs the commands GET, SET, EXISTS, DEL and PING"
 APART = (f"{PREFIX}:a", f"{PREFIX}:b")  # no server of a cluster answers for both: they are in different slots
 CLUSTER = (b"-CROSSSLOT", b"-MOVED", b"-CLUSTERDOWN")
@@ -65,18 +65,20 @@ class RedisStore(KeyedStore):
 
     def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
         with self._link(timeout) as resp:
-            resp.send(commands("GET", keys[:AHEAD]))
-            found = []
-            for at, each in enumerate(buffers):
-                found.append(_get(resp, each))
-                resp.send(commands("GET", keys[at + AHEAD : at + AHEAD + 1]))
+            found: list[bool] = []
+            for part in _parts(buffers):
+                resp.send(commands("GET", keys[part]))
+                found += [_get(resp, each) for each in buffers[part]]
             return found
 
     def put_from(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
         with self._link(timeout) as resp:
-            for key, each in zip(keys, buffers, strict=True):
-                resp.send(*set_command(key, each))
-            return [_took(resp.line()) for _ in keys]
+            taken: list[bool] = []
+            for part in _parts(buffers):
+                for key, each in zip(keys[part], buffers[part], strict=True):
+                    resp.send(*set_command(key, each))
+                taken += [_took(resp.line()) for _ in keys[part]]
+            return taken
 
     def delete(self, keys: Sequence[str], timeout: float) -> None:
         if keys:
@@ -189,7 +191,7 @@ class _Link:
         """Connected. Raises OSError."""
         if self._resp is None:
             self._connect(deadline - time.monotonic())
-            self._resp = Resp(self._connection.connected)
+            self._resp = resp_over(self._connection.connected)
         if self._is_interrupted:  # before there was a socket
             raise ConnectionError("the store is closed")
         self._resp.deadline = deadline
@@ -236,6 +238,12 @@ def _with_socket(kind: type[Any]) -> type[Any]:
             return self.connected
 
     return WithSocket
+
+
+def _parts(values: Sequence[Buffers]) -> Iterator[slice]:
+    """What of a call is under way at a time. Its values have about the same size."""
+    count = max(1, AT_ONCE_BYTES // max(1, sum(each.nbytes for each in values[0]))) if values else 1
+    return (slice(begin, begin + count) for begin in range(0, len(values), count))
 
 
 def _get(resp: Resp, buffers: Buffers) -> bool:

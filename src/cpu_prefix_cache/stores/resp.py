@@ -7,8 +7,11 @@ connection is not used again.
 
 import io
 import socket
+import ssl
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from cpu_prefix_cache.stores.keyed_store import Buffers
 
@@ -17,21 +20,29 @@ READ_AHEAD_BYTES = 1 << 12  # what is read with a line, and copied: a small part
 SKIPPED_BYTES = 1 << 16  # at once, of a value of another size
 
 NO_VALUE = b"$-1"
+LATE = "the server did not answer in time"
+
+_TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes a timeout
 
 
 class Resp(io.RawIOBase):
-    """A connected socket, for one call at a time. Any OSError of it is the end of the connection."""
+    """A connected socket, for one call at a time. Any OSError of it is the end of the connection.
+
+    The socket blocks, and the kernel knows the time that is left. So a value is one system call, and not one for each
+    part of it that comes or goes.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
         self.deadline = 0.0  # of the call, by time.monotonic
         self._socket = connected
         self._answers = io.BufferedReader(self, READ_AHEAD_BYTES)
+        connected.settimeout(None)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        for part in parts:
-            self._allow_what_is_left()
-            self._socket.sendall(part)
+        rest = [memoryview(part) for part in parts]
+        while rest:
+            rest = _after(rest, self._send(rest))
 
     def line(self) -> bytes:
         """The first line of the next answer, without its end."""
@@ -57,8 +68,7 @@ class Resp(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's Buffer is newer than 3.11
-        self._allow_what_is_left()
-        return self._socket.recv_into(buffer)
+        return self._receive(buffer)
 
     def _skip(self, size: int) -> None:
         while size:
@@ -67,11 +77,52 @@ class Resp(io.RawIOBase):
                 raise ConnectionError("the server closed the connection within a value")
             size -= len(part)
 
-    def _allow_what_is_left(self) -> None:
+    def _send(self, parts: Sequence[memoryview]) -> int:
+        """How many of their bytes were sent."""
+        self._allow_what_is_left(socket.SO_SNDTIMEO)
+        with _late():
+            return self._socket.sendmsg(parts)
+
+    def _receive(self, buffer: memoryview) -> int:
+        """Into a value all that is missing, into the memory of lines what there is."""
+        self._allow_what_is_left(socket.SO_RCVTIMEO)
+        with _late():
+            return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL if len(buffer) > READ_AHEAD_BYTES else 0)
+
+    def _allow_what_is_left(self, option: int) -> None:
+        left = max(1, int(1e6 * self._left()))  # 0 is for ever
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left, 1_000_000)))
+
+    def _left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the server did not answer in time")
-        self._socket.settimeout(left)
+            raise TimeoutError(LATE)
+        return left
+
+
+class TlsResp(Resp):
+    """Python's TLS waits by itself, and takes one buffer at a time."""
+
+    def _send(self, parts: Sequence[memoryview]) -> int:
+        self._socket.settimeout(self._left())
+        return self._socket.send(parts[0])
+
+    def _receive(self, buffer: memoryview) -> int:
+        self._socket.settimeout(self._left())
+        return self._socket.recv_into(buffer)
+
+
+def resp_over(connected: socket.socket) -> Resp:
+    return TlsResp(connected) if isinstance(connected, ssl.SSLSocket) else Resp(connected)
+
+
+@contextmanager
+def _late() -> Iterator[None]:
+    """A kernel that has waited as long as it was told says that there is nothing yet."""
+    try:
+        yield
+    except BlockingIOError as late:
+        raise TimeoutError(LATE) from late
 
 
 def command(*words: str) -> bytes:
@@ -82,6 +133,16 @@ def set_command(key: str, buffers: Buffers) -> list[bytes | memoryview]:
     """The parts of a SET, of which the value's are the buffers themselves."""
     size = sum(each.nbytes for each in buffers)
     return [_header(3) + _word("SET") + _word(key) + b"$%d\r\n" % size, *buffers, b"\r\n"]
+
+
+def _after(parts: Sequence[memoryview], sent: int) -> list[memoryview]:
+    """What is left of the parts when so many bytes were sent."""
+    rest: list[memoryview] = []
+    for part in parts:
+        if sent < part.nbytes:
+            rest.append(part[sent:])
+        sent = max(0, sent - part.nbytes)
+    return rest
 
 
 def _header(num_words: int) -> bytes:
