@@ -120,7 +120,8 @@ def show(block_bytes: int, found: dict[str, dict[str, list[Any]]]) -> list[dict[
             rows.append(dict(block_bytes=block_bytes, who=name, verb=verb, gb_per_s=rates, **costs))
             print(
                 f"{block_bytes // KIB:>5} KiB {verb:4} {name:16} {median(rates):5.2f} GB/s ({min(rates):.2f} to "
-                f"{max(rates):.2f}), processor {cpu:4.0f} ms/GB, the server's {server:4.0f}; ours is {mine / median(rates):.2f} of it"
+                f"{max(rates):.2f}), processor {cpu:4.0f} ms/GB, the server's {server:4.0f}; "
+                f"ours is {mine / median(rates):.2f} of it"
             )
     return rows
 
