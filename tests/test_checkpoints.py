@@ -789,7 +789,7 @@ def test_a_pool_of_chunks_only_has_no_checkpoints():
 def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
     """The policy would take its chunks, but these are of no use without it (rule 9)."""
     engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_tokens=16 * GRID)
-    engine.cache.pool.accepted = lambda parent, keys, needs=None: len(keys) - (needs is not None)
+    engine.cache.pool.accepted = lambda parent, keys, needs=None, **_: len(keys) - (needs is not None)
     engine.serves("abcd", keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
     engine.copies()
@@ -815,7 +815,7 @@ def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
         pool.commit(new, [checkpoint_key(name)], chunk, touch)
     asked, evict, accepts = [], pool._policy.evict, pool._policy.accepts
     pool._policy.evict = lambda count, keys=(): asked.append(count) or evict(count, keys)
-    pool._policy.accepts = lambda parent, keys, count: asked.append(count) or accepts(parent, keys, count)
+    pool._policy.accepts = lambda parent, keys, count, margin: asked.append(count) or accepts(parent, keys, count)
     assert pool.accepted(pool.root, [b"x", b"y"]) == 2
     pool.allocate(20)
     assert asked[0] == 2, "two chunks take the room of two nodes, not of a twentieth of the largest one"

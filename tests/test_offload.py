@@ -1,6 +1,7 @@
 """What is stored, and when, in both modes."""
 
-from itertools import islice
+from itertools import accumulate, islice
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,9 @@ from cpu_prefix_cache import (
     RankReport,
     Request,
 )
+from cpu_prefix_cache.eviction.buckets import Buckets
+from cpu_prefix_cache.eviction.survival import BINS
+from cpu_prefix_cache.offload.lazy import MARGIN
 from property_tests.engines import QueueSlots, cache_options
 from tests.story import ATTENTION, GRID, Engine, chain
 
@@ -681,6 +685,32 @@ def test_what_was_declined_is_not_asked_for_in_every_step(policy):
     assert after.store_declined == before.store_declined and after.work == before.work
 
 
+@pytest.mark.parametrize(
+    ("mode", "times", "host"),
+    [
+        ("eager", 0.9, "abcdef"),
+        ("eager", 1.1, "uvwxyz"),
+        ("lazy", MARGIN - 0.1, "abcdef"),
+        ("lazy", MARGIN + 0.1, "uvwxyz"),
+    ],
+)
+def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(mode, times, host):
+    """What waits on the device is worth so many times what the host is full of, which is older."""
+    with mock.patch.object(Buckets, "_learn"):  # what the buckets are worth stays as it is here
+        engine = Engine(mode, device=12, host=6, policy="adaptive")
+        worth = engine.cache.pool._policy._buckets._survival.worth
+        worth[:] = [times if bucket % BINS == 0 else 1.0 for bucket in range(len(worth))]
+        for prompt in ("abcdef", "uvwxyz"):
+            engine.now += 10.0
+            engine.serves(prompt)
+        engine.gpu.allocate(6)  # the first prompt leaves, and the second would be next
+        engine.copies()
+    assert engine.host == set(accumulate(host))
+    if mode == "lazy":
+        declined = 6 if host == "abcdef" else 0
+        assert engine.cache.statistics().store_declined == declined, "asked once, and not again for each chunk of it"
+
+
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_a_policy_hears_of_what_the_device_had(mode):
     engine = Engine(mode, policy="adaptive")
@@ -693,7 +723,7 @@ def test_a_policy_hears_of_what_the_device_had(mode):
 
 def test_a_chunk_that_is_declined_does_not_stop_the_walk():
     engine = Engine("lazy", device=6, host=12)
-    engine.cache.pool.accepted = lambda parent, keys, needs=None: 0 if keys[0].startswith(b"x") else len(keys)
+    engine.cache.pool.accepted = lambda parent, keys, **_: 0 if keys[0].startswith(b"x") else len(keys)
     for prompt in ("xy", "ab", "cd"):
         engine.serves(prompt)
     engine.copies()

@@ -36,7 +36,7 @@ from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
-from cpu_prefix_cache.offload.lazy import Lazy
+from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
 from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
@@ -137,7 +137,8 @@ class CPUPrefixCache:
         self._checkpoint_interval = checkpoint_interval
         self._waits_for_loads = waits_for_loads
         self._ledger = TransferLedger(ranks)
-        self._stores = StorePlanner(self.coordinator, device, self._ledger)
+        margin = MARGIN if offload == "lazy" else 1.0
+        self._stores = StorePlanner(self.coordinator, device, self._ledger, margin)
         self._offload = self._new_offload(offload)
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
         self._completion = Completion(

@@ -76,7 +76,7 @@ def test_a_policy_is_told_of_all_keys_and_of_time_and_may_decline(monkeypatch):
             told.append((list(keys), now))
             return super().admitted(deepest, keys, now)
 
-        def accepts(self, parent, incoming, count):
+        def accepts(self, parent, incoming, count, margin):
             return min(1, len(incoming))
 
     monkeypatch.setitem(POLICIES, "picky", Picky)

@@ -222,7 +222,7 @@ class Adaptive(EvictionPolicy):
 
     # What is to go
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
+    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         coming = self._coming(parent, incoming)
         accepted = len(incoming)
         order = self._order(count, held=parent)
@@ -230,7 +230,7 @@ class Adaptive(EvictionPolicy):
         rank, run = next(order, NOBODY)
         while count > 0 and coming:
             own, chunks = coming[-1]
-            if rank <= own:
+            if (rank[0] * margin, *rank[1:]) <= own:
                 runs.append(run)
                 count -= len(run)
                 if count > 0:

@@ -54,7 +54,7 @@ class Arc(TwoLists):
         self._ghosts = Ghosts()
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
+    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         once = self._once
         due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once.size)
         strangers = max(0, len(incoming) - count + once.size - once.coming + due)

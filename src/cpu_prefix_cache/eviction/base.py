@@ -30,11 +30,12 @@ class EvictionPolicy(Protocol):
         without a request.
         """
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int) -> int:
+    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
 
         They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
-        all of them came. Changes nothing. All of them, unless a policy overrides it.
+        all of them came. A policy that knows what chunks are worth asks for `margin` times what would leave. Changes
+        nothing. All of them, unless a policy overrides it.
         """
         return len(incoming)
 

@@ -27,7 +27,8 @@ A step without any of these costs nothing. The sources of a store are held, and 
   what `report_steps` steps allocate, and never what the device has promised to running requests.
 * **What was stored or declined** may be missing at the next look: declined, or evicted from a host that is smaller than
   the stretch, or whose policy found it to be worth least. So it is *settled* as long as it waits in the stretch, which
-  it leaves when it is used again: neither it nor what hangs below it is stored meanwhile.
+  it leaves when it is used again: neither it nor what hangs below it is stored meanwhile. Where the end of a chain is
+  declined, all of that end is settled at once: each chunk of it is worth no more than the policy was asked about.
 * **A device nearly all in use.** Where less waits than the stretch, the blocks of a request that ends are handed out in
   the same step or the next, before any look. Until more waits, lazy stores what requests compute, as eager does.
 * **Loads** take blocks of the stretch too, many at once. So while one load is on the link, another waits if its
@@ -48,6 +49,10 @@ from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
+
+# What is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With 1, `adaptive` on
+# a small host stores more than eager; with 1.6, hits are lost where the host is large (docs/policies.md).
+MARGIN = 1.25
 
 Place = tuple[int, bytes | None]  # a device block that waits, and the key it comes with
 
@@ -285,12 +290,15 @@ class Lazy(Eager):
         if wanted > budget and not self._can_spare(wanted, held):
             stop = self._stores.obstacle(chain)  # a part of it would be no use
             if stop is not None or budget < self._chunk_blocks:
-                return None, self._noted(key, stop or Stop.IN_FLIGHT)
+                return None, self._noted([key], stop or Stop.IN_FLIGHT)
             portion = chain.first(budget // self._chunk_blocks)
         transfer, stop = self._stores.plan(portion, self._pool.touch(None))
-        if transfer is not None and len(transfer.keys) == len(chain):
+        stored = 0 if transfer is None else len(transfer.keys)
+        if stored == len(chain):
             return transfer, None
-        return transfer, self._noted(key, stop or Stop.IN_FLIGHT)
+        # a chunk may be worth storing without a checkpoint; without those that hang below it, it was declined too
+        left = chain.keys[stored:] if chain.checkpoint is None else [key]
+        return transfer, self._noted(left, stop or Stop.IN_FLIGHT)
 
     def _can_spare(self, blocks: int, held: int) -> bool:
         """Whether a stretch waits besides so many blocks, and as much again as is held then, since a longer store takes
@@ -303,10 +311,11 @@ class Lazy(Eager):
         """How many device blocks wait that stores may hold."""
         return self._device.num_waiting - self._device.num_promised
 
-    def _noted(self, key: bytes, stop: Stop) -> Stop:
+    def _noted(self, left: Sequence[bytes], stop: Stop) -> Stop:
+        """The stop, after which these were left."""
         if stop is Stop.DECLINED:
-            self._settled.add(key)
-            self._parents.unwanted(key)
+            self._settled.update(left)
+            self._parents.unwanted(left)
         return stop
 
     def _missing_chain(self, key: bytes) -> Chain | None:

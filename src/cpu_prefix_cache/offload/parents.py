@@ -36,7 +36,7 @@ class Ancestry(Protocol):
         self, key: bytes, is_covered: Callable[[bytes], bool]
     ) -> tuple[list[bytes], bytes | None] | None: ...
     def saved(self, keys: Sequence[bytes]) -> None: ...
-    def unwanted(self, key: bytes) -> None: ...
+    def unwanted(self, keys: Sequence[bytes]) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -117,9 +117,9 @@ class Parents:
         """These chunks have reached the host."""
         self._unsaved.difference_update(keys)
 
-    def unwanted(self, key: bytes) -> None:
-        """The host declined this chunk: it is not lost when the device evicts it."""
-        self._unsaved.discard(key)
+    def unwanted(self, keys: Sequence[bytes]) -> None:
+        """The host declined these chunks: they are not lost when the device evicts them."""
+        self._unsaved -= set(keys)
 
     def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Of each of these chunks and checkpoints, whether the device has it."""

@@ -76,10 +76,16 @@ class _Destinations(NamedTuple):
 
 
 class StorePlanner:
-    """Plans stores from a device into the coordinator's pool, through the ledger."""
+    """Plans stores from a device into the coordinator's pool, through the ledger.
 
-    def __init__(self, coordinator: KVCacheCoordinator, device: Device, ledger: TransferLedger) -> None:
+    `margin`: to a policy that knows it, what is stored must be worth so many times what would have to leave.
+    """
+
+    def __init__(
+        self, coordinator: KVCacheCoordinator, device: Device, ledger: TransferLedger, margin: float = 1.0
+    ) -> None:
         self._coordinator = coordinator
+        self._margin = margin
         self.pool = coordinator.pool
         self.device = device
         self.ledger = ledger
@@ -123,7 +129,7 @@ class StorePlanner:
             self.refusals += len(chain)
             return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
         keys = [*chain.keys, checkpoint_key(checkpoint.tail[-1])]
-        if self.pool.accepted(self._parent(chain), keys, needs) < len(keys):
+        if self.pool.accepted(self._parent(chain), keys, needs, margin=self._margin) < len(keys):
             self.declined += len(keys)
             return Stop.DECLINED
         return None
@@ -224,7 +230,7 @@ class StorePlanner:
         if chain.checkpoint is not None:
             return self._sources_with_checkpoint(chain, chain.checkpoint)
         room = self.pool.available(len(chain.keys))
-        accepted = self.pool.accepted(self._parent(chain), chain.keys[:room])
+        accepted = self.pool.accepted(self._parent(chain), chain.keys[:room], margin=self._margin)
         chunks = self._on_device(chain.keys[:accepted])
         if len(chunks) < accepted:
             return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)

@@ -193,13 +193,20 @@ class BlockPool:
         wanted = chunks * self.blocks_per_chunk + self.checkpoints.cost(needs)
         return self.available_blocks(wanted) >= wanted
 
-    def accepted(self, parent: int | None, keys: Sequence[bytes], needs: Sequence[PieceNeed] | None = None) -> int:
+    def accepted(
+        self,
+        parent: int | None,
+        keys: Sequence[bytes],
+        needs: Sequence[PieceNeed] | None = None,
+        *,
+        margin: float = 1.0,
+    ) -> int:
         """How many of the chunks with these keys, from the first on, are wanted here. Changes nothing.
 
-        The policy may decline what is worth less to it than what would have to leave, and with a chunk all that hangs
-        below it. They are to hang below `parent` (None: it is being written). With `needs`, the last key is that of a
-        checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with them.
-        `allocate` itself declines nothing.
+        The policy may decline what is worth less to it than `margin` times what would have to leave, and with a chunk
+        all that hangs below it. They are to hang below `parent` (None: it is being written). With `needs`, the last key
+        is that of a checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with
+        them. `allocate` itself declines nothing.
         """
         if not self._declines:
             return len(keys)
@@ -213,7 +220,7 @@ class BlockPool:
             return len(keys)
         nodes, blocks = (len(self._forest), self._cached) if self._cached else (1, max(1, self.blocks_per_chunk))
         victims = -(-short * nodes // blocks)  # as large as nodes are on average
-        return self._policy.accepts(NONE if parent is None else parent, keys, victims)
+        return self._policy.accepts(NONE if parent is None else parent, keys, victims, margin)
 
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.

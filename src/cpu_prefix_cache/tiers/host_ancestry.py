@@ -55,8 +55,8 @@ class HostAncestry:
             node = host.parent(node)
         return missing[::-1], None if node == host.root else self._key(node)
 
-    def unwanted(self, key: bytes) -> None:
-        self._unwanted.add(key)
+    def unwanted(self, keys: Sequence[bytes]) -> None:
+        self._unwanted.update(keys)
 
     # Told, and known already
 
