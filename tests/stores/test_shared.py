@@ -270,7 +270,7 @@ def test_a_server_that_comes_back_is_found_by_one_question(filled, monkeypatch):
     monkeypatch.setattr(tier_cache, "STORE_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(questions, "PROBE_SECONDS", 0.05)
     store = with_values(Halting(), filled.values)
-    engine = engine_on(store, ask_seconds=0.01)
+    engine = engine_on(store, ask_seconds=0.25)
     engine.step()
     store.runs.clear()
     serve(engine, number=10)
