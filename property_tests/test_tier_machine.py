@@ -159,6 +159,16 @@ class WithTier(PrefixCacheMachine):
                 self.the_tier_ends()
                 self.asks_again(id)
 
+    def begin(self, id: str, prompt: str, partial: int, cut: int) -> bool:
+        """A request that is admitted, preempted and comes back asks, and waits, like a new one."""
+        is_admitted = super().begin(id, prompt, partial, cut)
+        if is_admitted:
+            self.forget_waits(id)
+        return is_admitted
+
+    def forget_waits(self, id: str) -> None:
+        self.deadlines.pop(id, None)
+
     def asks_again(self, id: str) -> bool:
         prompt, partial = self.asking[id]
         if not self.begin(id, prompt, partial, 0):
@@ -630,6 +640,10 @@ class WithStore(WithTier):
         super().the_weights_change(sure)
         if sure:
             self.hearing.clear()
+
+    def forget_waits(self, id: str) -> None:
+        super().forget_waits(id)
+        self.hearing.pop(id, None)
 
     # what others and the store do
 
