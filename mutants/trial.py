@@ -3,9 +3,13 @@
 First everything runs once under `coverage`, a context for each test; what fails there is left out. Against a fault run
 the tests that cover it, quickest first, then the property tests that came through its function, with a fixed search,
 fewer examples and no shrinking. The first failure ends it. Each test has a limit of processor time, far above what it
-took, so that an endless loop ends and counts as seen.
+took, so that an endless loop ends and counts as seen; what waits for ever is ended, too.
+
+Programs that a test starts belong to it: they import the scratch copy, what they run is covered by that test, and they
+end with it.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -32,6 +36,18 @@ from property_tests.search import search
 PROPERTIES = "property_tests/"
 MEASURED_SHARE = 0.1  # of a property test's examples, to see which functions it comes through
 MEMORY_BYTES = 6 * 10**9  # a fault may ask for any amount
+WAIT_SECONDS = 120.0  # of the clock, beside 20 times the test's own: longer than a loaded machine takes
+BESIDE = "shared"  # a folder beside the tree, where tests look for the sources of engines
+
+# How coverage measures the programs that a test starts: pytest says in their environment which test it is.
+PROGRAMS = """[run]
+data_file = {scratch}/coverage
+parallel = true
+source = {code}
+context = ${{PYTEST_CURRENT_TEST}}
+sigterm = true
+patch = _exit
+"""
 
 for plugin in default_plugins:
     import_module(f"_pytest.{plugin}")
@@ -53,25 +69,29 @@ class Trial:
         self._output = scratch / "output"
         self._share = share
         shutil.copytree(root, self._root, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
+        if (root.parent / BESIDE).exists():
+            (scratch / BESIDE).symlink_to((root.parent / BESIDE).resolve())
         status = _forked(lambda: _measure(self._root, subject, scratch), self._output)
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise SystemExit("the tests do not run without a fault:\n" + self._output.read_text()[-4000:])
         self.seconds: dict[str, float] = json.loads((scratch / "seconds.json").read_text())
         self.failing: list[str] = json.loads((scratch / "failing.json").read_text())
         self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
-        data = coverage.CoverageData(str(scratch / "coverage"))
-        data.read()
+        data = _combined(scratch)
         for file in data.measured_files():
             lines = data.contexts_by_lineno(file)
             of_file = self._runs[str(Path(file).relative_to(self._root))]
-            of_file.update((line, set(tests).difference(self.failing)) for line, tests in lines.items())
+            for line, contexts in lines.items():
+                of_file[line] = {_test(context) for context in contexts}.difference(self.failing)
 
     def of_this_process(self) -> "Trial":
         """The same trial in a tree of its own, so that several processes try faults at once."""
         own = copy.copy(self)
-        own._root = self._scratch / f"{os.getpid()}" / "tree"
-        own._output = self._scratch / f"{os.getpid()}" / "output"
+        home = self._scratch / f"{os.getpid()}"
+        own._root, own._output = home / "tree", home / "output"
         shutil.copytree(self._root, own._root)
+        if (self._scratch / BESIDE).exists():
+            (home / BESIDE).symlink_to((self._scratch / BESIDE).resolve())
         return own
 
     def tests_of(self, fault: Fault) -> list[str]:
@@ -118,6 +138,7 @@ def _forked(body: Callable[[], int], output: Path) -> int | None:
     if child == 0:
         status = 70
         try:
+            os.setpgid(0, 0)
             printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(printed, 1)
             os.dup2(printed, 2)
@@ -127,30 +148,53 @@ def _forked(body: Callable[[], int], output: Path) -> int | None:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    ended = os.waitpid(child, 0)[1]
+    try:
+        ended = os.waitpid(child, 0)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what the tests started and did not end
     return os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else None
 
 
 def _pytest(root: Path, files: Sequence[str], plugin: object, *options: str) -> int:
     os.chdir(root)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
     return int(pytest.main([*options, "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
 
 
 def _measure(root: Path, subject: Subject, scratch: Path) -> int:
     """Every test once; writes coverage, seconds of each test, and which fail."""
-    plugin = _Measuring([str(root / folder) for folder in subject.code], scratch)
+    code = [str(root / folder) for folder in subject.code]
+    (scratch / "programs.ini").write_text(PROGRAMS.format(scratch=scratch, code=",".join(code)))
+    os.environ["COVERAGE_PROCESS_START"] = str(scratch / "programs.ini")
+    plugin = _Measuring(code, scratch)
     return _pytest(root, [str(file.relative_to(root)) for file in subject.test_files(root)], plugin)
 
 
 def _run(root: Path, tests: Sequence[str], limits: dict[str, float], share: float, answer: Path) -> int:
     sys.dont_write_bytecode = True  # a fault of the same size and second would be taken for the one before
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    _limit_processor_time(30)
+    _limit_time(30)
     return _pytest(root, sorted({test.split("::")[0] for test in tests}), _Chosen(tests, limits, share, answer), "-x")
 
 
-def _limit_processor_time(seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody catches it: the process ends
+def _limit_time(seconds: float) -> None:
+    """Of the processor, and far more of the clock. Nobody catches the signals: the process ends."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS + 4 * seconds)
+
+
+def _combined(scratch: Path) -> coverage.CoverageData:
+    """What the tests ran in their own process, and in the programs that they started."""
+    whole = coverage.Coverage(data_file=str(scratch / "coverage"), config_file=False)
+    whole.load()
+    whole.combine([str(scratch)])
+    return whole.get_data()
+
+
+def _test(context: str) -> str:
+    """The test of a context, which in a program ends with the part of the test that started it, as ` (call)`."""
+    return context.rpartition(" (")[0] if context.endswith((" (setup)", " (call)", " (teardown)")) else context
 
 
 class _Measuring:
@@ -204,7 +248,7 @@ class _Chosen:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._answer.write_text(f"out of time: {nodeid}")
-        _limit_processor_time(self._limits[nodeid])
+        _limit_time(self._limits[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:

@@ -30,8 +30,13 @@ def halved(n):
 
 def never(n):
     return n + 1
+
+def elsewhere(n):
+    return n * 5
 """
 EXAMPLES = """
+import subprocess, sys
+
 from cpu_prefix_cache.tiny import clipped, counted, never
 
 def test_that_fails_anyway():
@@ -42,6 +47,9 @@ def test_clipped():
 
 def test_counted():
     assert counted(3) == 3
+
+def test_elsewhere():
+    subprocess.run([sys.executable, "-c", "from cpu_prefix_cache.tiny import *; assert elsewhere(3) == 15"], check=True)
 """
 PROPERTIES = """
 from hypothesis import given, strategies
@@ -141,6 +149,8 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
 
 
 def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Path) -> None:
+    """`elsewhere` runs in a program that its test starts."""
+
     def only(part: str) -> Fault:
         (fault,) = [fault for fault in population(tree, SUBJECTS["deciding"]) if part in str(fault)]
         return fault
@@ -151,6 +161,7 @@ def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Pat
         "dropped: `n -= 1`": ("killed", "out of time: tests/test_tiny.py::test_counted"),
         "off by one: `2` becomes `3` in `return n // 2`": ("killed", "property_tests/test_tiny_laws.py::test_halved"),
         "arithmetic: `n + 1`": ("not run", ""),
+        "off by one: `5` becomes `6` in `return n * 5`": ("killed", "tests/test_tiny.py::test_elsewhere"),
     }
     write(tmp_path / "list.json", map(only, expected))
     results = tmp_path / "results.jsonl"
