@@ -1,6 +1,7 @@
 """`make mutants`: draws faults, tries each, prints those that no test saw."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -23,13 +24,13 @@ _trial: Trial
 def main() -> None:
     options = _options()
     subject = SUBJECTS[options.of]
-    faults = population(options.root, subject)
-    chosen, gone = read(options.list, faults) if options.list else (draw(faults, options.seed, options.count), [])
-    if options.write:
-        write(options.write, chosen)
     outcomes = _earlier(options.results)
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.nullcontext(options.scratch) if options.scratch else tempfile.TemporaryDirectory() as scratch:
         trial = Trial(options.root, subject, Path(scratch), options.examples)
+        faults = population(trial.tree, subject)
+        chosen, gone = read(options.list, faults) if options.list else (draw(faults, options.seed, options.count), [])
+        if options.write:
+            write(options.write, chosen)
         print(f"{len(chosen)} of {len(faults)} faults, {len(trial.seconds)} tests", flush=True)
         for test in trial.failing:
             print(f"left out, as it fails without a fault: {test}", flush=True)
@@ -48,6 +49,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--list", type=Path, help="take the faults of this file and draw none")
     parser.add_argument("--write", type=Path, help="write the faults to this file, for --list on another day")
     parser.add_argument("--results", type=Path, help="JSON lines, one a fault; a run that was cut off goes on")
+    parser.add_argument(
+        "--scratch", type=Path, help="keep the measured copy of the tree here, and take it if it is there"
+    )
     parser.add_argument("--examples", type=float, default=1 / 3, help="share of the examples of property tests")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree")

@@ -5,6 +5,8 @@ the tests that cover it, quickest first, then the property tests that came throu
 fewer examples and no shrinking. The first failure ends it. Each test has a limit of processor time, far above what it
 took, so that an endless loop ends and counts as seen; what waits for ever is ended, too.
 
+Libraries that the tests import are imported once, and a fork has them. What is measured stays in the scratch folder.
+
 Programs that a test starts belong to it: they import the scratch copy, what they run is covered by that test, and they
 end with it.
 """
@@ -18,6 +20,7 @@ import resource
 import shutil
 import signal
 import sys
+import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -65,31 +68,33 @@ class Trial:
 
     def __init__(self, root: Path, subject: Subject, scratch: Path, share: float) -> None:
         self._scratch = scratch
-        self._root = scratch / "tree"
+        self.tree = scratch / "tree"
         self._output = scratch / "output"
         self._share = share
-        shutil.copytree(root, self._root, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
-        if (root.parent / BESIDE).exists():
-            (scratch / BESIDE).symlink_to((root.parent / BESIDE).resolve())
-        status = _forked(lambda: _measure(self._root, subject, scratch), self._output)
-        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            raise SystemExit("the tests do not run without a fault:\n" + self._output.read_text()[-4000:])
+        if not (scratch / "failing.json").exists():
+            shutil.copytree(root, self.tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build"))
+            if (root.parent / BESIDE).exists():
+                (scratch / BESIDE).symlink_to((root.parent / BESIDE).resolve())
+            status = _forked(lambda: _measure(self.tree, subject, scratch), self._output)
+            if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+                raise SystemExit("the tests do not run without a fault:\n" + self._output.read_text()[-4000:])
         self.seconds: dict[str, float] = json.loads((scratch / "seconds.json").read_text())
         self.failing: list[str] = json.loads((scratch / "failing.json").read_text())
         self._runs: dict[str, dict[int, set[str]]] = defaultdict(dict)
         data = _combined(scratch)
         for file in data.measured_files():
             lines = data.contexts_by_lineno(file)
-            of_file = self._runs[str(Path(file).relative_to(self._root))]
+            of_file = self._runs[str(Path(file).relative_to(self.tree))]
             for line, contexts in lines.items():
                 of_file[line] = {_test(context) for context in contexts}.difference(self.failing)
 
     def of_this_process(self) -> "Trial":
         """The same trial in a tree of its own, so that several processes try faults at once."""
+        _import_libraries(self._scratch)
         own = copy.copy(self)
         home = self._scratch / f"{os.getpid()}"
-        own._root, own._output = home / "tree", home / "output"
-        shutil.copytree(self._root, own._root)
+        own.tree, own._output = home / "tree", home / "output"
+        shutil.copytree(self.tree, own.tree)
         if (self._scratch / BESIDE).exists():
             (home / BESIDE).symlink_to((self._scratch / BESIDE).resolve())
         return own
@@ -108,15 +113,15 @@ class Trial:
         tests = self.tests_of(fault)
         if not tests:
             return Outcome("not run")
-        path = self._root / fault.file
+        path = self.tree / fault.file
         source, times = path.read_bytes(), path.stat()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        answer = self._root.parent / "failed"
+        answer = self.tree.parent / "failed"
         answer.write_text("")
         try:
             path.write_bytes(fault.put_into(source))
             limits = self._limits(tests)
-            status = _forked(lambda: _run(self._root, tests, limits, self._share, answer), self._output)
+            status = _forked(lambda: _run(self.tree, tests, limits, self._share, answer), self._output)
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what was compiled of it is right again
@@ -184,6 +189,20 @@ def _limit_time(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS + 4 * seconds)
 
 
+def _write_libraries(scratch: Path) -> None:
+    """Which modules are imported that are not of the tree."""
+    homes = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    (scratch / "libraries.json").write_text(json.dumps([name for name in files if files[name].startswith(homes)]))
+
+
+def _import_libraries(scratch: Path) -> None:
+    os.environ.update(json.loads((scratch / "environment.json").read_text()))  # as libraries read it at their import
+    for name in json.loads((scratch / "libraries.json").read_text()):
+        with contextlib.suppress(Exception):  # of one that wants to be imported in another way
+            import_module(name)
+
+
 def _combined(scratch: Path) -> coverage.CoverageData:
     """What the tests ran in their own process, and in the programs that they started."""
     whole = coverage.Coverage(data_file=str(scratch / "coverage"), config_file=False)
@@ -201,6 +220,7 @@ class _Measuring:
     def __init__(self, code: list[str], scratch: Path) -> None:
         self._scratch = scratch
         self._coverage = coverage.Coverage(data_file=str(scratch / "coverage"), source=code)
+        self._environment = dict(os.environ)
         self._seconds: dict[str, float] = {}
         self._failing: list[str] = []
 
@@ -209,6 +229,8 @@ class _Measuring:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         search_alike(items, MEASURED_SHARE)
+        changed = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+        (self._scratch / "environment.json").write_text(json.dumps(changed))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -228,6 +250,7 @@ class _Measuring:
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
         self._coverage.save()
+        _write_libraries(self._scratch)
         (self._scratch / "seconds.json").write_text(json.dumps(self._seconds))
         (self._scratch / "failing.json").write_text(json.dumps(self._failing))
 

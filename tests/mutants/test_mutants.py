@@ -165,7 +165,8 @@ def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Pat
     }
     write(tmp_path / "list.json", map(only, expected))
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "mutants", "--root", tree, "--list", tmp_path / "list.json", "--results", results]
+    files = ["--list", tmp_path / "list.json", "--results", results, "--scratch", tmp_path / "scratch"]
+    command = [sys.executable, "-m", "mutants", "--root", tree, *files]
     printed = subprocess.run(command, cwd=HOME, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["result"], row["by"]) for row in rows] == list(expected.values())
