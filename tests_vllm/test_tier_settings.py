@@ -198,6 +198,7 @@ def test_weights_of_a_hub_are_known_by_their_commit():
     commit = "0123456789abcdef" * 2 + "01234567"
     assert weights("org/model", commit=commit) == f"commit {commit}"
     assert weights("org/model", revision=commit) == f"commit {commit}"
+    assert weights("org/model.gguf", commit=commit) == f"commit {commit}"  # a name like a file's, which is none here
     for revision in (None, "main"):
         with pytest.raises(ConfigurationError, match=r"'org/model' has.*give the tier a revision"):
             weights("org/model", revision=revision)
@@ -320,6 +321,18 @@ def test_what_another_rank_refuses_closes_the_slab_again(tmp_path, path, togethe
         with pytest.raises(ConfigurationError, match="another rank has no room"):
             worker_of(config)
     worker_of(config).close()
+
+
+def test_a_rank_on_another_machine_makes_its_engines_folder_there(tmp_path, path, together):
+    here, there = path / "here", path / "there"
+    here.mkdir(), there.mkdir()
+    size = dict(world_size=2, tensor_parallel_size=2, data_parallel_index=2)
+    first = worker_of(configure(tmp_path, tier(here), host=HOST, rank=0, **size))
+    second = worker_of(configure(tmp_path, tier(there), host=HOST, rank=1, **size))
+    assert [each.name for each in here.glob("*/*/*")] == ["rank-0-of-2"]
+    assert [each.name for each in there.glob("*/*/*")] == ["rank-1-of-2"]
+    first.close()
+    second.close()
 
 
 def test_rows_in_another_order_are_refused(tmp_path, path):

@@ -81,6 +81,12 @@ def test_what_device_and_host_have_evicted_comes_from_the_files(path, offload, b
         engine.check_at_rest()
 
 
+def test_an_eager_tier_writes_what_the_host_has_and_a_lazy_one_what_it_will_evict(path):
+    """The host has room for four of these prompts."""
+    assert write_prompts(path, PROMPTS[:1], tier={"offload": "eager"}) == BLOCKS
+    assert write_prompts(path, PROMPTS[1:2], tier={"offload": "lazy"}) == 0
+
+
 RANKS = dict(ranks=2)
 SHARED_CONTEXT = dict(ranks=2, decode_context_parallel_size=2)
 

@@ -37,6 +37,6 @@ def _parts(model: PreTrainedModel) -> Iterable[bytes]:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    count = SAMPLE_BYTES // max(1, tensor.element_size())
+    count = SAMPLE_BYTES // tensor.element_size()
     first = tensor.detach().reshape(-1)[:count].cpu().contiguous()
     return bytes(first.view(torch.uint8).numpy().data)
