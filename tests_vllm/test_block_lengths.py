@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.vllm import groups as groups_module
 from connector.vllm.groups import device_blocks_per_chunk, planner_for
+from connector.vllm.keys import ChunkKeys
 from cpu_prefix_cache import ConfigurationError, Miss
 from tests_vllm.engine import Engine, full, local, state, vllm_config, window
 from tests_vllm.test_groups import forget, start  # noqa: F401 a fixture
@@ -257,6 +258,14 @@ def test_a_prompt_whose_names_were_lost_with_a_reset_is_known_again_by_its_next_
     forget(engine, said)
     engine.run(prompt)
     assert engine.admitted[-1] == (0, 24)
+
+
+def test_a_chunk_of_several_hashes_has_the_last_of_them_as_its_key_once_it_is_full():
+    hashes = [b"0", b"1", b"2"]
+    keys = ChunkKeys.of(hashes, 2)
+    assert (len(keys), list(keys), keys[-1], keys[:7]) == (1, [b"1"], b"1", [b"1"])
+    hashes += [b"3", b"4"]  # the request goes on
+    assert (len(keys), list(keys), keys[-1], keys[1:]) == (2, [b"1", b"3"], b"3", [b"3"])
 
 
 def test_a_step_allocates_as_many_blocks_as_its_tokens_take_in_all_groups(start):  # noqa: F811

@@ -215,6 +215,7 @@ def test_an_order_is_named_whatever_the_number_of_blocks():
         return order_of(torch.zeros(blocks, 2, 4, 16).transpose(1, 2), blocks)
 
     assert order(8) == order(50) == "float32 0: 2x2 1x4 3x16"
+    assert order_of(torch.zeros(2, 8), 2) == "float32 0: 1x8"  # two blocks of one row each, and no K and V
     assert order_of(torch.zeros(2, 16, 4, 3), 8) == "float32 1: 0x2 1x2 2x4 3x3"  # two kernel blocks to a block
     assert order_of([torch.zeros(8, 3), torch.zeros(8, 5, dtype=torch.float16)], 8) == "float32 0: 1x3, float16 0: 1x5"
 

@@ -92,8 +92,15 @@ def test_a_queue_that_links_do_not_change_is_refused(connector, kind):
         connector.bind_gpu_block_pool(pool)
 
 
-def test_another_name_of_blocks_is_refused(connector, monkeypatch):
-    monkeypatch.setattr(touched, "make_block_hash_with_group_id", lambda hash, group: bytes([group]) + hash)
+OTHER_NAMES = {
+    "the group in front": lambda hash, group: bytes([group]) + hash,
+    "its length behind the hash": lambda hash, group: hash + bytes([len(hash), 0, 0, group]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_another_name_of_blocks_is_refused(connector, monkeypatch, name):
+    monkeypatch.setattr(touched, "make_block_hash_with_group_id", OTHER_NAMES[name])
     with pytest.raises(ConfigurationError, match="the name of a block is not its hash and its group"):
         connector.bind_gpu_block_pool(a_pool())
 
