@@ -95,6 +95,18 @@ def test_what_only_the_host_has_is_written_at_the_end(tmp_path):
     assert found.found == cached
 
 
+def test_a_tier_is_told_what_each_step_has_computed(tmp_path, monkeypatch):
+    """What loading saves depends on it."""
+    engine, told = engine_with(tier(tmp_path)), []
+    monkeypatch.setattr(engine.host.cache, "prefilled", lambda tokens, seconds: told.append(tokens))
+    request = Request(0, next(prompts(1, 0)), OUTPUT)
+    engine.add(request)
+    while not engine.is_idle:
+        engine.step()
+    engine.host.close()
+    assert sum(told) == len(request.tokens) - 1, "all but the last one, which nobody asks for"
+
+
 def test_an_engine_with_other_weights_finds_nothing(tmp_path, caplog):
     """S8.15"""
     first = engine_with(tier(tmp_path))

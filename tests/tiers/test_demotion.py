@@ -22,6 +22,16 @@ def test_eager_writes_what_reaches_the_host():
     assert engine.seen.mode == "eager"
 
 
+def test_an_idle_engine_steps_until_everything_is_written():
+    engine = Tiered(host=32)
+    engine.host_has("abc")
+    assert engine.cache.has_transfers and not engine.moving, "it waits for the next step"
+    engine.steps_below()
+    assert engine.cache.has_transfers and engine.moving
+    engine.works_off()
+    assert engine.below == set(chain_names("abc")) and not engine.cache.has_transfers
+
+
 def test_lazy_writes_what_the_host_evicts_next():
     engine = Tiered(host=16, below="lazy")
     engine.host_has("abcdefgh")
