@@ -224,6 +224,15 @@ def test_a_promotion_evicts_nothing_of_its_own_request():  # S8.9
     assert engine.asks_as("r", "abcdefg") == Hit(7 * GRID)
 
 
+def test_what_was_promoted_stays_until_the_request_asks_again():
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.works()
+    engine.host_forgets()
+    assert engine.host == set(chain_names("abcd"))
+    assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
+
+
 def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
     engine = with_tier("abcd")
     answer = engine.asks_as("r", "abcd")
