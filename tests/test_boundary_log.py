@@ -3,6 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import (
+    BlockPool,
     BoundariesRemoved,
     BoundariesStored,
     Group,
@@ -34,6 +35,9 @@ def test_without_being_asked_for_there_is_no_log():
     engine = Engine()
     engine.serves("ab")
     assert engine.cache.take_events() == []
+    pool = BlockPool(4)  # nobody would take it off one that is made so
+    pool.commit(pool.allocate(1), [b"a"], pool.root, pool.touch(None))
+    assert pool.take_events() == []
 
 
 def test_chunks_are_told_when_they_are_committed_and_when_they_are_evicted(engine):
