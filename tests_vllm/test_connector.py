@@ -235,6 +235,23 @@ def test_whose_load_has_failed_is_forgotten_when_the_request_ends(start):
     assert engine.half._load_failed == set()
 
 
+def test_a_request_that_is_admitted_again_finds_what_others_have_computed(start, monkeypatch):
+    """While its first run ends, nothing on the device counts as computed; when the second one begins, it does again."""
+    engine = start(offload="eager")
+    engine.run(PROMPT)
+    flood(engine)
+    engine.ranks[0].failure_rate = 1.0
+    admit, is_hidden = engine.cache.admit, []
+
+    def admitted(*request):
+        is_hidden.append(b"of another request" in engine.device._unwritten())
+        admit(*request)
+
+    monkeypatch.setattr(engine.cache, "admit", admitted)
+    engine.run(PROMPT)
+    assert is_hidden == [False, False]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_of_three_loads_only_the_one_that_fails_is_computed(start, asynchronous):
     engine = start(offload="eager", asynchronous=asynchronous, device_blocks=80)

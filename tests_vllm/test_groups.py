@@ -407,6 +407,8 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start,
     assert len(engine.device._checkpoints._oldest) == 1
     engine.drain()
     assert checkpoint_key(checkpoint.tail[-1]) in [key for _, key in engine.device.soonest_evicted()]
+    monkeypatch.setattr(engine.device, "_unwritten", lambda: [checkpoint.tail[-1]])
+    assert engine.device.find_checkpoint(checkpoint) is not None, "what no request has was written before"
 
 
 # Going wrong
