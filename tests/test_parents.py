@@ -78,6 +78,15 @@ def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
     assert family.parents.lost == 2  # "a" was saved
 
 
+def test_what_the_host_had_already_is_not_lost():
+    family = Family()
+    family.host.update(chain("ab"))
+    family.hears("abc")
+    family.device.clear()
+    family.hears("wxyz")
+    assert not knows(family, b"abc") and family.parents.lost == 1
+
+
 class Kept(Family):
     """Of a model where every boundary needs a checkpoint."""
 
