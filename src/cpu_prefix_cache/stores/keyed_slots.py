@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 GET_SECONDS = 2.0  # for one call of some MiB: no request waits so long (rule 22), but threads must come back
 PUT_SECONDS = 5.0
 DELETE_SECONDS = 1.0
-CALL_VALUES = 64  # to one call, at most
+# To one call, at most: what is checked is still in the cache then. With 64, verified gets from Redis have .62 to .89 of
+# the rate of gets that nobody checks; with 8 they are as fast.
+CALL_VALUES = 8
 CALLS = 8  # at once, at most: as many sets of frames
 PORTION_BYTES = 256 << 20  # of host memory, registered when the first of its blocks is used
 FIRST_GENERATION = 1 << 32  # so that a reset before the first report has a floor above 0
