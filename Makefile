@@ -13,11 +13,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
 
-# What is slow and strong, and not in CI: the state machines run a million steps, seven times as many as in `make test`,
+# What is slow and strong, and not in CI: the state machines run a million steps, eight times as many as in `make test`,
 # and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
 # are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants.
 test-long: $(VENV)/installed
-	EXAMPLES=7 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
+	EXAMPLES=8 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py

@@ -73,9 +73,10 @@ def missing(expression: str, served: Series) -> Iterable[str]:
         if name not in served:
             yield name
             continue
-        for label, value in re.findall(r'(\w+)=~?"([^"]*)"', selector):
-            if not value.startswith(FREE) and value not in served[name].get(label, ()):
-                yield f"{name}: {label}={value}"
+        for label, values in re.findall(r'(\w+)=~?"([^"]*)"', selector):
+            for value in values.split("|"):
+                if not value.startswith(FREE) and value not in served[name].get(label, ()):
+                    yield f"{name}: {label}={value}"
         grouped = re.findall(r"(?:by|ignoring) \(([\w, ]+)\)", expression)
         labels = {label for each in grouped for label in each.split(", ")} - ADDED
         of_any = {label for other, _ in asked for label in served.get(other, ())}
@@ -92,6 +93,7 @@ def test_the_server_has_what_board_and_rules_ask_for(served, expression):
     [
         ("rate(vllm:cpu_prefix_cache_hit_tokens[5m])", "vllm:cpu_prefix_cache_hit_tokens"),  # without _total
         ('vllm:cpu_prefix_cache_tier_state{state="broken"}', "vllm:cpu_prefix_cache_tier_state: state=broken"),
+        ('vllm:cpu_prefix_cache_tier_state{state=~"paused|broken"}', "vllm:cpu_prefix_cache_tier_state: state=broken"),
         ('vllm:cpu_prefix_cache_off{rank="0"}', "vllm:cpu_prefix_cache_off: rank=0"),
         ("sum by (rank) (vllm:cpu_prefix_cache_off)", "label rank"),
     ],

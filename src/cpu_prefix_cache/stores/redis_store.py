@@ -21,7 +21,7 @@ from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
 from cpu_prefix_cache.stores.resp import NO_VALUE, Resp, command, commands, resp_over, set_command
 
 CONNECT_SECONDS = 5.0  # for the first connection, at construction
-AT_ONCE_BYTES = 256 << 10  # of a call, and one value at least: see docs/tiers.md
+AT_ONCE_BYTES = 1 << 20  # of a call, and one value at least: see docs/tiers.md
 NEEDS = "it needs the commands GET, SET, EXISTS, DEL and PING"
 APART = (f"{PREFIX}:a", f"{PREFIX}:b")  # no server of a cluster answers for both: they are in different slots
 CLUSTER = (b"-CROSSSLOT", b"-MOVED", b"-CLUSTERDOWN")
