@@ -61,7 +61,7 @@ class Completion:
         return ok
 
     def has_failed_often(self, direction: Direction) -> bool:
-        """Whether the last FAILURES_IN_A_ROW stores, or loads, have all failed."""
+        """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
         return self._failures_in_a_row[direction] >= FAILURES_IN_A_ROW
 
     def forgive(self) -> None:

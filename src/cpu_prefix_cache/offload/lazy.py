@@ -28,7 +28,7 @@ A step without any of these costs nothing. The sources of a store are held, and 
 * **What was stored or declined** may be missing at the next look: declined, or evicted from a host that is smaller than
   the stretch, or whose policy found it to be worth least. So it is *settled* as long as it waits in the stretch, which
   it leaves when it is used again: neither it nor what hangs below it is stored meanwhile. Where the end of a chain is
-  declined, all of that end is settled at once: each chunk of it is worth no more than the policy was asked about.
+  declined, all of that end is settled at once, because the policy has judged each chunk of it.
 * **A device nearly all in use.** Where less waits than the stretch, the blocks of a request that ends are handed out in
   the same step or the next, before any look. Until more waits, lazy stores what requests compute, as eager does.
 * **Loads** take blocks of the stretch too, many at once. So while one load is on the link, another waits if its
