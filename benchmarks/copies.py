@@ -1,6 +1,6 @@
 """How close do copies come to the rate of the link, and how much do they slow the engine down?
 
-    python benchmarks/copies.py [--csv FILE] [--only contract,bytes,rates,both,requests,beside,slowdown,ring] [--quick]
+    python benchmarks/copies.py [--csv FILE] [--only SECTIONS] [--quick]
 
 Compares, on one CUDA or HIP device in one run, a large pinned copy, our staged copier, and three other methods to copy
 blocks (`copy_methods.py`). The contract tests of copiers run first, and a round trip of bytes through the region, then
@@ -262,6 +262,30 @@ def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) 
         worker.close()
 
 
+def tokens(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    """A small copy to the host in the stream of compute, as of the tokens of a step, while stores run continuously."""
+    x, y = torch.zeros(1, device=DEVICE), torch.empty(1, pin_memory=True)
+    end = torch.cuda.Event()
+    for fragment, count in ((16, 128), (2048, 1)):
+        staged = Staged(Scene(arena, pinned, fragment * KIB, count, GIB, "random"))
+        times: list[float] = []
+        with copying(staged, STORE) as copied:
+            time.sleep(0.05)
+            begun, before = time.perf_counter(), copied()
+            while (start := time.perf_counter()) < begun + 1:
+                x += 1
+                y.copy_(x, non_blocking=True)
+                end.record()
+                while not end.query():
+                    pass
+                times.append(time.perf_counter() - start)
+                time.sleep(2e-3)
+            rate = (copied() - before) / (time.perf_counter() - begun) / 1e9
+        median_ms, p95, most = (percentile(times, share) * 1e3 for share in (0.5, 0.95, 1))
+        text = f"tokens beside stores ({rate:.1f} GB/s), {fragment} KiB x {count}: {median_ms:.2f} ms, p95 {p95:.2f}"
+        line(f"{text}, at most {most:.2f}", p95 <= 3)
+
+
 # Compute beside copies
 
 
@@ -435,6 +459,7 @@ SECTIONS = {
     "both": both,
     "requests": requests,
     "beside": beside,
+    "tokens": tokens,
     "slowdown": slowdown,
     "ring": ring,
 }
@@ -460,7 +485,11 @@ def write_csv(path: str, rows: Sequence[tuple]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--csv", help="write the rates to this file")
-    parser.add_argument("--only", default=",".join(["contract", *SECTIONS]), help="sections, with commas between them")
+    parser.add_argument(
+        "--only",
+        default=",".join(["contract", *SECTIONS]),
+        help="sections, with commas between them (all: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer runs, a smaller region, ours and one peer only")
     options = parser.parse_args()
     options.rows = []

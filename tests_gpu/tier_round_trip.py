@@ -106,7 +106,7 @@ def main() -> int:
         f"{torch.cuda.get_device_name()}: {loaded} of {PROMPTS} prompts loaded, {'right' if right else 'WRONG'} bytes"
     )
     print(f"tier: {tier.cache.chunks_loaded} blocks of 2 MiB read, {tier.refused} refused, {rate / 1e9:.2f} GB/s")
-    print(f"direct I/O: {stage.host._tier._rank._slab.is_direct}; {seconds / PROMPTS * 1e3:.0f} ms a prompt of 64 MiB")
+    print(f"{seconds / PROMPTS * 1e3:.0f} ms a prompt of 64 MiB")
     print(f"late {tier.late}, unsaved {tier.unsaved}; a product of matrices alone {alone * 1e3:.3f} ms")
     stage.host.close()
     shutil.rmtree(folder)

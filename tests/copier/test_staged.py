@@ -215,16 +215,21 @@ def test_no_stream_is_made_to_wait_for_a_slot():
     assert pack.waited_for == [compute]
 
 
-def test_what_crosses_directly_is_not_far_behind_the_host(monkeypatch):
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    ("direction", "link", "kernels"), [(Direction.STORE, "out", "pack"), (Direction.LOAD, "in", "unpack")]
+)
+def test_at_most_so_many_slices_are_under_way_as_a_ring_has_slots(monkeypatch, direction, link, kernels, direct):
+    """What others copy to the host waits for all slices of a store that are submitted."""
     monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
-    monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 64)
-    part, streams, ids = randoms(20, 64), SimulatedStreams(("in",)), tuple(range(20))
-    shapes, host = shapes_of([[part]], [1], 64), poisoned(20, 64)
-    copier = simulated_copier(SimulatedDriver(streams), shapes, [[part]], host, direct_bytes=64)
-    event = copier.submit(Direction.LOAD, [GroupCopy(0, ids, ids)], copier.here())  # a store waits now and then
-    assert streams.ran.count("in") == 20 - ring.DIRECT_AHEAD
+    monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 1)
+    streams, ids = SimulatedStreams((kernels,)), tuple(range(BLOCKS))  # nothing crosses before the host waits for it
+    bench = Bench(streams, direct_bytes=1 if direct else 1 << 20)
+    event = bench.copier.submit(direction, [GroupCopy(0, ids, ids)], bench.copier.here())
+    slices = 2 * BLOCKS if direct else BLOCKS  # a slice for each block of each part, or for each block
+    assert streams.ran.count(link) == slices - ring.SLOTS
     event.until_passed()
-    assert streams.ran.count("in") == 20
+    assert streams.ran.count(link) == slices
 
 
 @pytest.mark.parametrize("eager", EAGER)

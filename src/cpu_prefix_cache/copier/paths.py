@@ -23,7 +23,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 # The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
 # large as a slot, or as this without slots, because a slice costs the host 50 us.
 FIRST_SLICE_BYTES = 8 * 1024 * 1024
-DIRECT_SLICE_BYTES = 64 * 1024 * 1024
+DIRECT_SLICE_BYTES = 32 * 1024 * 1024
 
 # A small transfer is cut into so many slices of at least so many bytes, because the link is idle while the first slice
 # of a store is gathered, and the last of a load scattered.

@@ -5,8 +5,10 @@
 A slot also has the ids of its blocks, in pinned host memory and in device memory. They are copied ahead of the kernel
 that reads them, which has run when the slot is free. So no slice allocates memory.
 
-The host waits until a slot is free, and leaves that to no stream: streams share the few queues of the hardware, and one
-that waits for a distant event holds up others (docs/copy_paths.md).
+A slice that needs no slot goes past them. Either way at most SLOTS slices of a direction are under way, because the
+engine that copies to the host serves a stream until it is empty: what others copy, as the tokens of a step, waits for
+all that a store has submitted. The host waits until a slice may go, and leaves that to no stream: streams share the few
+queues of the hardware, and one that waits for a distant event holds up others (docs/copy_paths.md).
 """
 
 from array import array
@@ -21,10 +23,8 @@ from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.messages.plan import Direction
 
 RING_BYTES = 124 * 1024 * 1024  # of both rings; less than 128 MiB with ids, and with what torch rounds up
-SLOTS = 2  # of each ring: 30 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
+SLOTS = 2  # of each ring: 31 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
 SLOT_ALIGNMENT = 512  # bytes, as of torch's allocator
-BREATH = 4  # slices, so that others wait 2.3 ms at most
-DIRECT_AHEAD = 4  # slices without a slot that are submitted and have not crossed, at most
 
 
 class Slot:
@@ -79,9 +79,7 @@ class Ring:
             Slot(memory[at : at + slot_bytes], num_ids, self._fill.record(), self._empty.record(), driver)
             for at in range(0, num_slots * slot_bytes, max(1, slot_bytes))
         )
-        self._count = 0
-        self._last: Event = Passed()  # the end of the last slice of a store
-        self._crossing: deque[Event] = deque([self._last] * DIRECT_AHEAD)
+        self._passing: deque[Event] = deque([Passed()] * SLOTS)  # the last slices that went past
 
     @property
     def next_slot(self) -> Slot:
@@ -112,22 +110,12 @@ class Ring:
             self._fill.submit(gather_or_scatter)
         self._fill.record(slot.filled)
         self._empty.wait(slot.filled)
-        self._breathe()
         self._empty.submit(gather_or_scatter if self._loads else link)
-        self._last = self._empty.record(slot.free)
+        self._empty.record(slot.free)
 
     def past(self, link: Callable[[int], object]) -> None:
         """Submit a slice that needs no slot."""
         self._pause()
-        self._breathe()
+        self._passing.popleft().until_passed()
         self.streams.copies.submit(link)
-        self._last = self.streams.copies.record()
-        self._crossing.append(self._last)
-        self._crossing.popleft().until_passed()
-
-    def _breathe(self) -> None:
-        """In a store, wait before every BREATH-th slice until the last one has crossed: the engine that copies to the
-        host serves a stream until it is empty, and the tokens of a step waited 57 ms for a store of 3 GB."""
-        self._count += 1
-        if not self._loads and self._count % BREATH == 0:
-            self._last.until_passed()
+        self._passing.append(self.streams.copies.record())
