@@ -102,7 +102,7 @@ class Trial:
     def tests_of(self, fault: Fault) -> list[str]:
         """Tests in the order in which they run: examples that run the statement, then properties of its function."""
         lines = self._runs[fault.file]
-        imported = set().union(*(lines.get(line, set()) for line in fault.lines)) == {""}
+        imported = any("" in lines.get(line, ()) for line in fault.lines)
         near = lines if imported else fault.lines  # what runs at import may concern all that runs the file
         wide = lines if imported else fault.whole
         of_line = {test for line in near for test in lines.get(line, ()) if test and not test.startswith(PROPERTIES)}

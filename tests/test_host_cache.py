@@ -610,6 +610,11 @@ def test_dimensions_are_counted_from_0(block_dim):
         keys_and_values(torch.zeros(2, 3, 5, 4, 6), block_dim=block_dim)
 
 
+def test_the_dimension_of_blocks_is_not_that_of_k_and_v_though_there_are_two_blocks():
+    with pytest.raises(ConfigurationError, match="kv_dim=0 of .* is not that of K and V"):
+        keys_and_values(torch.zeros(2, 3, 4, 6), block_dim=0)
+
+
 def test_bytes_of_a_group_that_its_parts_do_not_have_are_refused():
     group = Group(name="rows", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=100)
     layout = KVGroup(group, [blocks_first(0, Role.KEY, torch.zeros(4, 96, dtype=torch.uint8))])

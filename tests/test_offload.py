@@ -144,6 +144,13 @@ def test_how_far_lazy_looks_ahead_may_be_said():
     assert engine.host == {"a", "ab", "abc", "abcd"}
 
 
+def test_lazy_stores_from_a_device_of_one_block():
+    engine = Engine("lazy", device=1, max_tokens=GRID)
+    engine.serves("a")
+    engine.serves("b")
+    assert engine.host >= {"a"}
+
+
 def test_lazy_may_look_over_all_of_the_device():
     engine = Engine("lazy", device=4, max_tokens=GRID, ahead_blocks=4)
     for _ in range(2):  # a step each

@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.model.planner import PieceAt
+from cpu_prefix_cache.model.planner import FAR_CHUNKS, PieceAt
 from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 
 
@@ -245,3 +245,8 @@ def test_groups_are_checked_at_the_door():
         group(kind=GroupKind.STATE, extra_tokens=1)
     with pytest.raises(ConfigurationError, match="device_blocks of at least 1"):
         group(device_blocks=0)
+
+
+def test_waste_is_weighed_where_local_chunks_of_many_lengths_are_nearly_full():
+    lengths = (2, 3, 4, 5, 6, 7, 8, 9, 10, 14, 15, 16, 21, 25, 27, 32)
+    assert [len(local(16 * chunks).needed(16 * FAR_CHUNKS)) for chunks in lengths] == [each - 1 for each in lengths]

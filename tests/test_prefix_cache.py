@@ -317,6 +317,7 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
     engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
     assert engine.cache.min_load_tokens == 0  # nobody knows how fast it computes
     engine.cache.prefilled(100, 1.0)  # a step of few tokens says nothing
+    engine.cache.prefilled(10_000, 0.0)  # nor does a clock that stood still
     assert engine.cache.min_load_tokens == 0
     for _ in range(2):
         engine.cache.prefilled(10_000, 1.0)

@@ -337,7 +337,6 @@ class CPUPrefixCache:
         landed = list(self._ledger.report(report.rank, report.failed, done=False))
         landed += self._ledger.report(report.rank, report.done, done=True)
         resolved = []
-        self._is_full = False
         for transfer in landed:
             ok = self._completion.land(transfer)
             running = self._running.get(transfer.request_id)

@@ -65,3 +65,25 @@ def test_a_turn_whose_last_chunk_was_cut_short(shelf, is_here):
         shelf.pool.reset()
     shelf.put("abcdyz", after=9.0)
     assert kinds(shelf, "abcdyz") == {"d": (1, SHARED_BY_TWO, 3), "z": (1, CONTINUES, 3)}
+
+
+@pytest.mark.parametrize("portion", [1, 3])
+def test_a_turn_whose_computed_answer_was_cut_short(shelf, portion):
+    """The chunks of the answer came while it was computed, and no prompt had told of them. Nothing is here any more."""
+    shelf.put("ab")
+    pool, keys = shelf.pool, chain("abcdX")
+    touch = pool.touch(pool.find(keys[1]), keys[:2], shelf.now)
+    for at in range(2, 5, portion):
+        new = keys[at : at + portion]
+        pool.commit(pool.allocate(len(new)), new, pool.find(keys[at - 1]), touch)
+    pool.reset()
+    shelf.put("abcdyz", after=9.0)
+    assert list(kinds(shelf, "abcdyz")) == ["d", "z"]
+
+
+def test_a_prompt_that_comes_often_changes_its_class_at_the_3rd_the_5th_and_the_11th_time(shelf):
+    classes = []
+    for _ in range(12):
+        shelf.put("ab", after=9.0)
+        classes.append(kinds(shelf, "ab")["b"][1])
+    assert classes == [CONTINUES, SECOND_TIME, *[7] * 2, *[8] * 6, *[9] * 2]

@@ -33,11 +33,16 @@ def never(n):
 
 def elsewhere(n):
     return n * 5
+
+LEAST = 4
+
+def raised(n):
+    return max(n, LEAST)
 """
 EXAMPLES = """
 import subprocess, sys
 
-from cpu_prefix_cache.tiny import clipped, counted, never
+from cpu_prefix_cache.tiny import clipped, counted, never, raised
 
 def test_that_fails_anyway():
     assert counted(3) == never(3)
@@ -47,6 +52,9 @@ def test_clipped():
 
 def test_counted():
     assert counted(3) == 3
+
+def test_raised():
+    assert raised(3) == 4
 
 def test_elsewhere():
     subprocess.run([sys.executable, "-c", "from cpu_prefix_cache.tiny import *; assert elsewhere(3) == 15"], check=True)
@@ -149,7 +157,7 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
 
 
 def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Path) -> None:
-    """`elsewhere` runs in a program that its test starts."""
+    """`elsewhere` runs in a program that its test starts, which imports the whole file."""
 
     def only(part: str) -> Fault:
         (fault,) = [fault for fault in population(tree, SUBJECTS["deciding"]) if part in str(fault)]
@@ -162,6 +170,7 @@ def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Pat
         "off by one: `2` becomes `3` in `return n // 2`": ("killed", "property_tests/test_tiny_laws.py::test_halved"),
         "arithmetic: `n + 1`": ("not run", ""),
         "off by one: `5` becomes `6` in `return n * 5`": ("killed", "tests/test_tiny.py::test_elsewhere"),
+        "off by one: `4` becomes `5` in `LEAST = 4`": ("killed", "tests/test_tiny.py::test_raised"),
     }
     write(tmp_path / "list.json", map(only, expected))
     results = tmp_path / "results.jsonl"

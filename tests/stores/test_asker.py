@@ -199,7 +199,7 @@ def test_models_of_states_alone_have_no_chunks_to_ask_for(make):
 
 def test_a_question_without_keys_asks_whether_it_answers(make):
     asked = make()
-    assert asked.answers() == Told(1)
+    assert asked.answers() == Told(1, ok=True)
     assert asked.store.calls == [[NAMES.of_nothing]]
     asked.store.fails = True
     assert not asked.answers().ok

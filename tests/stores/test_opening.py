@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.stores.opening import GROUP, open_store
+from cpu_prefix_cache.stores.opening import GROUP, check_kind, open_store
 from tests.stores.example_store import FolderStore
 
 
@@ -55,3 +55,13 @@ def test_an_entry_point_that_is_none_is_told(installed, value, told):
     installed(other=value)
     with pytest.raises(ConfigurationError, match=told):
         open_store("other://address")
+
+
+def test_the_url_of_a_kind_begins_with_it():
+    check_kind("redis", "redis://cache")
+    check_kind("redis", "rediss://cache")
+    check_kind("redis", None)  # each kind says itself what it needs
+    with pytest.raises(ConfigurationError, match="begins with redis://, not with 'mooncake://"):
+        check_kind("redis", "mooncake://cache")
+    with pytest.raises(ConfigurationError, match="unknown kind of tier 'tape'"):
+        check_kind("tape", "tape://cache")

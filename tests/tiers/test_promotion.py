@@ -233,6 +233,16 @@ def test_what_was_promoted_stays_until_the_request_asks_again():
     assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
 
 
+def test_the_promoted_checkpoint_stays_as_well():
+    engine = Tiered(FULL, STATE, host=32)
+    engine.tier_has("abcd", ["abcd"])
+    engine.asks_as("r", "abcd")
+    engine.works()
+    assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
+    engine.host_forgets()
+    assert engine.has_checkpoint("abcd") and engine.asks_as("r", "abcd") == Hit(4 * GRID)
+
+
 def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
     engine = with_tier("abcd")
     answer = engine.asks_as("r", "abcd")

@@ -5,7 +5,7 @@ Any order: property_tests/test_tier_machine.py. With bytes: tests/stores/test_sh
 
 import pytest
 
-from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache import Hit, Miss, Pending, Request
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.tier import Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -13,6 +13,7 @@ from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import questions
 from cpu_prefix_cache.tiers.questions import LATE_SECONDS, MOST_CHECKPOINTS, PROBE_SECONDS, REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import STORE_PAUSE_SECONDS
+from property_tests.strategies import chain
 from tests.tiers.small_tier import FULL, GRID, SECONDS, STATE, WINDOW, Shared, chain_names
 
 
@@ -47,6 +48,14 @@ def test_control_a_store_that_has_lost_it_since_is_found_out_by_the_read():
     engine.works()
     assert engine.asks_as("r", "abcd") == Miss()
     assert engine.seen.refused == 3 and not engine.below
+
+
+def test_it_is_not_asked_for_the_chunk_of_the_last_token():
+    """That is computed in any case, for its logits (rule 6)."""
+    engine = Shared()
+    engine.cache.lookup(Request("r", chain("abcd"), 4 * GRID), 0, engine.now)
+    engine.steps_below()
+    assert engine.asked == ["abc"]
 
 
 def test_it_waits_until_its_deadline_and_no_longer():

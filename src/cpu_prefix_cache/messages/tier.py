@@ -32,7 +32,7 @@ class Told(NamedTuple):
     """
 
     id: int
-    ok: bool = True
+    ok: bool
     chunks: int = 0
     pieces: tuple[tuple[bytes, int, int], ...] = ()
 

@@ -72,7 +72,7 @@ class Asker:
             names = self._names()
             if not ask.keys:
                 self._store.exists([names.of_nothing], CALL_SECONDS)
-                return Told(ask.id)
+                return Told(ask.id, ok=True)
             chunks = self._num_chunks(ask, names)
             return Told(ask.id, True, chunks, tuple(self._pieces_there(ask, chunks, names)))
         except BaseException as error:  # whatever a store raises, its request computes
