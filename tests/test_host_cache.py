@@ -611,7 +611,7 @@ def test_dimensions_are_counted_from_0(block_dim):
 
 
 def test_the_dimension_of_blocks_is_not_that_of_k_and_v_though_there_are_two_blocks():
-    with pytest.raises(ConfigurationError, match="kv_dim=0 of .* is not that of K and V"):
+    with pytest.raises(ConfigurationError, match=r"kv_dim=0 of .* is not that of K and V"):
         keys_and_values(torch.zeros(2, 3, 4, 6), block_dim=0)
 
 
