@@ -130,6 +130,17 @@ def test_one_question_at_most_is_left_behind(master):
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
+def test_no_master_is_no_answer(master, node, call):
+    """And not the answer that the store has none of the keys, or that the values do not fit."""
+    store = MooncakeStore(master.url())
+    traffic, other = Traffic(store), Traffic(store, "other")
+    traffic.put()
+    master.kill()
+    with pytest.raises(TimeoutError, match="does not answer"):
+        traffic.get() if call == "get" else other.put()
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
 def test_the_master_is_killed_in_the_middle_and_started_again(master, node, call):  # tiers 27, 28
     traffic = Traffic(MooncakeStore(master.url()))
     traffic.put()

@@ -49,8 +49,8 @@ NULL_BLOCK = 0  # vLLM's, in every group
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
-# Such an engine is told of a load this long before the load ends. From the report to the step that computes it takes 9 to
-# 10 ms for 8,192 tokens, 10 to 14 for 32,768; with 12 ms, that step came up to 6 late (vLLM 0.32, H100 and H200).
+# Such an engine is told of a load this long before the load ends. From the report to the step that computes it takes 9
+# to 10 ms for 8,192 tokens, 10 to 14 for 32,768; with 12 ms, that step came up to 6 late (vLLM 0.32, H100 and H200).
 RESUME_SECONDS = 0.018
 
 
