@@ -246,6 +246,20 @@ def allocating(blocks):
     return lambda start, boundary: blocks[start // GRID : boundary // GRID]
 
 
+def test_what_lies_behind_a_hole_on_the_device_is_not_stored():
+    """Or the bytes of the third chunk would be stored under the key of the second."""
+    engine = Engine()
+    engine.starts("r", "abc")
+    engine.steps("r")
+    engine.blocks.forget(engine.tables["r"][1])
+    engine.ends("r")
+    engine.rests()
+    engine.forgets()
+    assert engine.starts("s", "abc") == Loading(0, GRID)
+    engine.rests()
+    assert engine.right("s") == [True, False, False]
+
+
 def test_n0_within_a_chunk_is_rounded_down():
     engine = Engine()
     engine.serves("abcd")
