@@ -248,7 +248,7 @@ class FleetEngine(ThreeTierEngine):
         if end > self.now + CALL_SECONDS:
             self._told.append((self.now + CALL_SECONDS, Told(ask.id, ok=False)))
         else:
-            self._told.append((end, Told(ask.id, chunks=chunks)))
+            self._told.append((end, Told(ask.id, True, chunks)))
 
     def _begin(self, plan: TransferPlan) -> None:
         is_read = plan.direction is Direction.LOAD
