@@ -134,6 +134,17 @@ def test_after_a_reset_nothing_from_before_is_served(decider, tmp_path):
     again.tier.close()
 
 
+def test_a_reset_counts_though_the_decider_had_not_heard_what_the_files_hold(tmp_path):  # S8.15
+    """So its plan could not name a generation. All that is there is from before the reset."""
+    before = Decider(tmp_path)
+    before.put("ab")
+    before.tier.close()
+    restarted = Decider(tmp_path)
+    restarted.tier.run(TierPlan(StepPlan(1, ())))
+    assert restarted.slab.floor == restarted.first > before.first + ord("b")
+    restarted.tier.close()
+
+
 def test_the_next_generation_stays_that_of_the_opening(decider):
     first = decider.first
     assert decider.put("a").next_generation == first

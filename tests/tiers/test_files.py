@@ -35,10 +35,3 @@ def test_a_reset_counts_although_the_process_ends_before_the_next_step(left):  #
     engine.host.reset()
     engine.host.close()
     assert found_by(left) == 0
-
-
-def test_a_reset_counts_that_came_before_the_files_had_said_what_they_hold(left):  # S8.15
-    engine = engine_with(tier(left, offload="eager"))
-    engine.host.reset()
-    engine.host.close()
-    assert found_by(left) == 0
