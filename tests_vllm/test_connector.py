@@ -115,6 +115,15 @@ def test_the_time_of_a_step_is_its_own_however_many_are_under_way(start):
     assert not half._begun
 
 
+def test_ranks_are_told_whether_a_step_computes(start):
+    """In one that does not they leave Python to the copies, and may tell of a load before it ends."""
+    half, output, told = start().half, SchedulerOutput.make_empty(), []
+    for tokens in (0, 5):
+        output.total_num_scheduled_tokens = tokens
+        told.append(half.build_connector_meta(output).computes)
+    assert told == [False, True]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_steps_are_timed_beside_copies_that_are_late(start, asynchronous):
     engine = start(offload="eager", device_blocks=80, slowest=6, asynchronous=asynchronous)
