@@ -42,12 +42,13 @@ def plain_caches():
     return {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
 
 
-def meet(rank, file):
-    """Two processes are the ranks of a tensor-parallel group."""
+def meet(rank, file, as_stages=False):
+    """Two processes are the ranks of a tensor-parallel group, or the stages of a pipeline."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     both = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
     alone = SimpleNamespace(world_size=1)
-    ranks.get_tp_group, ranks.get_pp_group = lambda: both, lambda: alone
+    ranks.get_tp_group = lambda: alone if as_stages else both
+    ranks.get_pp_group = lambda: both if as_stages else alone
 
 
 def begins(rank, folder, file, told):
@@ -59,6 +60,16 @@ def begins(rank, folder, file, told):
     try:
         half(folder, group, 2, rank).register_kv_caches(latent_caches(group))
         told.put((rank, "began"))
+    except ConfigurationError as error:
+        told.put((rank, str(error)))
+
+
+def agrees(rank, as_stages, file, told):
+    """In a process of its own: the second of two ranks has a problem."""
+    meet(rank, file, as_stages)
+    try:
+        ranks.agree(ConfigurationError("there is no room") if rank else None)
+        told.put((rank, "goes on"))
     except ConfigurationError as error:
         told.put((rank, str(error)))
 
@@ -86,22 +97,31 @@ def shared_files():
     return [file.name for file in mapping.SHARED.iterdir() if "cpu-prefix-cache" in file.name]
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path):
-    """Nobody waits for one that has given up, and no file is left in shared memory."""
-    before = shared_files()
+def said_by(target, *arguments):
+    """What each of two processes says."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
-    processes = [
-        context.Process(target=begins, args=(rank, tmp_path, tmp_path / "meeting", told), daemon=True)
-        for rank in range(2)
-    ]
+    processes = [context.Process(target=target, args=(rank, *arguments, told), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     said = dict(told.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(timeout=60)
+    return said
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path):
+    """Nobody waits for one that has given up, and no file is left in shared memory."""
+    before = shared_files()
+    said = said_by(begins, tmp_path, tmp_path / "meeting")
     assert said == {0: "there is no room", 1: "there is no room"}
     assert shared_files() == before
+
+
+@pytest.mark.parametrize("as_stages", [False, True])
+def test_a_problem_of_one_rank_is_one_of_the_others_and_of_other_stages(tmp_path, as_stages):
+    said = said_by(agrees, as_stages, tmp_path / "meeting")
+    assert said == {0: "there is no room", 1: "there is no room"}
 
 
 def test_of_a_rank_that_is_killed_nothing_is_left_and_the_other_keeps_the_region(tmp_path):
