@@ -6,6 +6,7 @@ import random
 from contextlib import nullcontext
 from itertools import chain, count
 from threading import Semaphore
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,25 +173,22 @@ def test_a_copier_that_is_dropped_keeps_its_slots_until_what_uses_them_has_run(d
     assert not under_way(bench)
 
 
-def test_the_host_runs_ahead_of_the_device_by_the_slots_there_are():
-    bench = Bench(SimulatedStreams(("pack", "out")))
-    ids = tuple(range(11))
-    event = bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
-    assert bench.streams.ran.count("out") == 11 - 2
-    event.until_passed()
-
-
-def test_a_store_lets_its_stream_run_empty_now_and_then():
-    """What else is to come to the host waits for the copy engine until there is nothing in that stream."""
-    bench = Bench(SimulatedStreams(("pack", "out")))
-    waited = []
-    for slices in range(1, 13):
-        ids = tuple(range(slices))
-        before = bench.streams.ran.count("out")
-        bench.copier.submit(Direction.STORE, [GroupCopy(0, ids, ids)], bench.copier.here())
-        waited.append(slices - (bench.streams.ran.count("out") - before))
-        bench.copier.submit(Direction.STORE, [GroupCopy(0, ids[:1], ids[:1])], bench.copier.here()).until_passed()
-    assert 1 in waited and max(waited) == 2
+@pytest.mark.parametrize("direction", Direction)
+def test_direct_copies_that_fail_leave_nothing_behind(monkeypatch, direction):  # S7.45
+    bench = Bench(SimulatedStreams(), direct_bytes=1)
+    ids, link = list(range(BLOCKS)), bench.streams.all[3 if direction is Direction.LOAD else 2]
+    bench.copy(Direction.STORE, ids, ids)
+    with monkeypatch.context() as patched:
+        patched.setattr(link, "submit", Mock(side_effect=RuntimeError("out of resources")))
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="out of resources"):
+                bench.copy(direction, ids, ids)
+    bench.host.fill_(POISON)
+    bench.copy(Direction.STORE, ids, ids)
+    for part in bench.parts:
+        part.fill_(POISON)
+    bench.copy(Direction.LOAD, ids, ids)
+    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -215,21 +213,33 @@ def test_no_stream_is_made_to_wait_for_a_slot():
     assert pack.waited_for == [compute]
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize(
-    ("direction", "link", "kernels"), [(Direction.STORE, "out", "pack"), (Direction.LOAD, "in", "unpack")]
-)
-def test_at_most_so_many_slices_are_under_way_as_a_ring_has_slots(monkeypatch, direction, link, kernels, direct):
-    """What others copy to the host waits for all slices of a store that are submitted."""
+LINKS = [(Direction.STORE, "out", "pack"), (Direction.LOAD, "in", "unpack")]
+
+
+@pytest.mark.parametrize(("direction", "link", "kernels"), LINKS)
+def test_as_many_slices_are_under_way_as_a_ring_has_slots(direction, link, kernels):
+    """What others copy to the host waits for all that a store has submitted."""
+    streams, ids = SimulatedStreams((kernels,)), tuple(range(BLOCKS))  # nothing crosses before the host waits for it
+    bench = Bench(streams)
+    event = bench.copier.submit(direction, [GroupCopy(0, ids, ids)], bench.copier.here())
+    assert streams.ran.count(link) == BLOCKS - ring.SLOTS
+    event.until_passed()
+    assert streams.ran.count(link) == BLOCKS
+
+
+@pytest.mark.parametrize(("most", "left"), [(2000, 1 + BLOCKS), (1000, BLOCKS), (100, 4), (1, 1)])
+@pytest.mark.parametrize(("direction", "link", "kernels"), LINKS)
+def test_past_the_ring_so_many_bytes_are_under_way(monkeypatch, direction, link, kernels, most, left):
+    """A slice for each block: of the part of 1,000 bytes, then of that of 24. One that is too large goes alone."""
     monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 1)
     monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 1)
-    streams, ids = SimulatedStreams((kernels,)), tuple(range(BLOCKS))  # nothing crosses before the host waits for it
-    bench = Bench(streams, direct_bytes=1 if direct else 1 << 20)
+    monkeypatch.setattr(ring, "PAST_BYTES", most)
+    streams, ids = SimulatedStreams((kernels,)), tuple(range(BLOCKS))
+    bench = Bench(streams, direct_bytes=1)
     event = bench.copier.submit(direction, [GroupCopy(0, ids, ids)], bench.copier.here())
-    slices = 2 * BLOCKS if direct else BLOCKS  # a slice for each block of each part, or for each block
-    assert streams.ran.count(link) == slices - ring.SLOTS
+    assert streams.ran.count(link) == 2 * BLOCKS - left
     event.until_passed()
-    assert streams.ran.count(link) == slices
+    assert streams.ran.count(link) == 2 * BLOCKS
 
 
 @pytest.mark.parametrize("eager", EAGER)

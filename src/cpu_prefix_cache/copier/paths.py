@@ -72,7 +72,7 @@ class Direct:
             for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
-                ring.past(self._region.crossing(direction, spans))
+                ring.past((end - begin) * num_bytes, self._region.crossing(direction, spans))
 
 
 class _Section:

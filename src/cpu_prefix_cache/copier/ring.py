@@ -5,9 +5,9 @@
 A slot also has the ids of its blocks, in pinned host memory and in device memory. They are copied ahead of the kernel
 that reads them, which has run when the slot is free. So no slice allocates memory.
 
-A slice that needs no slot goes past them. Either way at most SLOTS slices of a direction are under way, because the
-engine that copies to the host serves a stream until it is empty: what others copy, as the tokens of a step, waits for
-all that a store has submitted. The host waits until a slice may go, and leaves that to no stream: streams share the few
+A slice that needs no slot goes past the ring. Little is under way at a time, in SLOTS slots or PAST_BYTES past them:
+the engine that copies to the host serves a stream until it is empty, so what others copy, as the tokens of a step,
+waits for all that a store has submitted. The host waits until a slice may go. No stream does: streams share the few
 queues of the hardware, and one that waits for a distant event holds up others (docs/copy_paths.md).
 """
 
@@ -18,13 +18,14 @@ from functools import partial
 
 import torch
 
-from cpu_prefix_cache.copier.streams import Event, Passed, Stream, StreamPair
+from cpu_prefix_cache.copier.streams import Event, Stream, StreamPair
 from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.messages.plan import Direction
 
 RING_BYTES = 124 * 1024 * 1024  # of both rings; less than 128 MiB with ids, and with what torch rounds up
 SLOTS = 2  # of each ring: 31 MiB cross in 0.6 ms, and are filled or emptied in a tenth of that
 SLOT_ALIGNMENT = 512  # bytes, as of torch's allocator
+PAST_BYTES = 64 * 1024 * 1024  # as in two slots: they cross in 1.2 ms, and more do not cross faster
 
 
 class Slot:
@@ -79,7 +80,7 @@ class Ring:
             Slot(memory[at : at + slot_bytes], num_ids, self._fill.record(), self._empty.record(), driver)
             for at in range(0, num_slots * slot_bytes, max(1, slot_bytes))
         )
-        self._passing: deque[Event] = deque([Passed()] * SLOTS)  # the last slices that went past
+        self._past: deque[tuple[int, Event]] = deque()  # slices that went past: their bytes and their ends
 
     @property
     def next_slot(self) -> Slot:
@@ -113,9 +114,11 @@ class Ring:
         self._empty.submit(gather_or_scatter if self._loads else link)
         self._empty.record(slot.free)
 
-    def past(self, link: Callable[[int], object]) -> None:
-        """Submit a slice that needs no slot."""
+    def past(self, num_bytes: int, link: Callable[[int], object]) -> None:
+        """Submit a slice of so many bytes that needs no slot."""
         self._pause()
-        self._passing.popleft().until_passed()
+        while self._past and sum(size for size, _ in self._past) + num_bytes > PAST_BYTES:
+            self._past[0][1].until_passed()
+            self._past.popleft()
         self.streams.copies.submit(link)
-        self._passing.append(self.streams.copies.record())
+        self._past.append((num_bytes, self.streams.copies.record()))

@@ -10,7 +10,8 @@ While one slot crosses the link the next is gathered, so the link is always busy
 streams each, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
 
 Device blocks are touched only after all that compute had been given when the copy was asked for: what writes a stored
-block, and what reads or zeroes a loaded one (rule 12). `submit` waits for slots only.
+block, and what reads or zeroes a loaded one (rule 12). `submit` waits until a slice may go (ring.py), and a store for
+loads (loads_first.py).
 """
 
 import os
