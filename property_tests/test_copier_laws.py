@@ -88,7 +88,8 @@ def layouts(draw):
         block_bytes = sum(part.size for part in parts)
         group = Group(name=str(index), kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
         num_bytes = device_blocks * block_bytes
-        pieces.append(Piece(group, device_blocks, -(-num_bytes // host_block_bytes), num_bytes))
+        spare = draw(st.sampled_from([0, 0, 0, 1, 2]))  # host blocks in which this rank has nothing
+        pieces.append(Piece(group, device_blocks, -(-num_bytes // host_block_bytes) + spare, num_bytes))
         groups.append(parts)
     return Layout(pieces, host_block_bytes, groups, buffer_bytes)
 

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -36,6 +37,13 @@ def window(size):
 
 def latent(size, dtype=torch.bfloat16):
     return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=size, dtype=dtype)
+
+
+def states():
+    """A convolution's and a recurrent one, in pages as large as those of `full(64)`."""
+    shapes, dtypes = ((4, 32), (8, 16, 16)), (torch.bfloat16, torch.float32)
+    page = full(64).page_size_bytes
+    return MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes, page_size_padded=page, mamba_cache_mode="align")
 
 
 def repeated(**layers):
@@ -67,6 +75,10 @@ def tensors_of(caches):
     """Noise for every layer, in blocks as vLLM has made them."""
     made = {}
     for name, spec in ((name, spec) for group in caches.kv_cache_groups for name, spec in specs_of(group)):
+        if isinstance(spec, MambaSpec):
+            pairs = zip(spec.shapes, spec.dtypes, strict=True)
+            made[name] = [torch.randint(0, 100, (caches.num_blocks, *shape)).to(dtype) for shape, dtype in pairs]
+            continue
         shape = (caches.num_blocks, spec.block_size, spec.head_size)
         if not isinstance(spec, MLAAttentionSpec):
             shape = (caches.num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_size)
@@ -148,6 +160,19 @@ def test_a_stage_may_have_no_layer_of_some_groups(tmp_path, monkeypatch):
     planner = Settings.of(config, scheduled).planner
     counts = [piece.host_blocks for piece in planner.pieces]
     monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: counts)
+    monkeypatch.setattr(ranks, "agree", lambda problem: None)
+    for caches in stages:
+        check_round_trip(config, scheduled, caches)
+
+
+def test_stages_may_have_different_numbers_of_states(tmp_path, monkeypatch):
+    first = {"f": full(64), "m": states(), "n": states()}
+    second = {"g": full(64), "h": full(64), "o": states()}
+    config, scheduled, stages = configure(tmp_path, [first, second])
+    planner = Settings.of(config, scheduled).planner
+    assert planner.has_checkpoints
+    assert [[len(group.layer_names) for group in each.kv_cache_groups] for each in stages] == [[1, 2], [2, 1]]
+    monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: [each.host_blocks for each in planner.pieces])
     monkeypatch.setattr(ranks, "agree", lambda problem: None)
     for caches in stages:
         check_round_trip(config, scheduled, caches)

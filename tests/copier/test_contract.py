@@ -1,5 +1,7 @@
 """What every copier does: the right bytes to the right blocks, nothing else touched, nothing moved on a bad id."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,6 +86,22 @@ def test_a_round_trip_to_other_blocks_brings_every_byte(build):
         assert (raw(part)[[1, 5]] == POISON).all()
     assert torch.equal(raw(bench.narrow[0])[[1, 2]], before[2][[3, 0]])
     assert (raw(bench.narrow[0])[[0, 3, 4]] == POISON).all()
+
+
+def test_a_piece_may_have_more_host_blocks_than_it_fills(build):
+    """As in a pipeline stage that has fewer layers of a group than the first."""
+    part, host = randoms(5, 90), poisoned(10, 64)
+    shapes = shapes_of([[part]], [1], host_block_bytes=64)
+    shapes.pieces[0] = replace(shapes.pieces[0], host_blocks=4)
+    copier, before = build(shapes, [[part]], host), raw(part).clone()
+    copies = [GroupCopy(0, (8, 1, 5, 0, 7, 2, 3, 4), (3, 0))]
+    copier.copy(Direction.STORE, copies)
+    assert torch.equal(torch.cat([host[8], host[1, :26]]), before[3].to(host.device))
+    assert torch.equal(torch.cat([host[7], host[2, :26]]), before[0].to(host.device))
+    assert (host[[0, 3, 4, 5, 6, 9]] == POISON).all()
+    part.fill_(POISON)
+    copier.copy(Direction.LOAD, [copies[0]._replace(device_blocks=(1, 2))])
+    assert torch.equal(raw(part)[[1, 2]], before[[3, 0]]) and (raw(part)[[0, 3, 4]] == POISON).all()
 
 
 @pytest.mark.parametrize("device_blocks", [1, 3])

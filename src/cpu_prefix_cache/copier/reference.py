@@ -46,9 +46,10 @@ class ReferenceCopier(Copier):
         try:
             for copy in copies:
                 group = self._binding.groups[copy.group]
+                filled = -(-group.piece.num_bytes // self._binding.host.shape[1])  # the others hold nothing
                 for device_blocks, host_blocks in _portions(copy, group.piece):
                     device_rows = _rows(device_blocks, self._binding.device)
-                    columns = (host_blocks[at :: group.piece.host_blocks] for at in range(group.piece.host_blocks))
+                    columns = (host_blocks[at :: group.piece.host_blocks] for at in range(filled))
                     host_rows = [_rows(column, self._binding.host.device) for column in columns]
                     (self._store if direction is Direction.STORE else self._load)(group, device_rows, host_rows)
         finally:
