@@ -265,7 +265,6 @@ def beside(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) 
 def tokens(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
     """A small copy to the host in the stream of compute, as of the tokens of a step, while stores run continuously."""
     x, y = torch.zeros(1, device=DEVICE), torch.empty(1, pin_memory=True)
-    end = torch.cuda.Event()
     for fragment, count in ((16, 128), (2048, 1)):
         staged = Staged(Scene(arena, pinned, fragment * KIB, count, GIB, "random"))
         times: list[float] = []
@@ -275,9 +274,7 @@ def tokens(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) 
             while (start := time.perf_counter()) < begun + 1:
                 x += 1
                 y.copy_(x, non_blocking=True)
-                end.record()
-                while not end.query():
-                    pass
+                poll(staged.copier.here())
                 times.append(time.perf_counter() - start)
                 time.sleep(2e-3)
             rate = (copied() - before) / (time.perf_counter() - begun) / 1e9

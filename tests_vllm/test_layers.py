@@ -73,17 +73,20 @@ def configure(folder, stages, layout="LBNHC"):
 
 def tensors_of(caches):
     """Noise for every layer, in blocks as vLLM has made them."""
-    made = {}
-    for name, spec in ((name, spec) for group in caches.kv_cache_groups for name, spec in specs_of(group)):
-        if isinstance(spec, MambaSpec):
-            pairs = zip(spec.shapes, spec.dtypes, strict=True)
-            made[name] = [torch.randint(0, 100, (caches.num_blocks, *shape)).to(dtype) for shape, dtype in pairs]
-            continue
-        shape = (caches.num_blocks, spec.block_size, spec.head_size)
-        if not isinstance(spec, MLAAttentionSpec):
-            shape = (caches.num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_size)
-        made[name] = torch.randint(0, 100, shape).to(spec.dtype)
-    return made
+    specs = ((name, spec) for group in caches.kv_cache_groups for name, spec in specs_of(group))
+    return {name: noise(spec, caches.num_blocks) for name, spec in specs}
+
+
+def noise(spec, num_blocks):
+    if isinstance(spec, MambaSpec):
+        return [randoms(num_blocks, shape, dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    if isinstance(spec, MLAAttentionSpec):
+        return randoms(num_blocks, (spec.block_size, spec.head_size), spec.dtype)
+    return randoms(num_blocks, (2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)
+
+
+def randoms(num_blocks, shape, dtype):
+    return torch.randint(0, 100, (num_blocks, *shape)).to(dtype)
 
 
 def specs_of(group):
@@ -133,6 +136,15 @@ def check_round_trip(config, scheduled, caches):
     return blocks
 
 
+def check_stages(monkeypatch, config, scheduled, stages):
+    """The same for each stage of a pipeline, in this process."""
+    counts = [piece.host_blocks for piece in Settings.of(config, scheduled).planner.pieces]
+    monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: counts)
+    monkeypatch.setattr(ranks, "agree", lambda problem: None)
+    for caches in stages:
+        check_round_trip(config, scheduled, caches)
+
+
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
 @pytest.mark.parametrize("model", MODELS)
 def test_layers_of_different_sizes_in_one_group(tmp_path, model, layout):
@@ -157,25 +169,16 @@ def test_a_stage_may_have_no_layer_of_some_groups(tmp_path, monkeypatch):
     second = {"x": window(64), "y": window(64), "z": window(64)}
     config, scheduled, stages = configure(tmp_path, [first, second])
     assert not all(group.layer_names for stage in stages for group in stage.kv_cache_groups)
-    planner = Settings.of(config, scheduled).planner
-    counts = [piece.host_blocks for piece in planner.pieces]
-    monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: counts)
-    monkeypatch.setattr(ranks, "agree", lambda problem: None)
-    for caches in stages:
-        check_round_trip(config, scheduled, caches)
+    check_stages(monkeypatch, config, scheduled, stages)
 
 
 def test_stages_may_have_different_numbers_of_states(tmp_path, monkeypatch):
     first = {"f": full(64), "m": states(), "n": states()}
     second = {"g": full(64), "h": full(64), "o": states()}
     config, scheduled, stages = configure(tmp_path, [first, second])
-    planner = Settings.of(config, scheduled).planner
-    assert planner.has_checkpoints
+    assert Settings.of(config, scheduled).planner.has_checkpoints
     assert [[len(group.layer_names) for group in each.kv_cache_groups] for each in stages] == [[1, 2], [2, 1]]
-    monkeypatch.setattr(ranks, "as_on_the_first_stage", lambda numbers: [each.host_blocks for each in planner.pieces])
-    monkeypatch.setattr(ranks, "agree", lambda problem: None)
-    for caches in stages:
-        check_round_trip(config, scheduled, caches)
+    check_stages(monkeypatch, config, scheduled, stages)
 
 
 @pytest.mark.parametrize(("layer_stride", "block_stride"), [(800, 100), (100, 700)], ids=["layers", "blocks"])

@@ -17,6 +17,7 @@ from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
+from tests_vllm.two_processes import said_by
 
 BLOCKS = 48
 
@@ -95,19 +96,6 @@ def refuse(*arguments):
 
 def shared_files():
     return [file.name for file in mapping.SHARED.iterdir() if "cpu-prefix-cache" in file.name]
-
-
-def said_by(target, *arguments):
-    """What each of two processes says."""
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    processes = [context.Process(target=target, args=(rank, *arguments, told), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
-    said = dict(told.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-    return said
 
 
 def test_what_one_rank_refuses_all_refuse(tmp_path):

@@ -1,6 +1,5 @@
 """What vLLM says reaches whom it concerns: configuration, ranks, blocks that have gone bad."""
 
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from connector.vllm import worker as worker_module
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
 from tests_vllm.engine import AT_ONCE, BLOCK, NEVER, Engine, full, latent, one_group, state, vllm_config
+from tests_vllm.two_processes import said_by
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = 48
@@ -150,17 +150,7 @@ def test_ranks_share_memory_only_if_none_of_them_is_elsewhere(monkeypatch, toget
 
 
 def test_two_stages_of_a_machine_go_by_what_the_first_says_and_share_memory(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    processes = [
-        context.Process(target=meets, args=(rank, tmp_path / "meeting", told), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    said = dict(told.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-    assert said == {0: ([10, 7], True), 1: ([10, 7], True)}
+    assert said_by(meets, tmp_path / "meeting") == {0: ([10, 7], True), 1: ([10, 7], True)}
 
 
 def meets(rank, file, told):

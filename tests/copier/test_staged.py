@@ -183,6 +183,7 @@ def test_direct_copies_that_fail_leave_nothing_behind(monkeypatch, direction):  
         for _ in range(5):
             with pytest.raises(RuntimeError, match="out of resources"):
                 bench.copy(direction, ids, ids)
+            assert not under_way(bench)
     bench.host.fill_(POISON)
     bench.copy(Direction.STORE, ids, ids)
     for part in bench.parts:
