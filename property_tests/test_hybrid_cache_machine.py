@@ -146,22 +146,27 @@ class HybridCacheMachine(PrefixCacheMachine):
             found |= {(at, token // GRID, token % GRID // group.block_tokens) for token in tokens}
         return sorted(found)
 
+    def resumed(self, name: str) -> int:
+        """The token from which a request resumes that finds the chunks up to `name`: groups may look ahead."""
+        there = len(name) * GRID - max(group.lookahead_tokens for group in self.planner.groups)
+        return max((b for b in range(0, len(name) * GRID + 1, GRID) if b <= there), default=0)
+
     def kept_on_host(self) -> set[str]:
         return {name.decode() for name in ALL_NAMES if self.cache.pool.find(checkpoint_key(name)) is not None}
 
     def can_be_hit(self) -> set[str]:
         kept = self.kept_on_host()
-        return {name for name in self.on_host() if name in kept or not self.needed(len(name) * GRID)}
+        return {name for name in self.on_host() if name in kept or not self.needed(self.resumed(name))}
 
     def slow_boundary(self, prompt: str, n0: int, num_tokens: int) -> int:
         on_host, kept = self.on_host(), self.kept_on_host()
-        ahead = max(group.lookahead_tokens for group in self.planner.groups)
         able = [n0]
         for depth in range(n0 // GRID + 1, len(prompt) + 1):
-            whole = -(-(depth * GRID + ahead) // GRID)
-            chunks = whole <= len(prompt) and all(prompt[:end] in on_host for end in range(n0 // GRID + 1, whole + 1))
-            if chunks and whole * GRID < num_tokens and (not self.needed(depth * GRID) or prompt[:depth] in kept):
-                able.append(depth * GRID)
+            if prompt[:depth] not in on_host or depth * GRID >= num_tokens:
+                break
+            b = self.resumed(prompt[:depth])
+            if not self.needed(b) or prompt[:depth] in kept:
+                able.append(b)
         return max(able)
 
     # requests
@@ -190,7 +195,8 @@ class HybridCacheMachine(PrefixCacheMachine):
         self.running[id] = sequence
         boundary = could
         if boundary > n0:
-            pieces = [at for at in self.planner.checkpoint(boundary // GRID) if at.chunk >= n0 // GRID]
+            depth = self.planner.chunks_to_resume(boundary // GRID)
+            pieces = [at for at in self.planner.checkpoint(depth) if at.chunk >= n0 // GRID]
             self.stages += 1
             widths = [self.planner.pieces[at.group].device_blocks for at in pieces]
             staged = self.slots.stage(f"stage {self.stages}", widths)
@@ -211,9 +217,8 @@ class HybridCacheMachine(PrefixCacheMachine):
     def working_memory(self, n0: int, node: int | None) -> list[dict[tuple[int, int, int], Any]]:
         work: list[dict[tuple[int, int, int], Any]] = [{} for _ in self.ranks]
         if node is not None and self.needed(n0):
-            for at, blocks in zip(
-                self.planner.checkpoint(n0 // GRID), self.slots.pool.checkpoints.pieces(node), strict=True
-            ):
+            places = self.planner.checkpoint(self.planner.chunks_to_resume(n0 // GRID))
+            for at, blocks in zip(places, self.slots.pool.checkpoints.pieces(node), strict=True):
                 for rank in self.ranks:
                     work[rank][tuple(at)] = tuple(self.device[rank].get(block, NOTHING) for block in blocks)
         return work
@@ -259,17 +264,23 @@ class HybridCacheMachine(PrefixCacheMachine):
         sequence.computed = end
         if not sequence.stale:
             self.slots.publish(sequence.holding, sequence.request.keys, end // GRID)
-            if end in self.cache.boundaries(sequence.id):
-                self.keep(sequence, end)
+            for b in {sequence.boundary, *self.cache.boundaries(sequence.id)}:
+                if self.planner.chunks_to_resume(b // GRID) <= end // GRID:
+                    self.keep(sequence, self.planner.chunks_to_resume(b // GRID))
         self.cache.computed(sequence.id, end)
 
-    def keep(self, sequence: Hybrid, b: int) -> None:
-        """Put a checkpoint on the device, if there is room. Another request may have done so."""
-        pool, depth = self.slots.pool, b // GRID
-        if not depth or not self.needed(b) or sequence.stale:
+    def keep(self, sequence: Hybrid, depth: int) -> None:
+        """Put a checkpoint on the device, if there is room, and the request has what it takes. Another request may have
+        done so.
+
+        It hangs below the chunks that must be there to resume from it, so it is put there when these are computed.
+        """
+        pool = self.slots.pool
+        if sequence.stale or not self.needed(self.resumed("x" * depth)):
             return
         key = sequence.request.keys[depth - 1]
-        if pool.find(checkpoint_key(key)) is not None:
+        has_all = all(tuple(at) in work for at in self.planner.checkpoint(depth) for work in sequence.work)
+        if pool.find(checkpoint_key(key)) is not None or not has_all:
             return
         needs = self.slots.coordinator.needs(self.slots.coordinator.checkpoint_at(sequence.request.keys, depth))
         try:
@@ -294,7 +305,7 @@ class HybridCacheMachine(PrefixCacheMachine):
 
     def end(self, sequence: Hybrid) -> None:
         if sequence.loading is None and sequence.computed % GRID == 0:
-            self.keep(sequence, sequence.computed)
+            self.keep(sequence, sequence.computed // GRID)
         super().end(sequence)
 
     def leave(self, sequence: Hybrid) -> None:
@@ -319,8 +330,8 @@ class HybridCacheMachine(PrefixCacheMachine):
         super().loaded(sequence, id, ok)
         if self.running.get(sequence.id) is sequence:
             self.unstage(sequence)
-            if ok:
-                self.keep(sequence, sequence.boundary)
+            if ok and sequence.computed >= self.planner.chunks_to_resume(sequence.boundary // GRID) * GRID:
+                self.keep(sequence, sequence.boundary // GRID)
 
     # what happens in between
 
@@ -363,11 +374,14 @@ class HybridCacheMachine(PrefixCacheMachine):
 
     @rule(prompt=prompts)
     def a_prefix_is_reserved(self, prompt: str) -> None:
-        lease = self.cache.reserve(Request("lease", chain(prompt), 100), len(prompt) * GRID)
-        held = self.kept_on_host() if self.needed(len(prompt) * GRID) else self.on_host()
-        assert (lease is not None) == (prompt in held)
+        b = self.resumed(prompt)
+        if not b:
+            return
+        lease = self.cache.reserve(Request("lease", chain(prompt), 100), b)
+        name = prompt if self.needed(b) else prompt[: b // GRID]
+        assert (lease is not None) == (name in (self.kept_on_host() if self.needed(b) else self.on_host()))
         if lease is not None:
-            self.leases.append((lease, prompt, self.epoch))
+            self.leases.append((lease, name, self.epoch))
 
     # what must hold
 
@@ -377,7 +391,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         for name in self.kept_on_host():
             node = self.cache.pool.find(checkpoint_key(name.encode()))
             pieces = self.cache.pool.checkpoints.pieces(node)
-            needed = self.needed(len(name) * GRID)
+            needed = self.needed(self.resumed(name))
             assert len(pieces) == len(needed), "a checkpoint is not complete (rule 9)"
             for (group, chunk, block), blocks in zip(needed, pieces, strict=True):
                 content = self.piece_pattern(self.epoch, name[: chunk + 1].encode(), group, block)
@@ -395,7 +409,7 @@ class HybridCacheMachine(PrefixCacheMachine):
                 if slot is not None:
                     assert self.on_device(rank, slot) == self.pattern(self.epoch, name)
                 for at, blocks in enumerate(() if node is None else pool.checkpoints.pieces(node)):
-                    group, chunk, block = self.needed(len(name) * GRID)[at]
+                    group, chunk, block = self.needed(self.resumed(name))[at]
                     found = tuple(self.device[rank][each] for each in blocks)
                     assert found == self.piece_pattern(self.epoch, name[: chunk + 1], group, block)
 
@@ -413,7 +427,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         for _, prompt, epoch in self.leases:
             if epoch == self.epoch:
                 assert prompt in self.on_host()
-                assert not self.needed(len(prompt) * GRID) or prompt in self.kept_on_host()
+                assert not self.needed(self.resumed(prompt)) or prompt in self.kept_on_host()
 
 
 TestHybridCache = HybridCacheMachine.TestCase

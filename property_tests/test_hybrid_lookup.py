@@ -91,17 +91,23 @@ class Host:
         pool.check_valid()
 
 
-def has_tokens(layer: Layer, host: Host, prompt: str, n0: int, b: int) -> bool:
+def whole(model: Sequence[Layer], b: int) -> int:
+    """Up to which token chunks must be there to resume at b: a chunk ahead counts when it is whole."""
+    ahead = max((layer.ahead for layer in model if layer.kind == "prefix"), default=0)
+    return -(-(b + ahead) // GRID) * GRID
+
+
+def has_tokens(model: Sequence[Layer], layer: Layer, host: Host, prompt: str, n0: int, b: int) -> bool:
     """Whether the host has, of what this group needs to go on at b, all that does not lie before n0.
 
-    A prefix group's tokens are in chunks; those of the others in the checkpoint at b and nowhere else (rule 9).
+    A prefix group's tokens are in chunks; those of the others in the checkpoint below these and nowhere else (rule 9).
     """
     needed = layer.needed_tokens(b)
     if layer.kind == "prefix":
         return all(
             prompt[: token // GRID + 1] in host.chunks and token // GRID < len(prompt) for token in needed - before(n0)
         )
-    return not needed or prompt[: b // GRID] in host.kept
+    return not needed or prompt[: whole(model, b) // GRID] in host.kept
 
 
 def before(n0: int) -> set[int]:
@@ -114,9 +120,8 @@ def slow_boundary(model: Sequence[Layer], host: Host, prompt: str, n0: int, num_
     for b in range(n0 + 1, last + 1):
         on_grid = b % GRID == 0 and b <= len(prompt) * GRID
         chunks = all(prompt[:end] in host.chunks for end in range(n0 // GRID + 1, b // GRID + 1))
-        ahead = max((layer.ahead for layer in model if layer.kind == "prefix"), default=0)
-        whole = -(-(b + ahead) // GRID) * GRID <= last  # a chunk ahead counts when it is whole, before the last token
-        if on_grid and chunks and whole and all(has_tokens(layer, host, prompt, n0, b) for layer in model):
+        is_within = whole(model, b) <= last
+        if on_grid and chunks and is_within and all(has_tokens(model, each, host, prompt, n0, b) for each in model):
             able.append(b)
     return max(able)
 
@@ -158,6 +163,6 @@ def test_the_blocks_of_a_checkpoint_cover_the_tokens_it_is_for_and_no_block_is_f
     assume(layer.kind in ("window", "chunk-local", "state"))
     planner = HybridChunkPlanner([group(layer, "it")], max_model_len=1_000, grid_tokens=GRID)
     pieces = planner.checkpoint(chunks)
-    blocks = [at.chunk * GRID // layer.block + at.block for at in pieces]
+    blocks = [at.chunk * GRID // layer.block + at.block for at in pieces]  # without a prefix group none looks ahead
     assert set(blocks) == {token // layer.block for token in layer.needed_tokens(chunks * GRID)}
     assert blocks == sorted(blocks) and planner.needs_checkpoint(chunks) == bool(blocks)

@@ -85,13 +85,24 @@ def blocks_to_resume(group: Group, boundary: int) -> list[int]:
 
 
 def kept(planner: HybridChunkPlanner, depth: int) -> list[tuple[int, int]]:
-    """Group and block of every piece of a checkpoint."""
+    """Group and block of every piece of the checkpoint below `depth` chunks."""
+    boundary = resumed(planner, depth) * planner.grid_tokens
     return [
         (at, block)
         for at, group in enumerate(planner.groups)
         if group.kind is not GroupKind.PREFIX
-        for block in blocks_to_resume(group, depth * planner.grid_tokens)
+        for block in blocks_to_resume(group, boundary)
     ]
+
+
+def resumed(planner: HybridChunkPlanner, present: int) -> int:
+    """After how many of the chunks that are present a request can resume, each group having what it looks ahead to."""
+    there = present * planner.grid_tokens
+    ends = [(chunks, chunks * planner.grid_tokens) for chunks in range(present + 1)]
+    return max(
+        (chunks for chunks, end in ends if all(end + group.lookahead_tokens <= there for group in planner.groups)),
+        default=0,
+    )
 
 
 def host_blocks(planner: HybridChunkPlanner, group: Group, own_blocks: int) -> int:
@@ -154,11 +165,10 @@ def test_tokens_and_chunks_agree(planner: HybridChunkPlanner, tokens: int) -> No
 
 @given(planners(), depths)
 def test_a_boundary_counts_only_if_what_it_looks_ahead_to_is_there(planner: HybridChunkPlanner, present: int) -> None:
-    ahead = [group.lookahead_tokens for group in planner.groups]
-    there = present * planner.grid_tokens
-    ends = [(chunks, chunks * planner.grid_tokens) for chunks in range(present + 1)]
-    counting = [chunks for chunks, end in ends if all(end + tokens <= there for tokens in ahead)]
-    assert planner.resumable_chunks(present) == max(counting, default=0)
+    assert planner.resumable_chunks(present) == resumed(planner, present)
+    needed = planner.chunks_to_resume(present)
+    assert resumed(planner, needed) == present
+    assert not needed or not present or resumed(planner, needed - 1) < present, "fewer chunks would do"
 
 
 # Checkpoints

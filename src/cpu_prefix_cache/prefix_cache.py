@@ -211,12 +211,12 @@ class CPUPrefixCache:
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         self.check_destinations(destinations, running.n0, boundary)
         keys = tuple(running.keys[start:stop])
-        node = self.coordinator.resume_node(running.keys, stop)
+        nodes = self.coordinator.resume_nodes(running.keys, stop)
         copies: Sequence[GroupCopy] = ()
-        if node is not None:
+        if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
         device_blocks = [block for blocks in destinations for block in blocks]
-        running.load = self._plan_load(request_id, keys, node, copies, device_blocks, now)
+        running.load = self._plan_load(request_id, keys, nodes, copies, device_blocks, now)
         self._work += stop - start
         return running.load.id
 
@@ -228,7 +228,9 @@ class CPUPrefixCache:
 
         Raises MisuseError for a request that is not admitted.
         """
-        return [depth * self.planner.grid_tokens for depth in self._admitted(request_id).kept]
+        running, planner = self._admitted(request_id), self.planner
+        resumed = (planner.resumable_chunks(depth) for depth in running.kept)
+        return [depth * planner.grid_tokens for depth in resumed if depth > running.resumed]
 
     # Events
 
@@ -245,14 +247,15 @@ class CPUPrefixCache:
             return
         end = n0 if boundary is None else max(n0, boundary)
         deepest = self._resume_node(request, end) if end > n0 else None
-        kept: Sequence[int] = ()
+        resumed = self.planner.full_chunks(end)
+        kept: list[int] = []
         if self.planner.has_checkpoints:
-            kept = self.coordinator.wanted_checkpoints(
+            kept = [self.planner.chunks_to_resume(resumed)] if resumed else []
+            kept += self.coordinator.wanted_checkpoints(
                 *(request.keys, end, request.num_tokens, self._checkpoint_interval),
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
             self._union_misses += self._is_union_miss(request, end)
-        resumed = self.planner.full_chunks(end)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0
@@ -441,20 +444,22 @@ class CPUPrefixCache:
         self,
         request_id: Hashable,
         keys: Sequence[bytes],
-        node: int | None,
+        nodes: Sequence[int],
         copies: Sequence[GroupCopy],
         device_blocks: Sequence[int],
         now: float,
     ) -> Transfer:
-        """The load of the chunks with these keys, and of the checkpoint after them if `node` is one; None: gone."""
+        """The load of the chunks with these keys, and of a checkpoint. `nodes` are the last of the chunks, if there are
+        any, and the checkpoint; empty: they are gone.
+        """
         carried = num_bytes(self.planner, copies)
         transfer = Transfer(
-            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=node is None),
+            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=not nodes),
             keys,
             (),
             hold=self._device.hold(device_blocks),
             held_blocks=len(device_blocks),
-            pin=None if node is None else self.pool.pin(node),
+            pin=self.pool.pin(*nodes) if nodes else None,
             request_id=request_id,
             deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
         )
@@ -493,9 +498,10 @@ class CPUPrefixCache:
     def _is_union_miss(self, request: Request, end: int) -> bool:
         """Whether the last boundary was missed only because the host has the chunks and the device the checkpoint."""
         last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
-        if last * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
+        boundary = self.planner.resumable_chunks(last)
+        if boundary * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False
-        if self.coordinator.resume_node(request.keys, last) is not None:
+        if self.coordinator.resume_node(request.keys, boundary) is not None:
             return False  # the host has both: the engine took less than it was offered
         return self._device.find_checkpoint(self.coordinator.checkpoint_at(request.keys, last)) is not None
 
@@ -523,7 +529,7 @@ def _check(planner: HybridChunkPlanner, host_blocks: int, offload: str, checkpoi
             f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
             f"got {checkpoint_interval}"
         )
-    least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+    least = planner.fewest_blocks
     if host_blocks < least:
         raise ConfigurationError(
             f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"

@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
+from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything
 from cpu_prefix_cache.replay.sizing import Point, smallest_capacity
 from property_tests.strategies import chain
 
@@ -107,5 +107,5 @@ def test_a_pool_for_everything_evicts_nothing(groups):
 
 
 def test_the_fewest_blocks_serve_a_single_chunk():
-    replay = ResumableReplay(planner(FULL, STATE), fewest_blocks(planner(FULL, STATE)))
+    replay = ResumableReplay(planner(FULL, STATE), planner(FULL, STATE).fewest_blocks)
     assert serves(replay, "a", "a", "b", "b", "a") == [0, 1, 0, 1, 0]

@@ -48,6 +48,6 @@ def test_below_a_slot_is_a_host_block(layout):
         assert below.checkpoint(depth) == made.checkpoint(depth)
         assert below.checkpoint_blocks(depth) == made.checkpoint_blocks(depth)
         chunks = [depth * piece.host_blocks if piece.in_chunk else 0 for piece in made.pieces]
-        for at in made.checkpoint(depth):
+        for at in made.checkpoint(made.chunks_to_resume(depth)):
             chunks[at.group] += made.pieces[at.group].host_blocks
         assert below.device_blocks(0, depth) == chunks

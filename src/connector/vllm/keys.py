@@ -52,7 +52,7 @@ def block_ends(planner: HybridChunkPlanner, hashes_per_chunk: int) -> dict[tuple
 
     Only for blocks that are used: a short window needs only the last blocks of a chunk.
     """
-    far = {(at.group, at.block) for at in planner.checkpoint(FAR_CHUNKS)}
+    far = {(at.group, at.block) for at in planner.checkpoint(planner.chunks_to_resume(FAR_CHUNKS))}
     ends = {}
     for at, piece in enumerate(planner.pieces):
         each = planner.grid_tokens // piece.group.block_tokens

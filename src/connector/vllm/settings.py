@@ -67,7 +67,7 @@ class Settings:
         _check_launcher(parallel)
         is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
-        least = (planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)) * planner.host_block_bytes * regions
+        least = planner.fewest_blocks * planner.host_block_bytes * regions
         if options[BYTES] < least:
             raise ConfigurationError(
                 f"{BYTES} must hold a chunk and its checkpoint on all ranks, at least {least} bytes; "

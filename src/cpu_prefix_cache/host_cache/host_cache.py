@@ -393,7 +393,7 @@ class HostCache:
 
 def _num_blocks(planner: HybridChunkPlanner, host_bytes: int) -> int:
     num_blocks = host_bytes // planner.host_block_bytes
-    least = planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+    least = planner.fewest_blocks
     if num_blocks < least:
         raise ConfigurationError(
             f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} bytes, "

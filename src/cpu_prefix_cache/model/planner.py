@@ -99,7 +99,8 @@ class HybridChunkPlanner:
         self.device_blocks_per_chunk = sum(piece.device_blocks for piece in in_chunk)
         self.host_blocks_per_chunk = sum(piece.host_blocks for piece in in_chunk)
         self.chunk_bytes = sum(piece.num_bytes for piece in in_chunk)
-        self.lookahead_tokens = max(group.lookahead_tokens for group in self.groups)
+        lookahead_tokens = max(group.lookahead_tokens for group in self.groups)
+        self.lookahead_chunks = -(-lookahead_tokens // self.grid_tokens)
         self._checkpoint_groups = tuple(at for at, piece in enumerate(self.pieces) if not piece.in_chunk)
 
     def below(self) -> "HybridChunkPlanner":
@@ -125,10 +126,14 @@ class HybridChunkPlanner:
         return max(0, num_tokens - 1) // self.grid_tokens
 
     def resumable_chunks(self, present: int) -> int:
-        """With so many chunks present, after how many of them the prefix groups can resume: they may look ahead."""
-        return max(0, present * self.grid_tokens - self.lookahead_tokens) // self.grid_tokens
+        """With so many chunks present, after how many of them a request can resume: prefix groups may look ahead."""
+        return max(0, present - self.lookahead_chunks)
 
-    # Checkpoints
+    def chunks_to_resume(self, resumed: int) -> int:
+        """How many chunks must be present, so that a request can resume after `resumed` of them."""
+        return resumed + self.lookahead_chunks
+
+    # Checkpoints: the one at a depth is what resuming with so many chunks present takes
 
     @property
     def has_checkpoints(self) -> bool:
@@ -136,13 +141,13 @@ class HybridChunkPlanner:
         return bool(self._checkpoint_groups)
 
     def needs_checkpoint(self, depth: int) -> bool:
-        """Whether resuming after `depth` chunks takes more than those chunks."""
-        boundary = depth * self.grid_tokens
+        """Whether resuming with `depth` chunks present takes more than those chunks."""
+        boundary = self.resumable_chunks(depth) * self.grid_tokens
         return any(len(self.groups[at].needed(boundary)) for at in self._checkpoint_groups)
 
     def checkpoint(self, depth: int) -> tuple[PieceAt, ...]:
-        """The pieces of the checkpoint after `depth` chunks: group by group, in token order."""
-        boundary = depth * self.grid_tokens
+        """The pieces of the checkpoint below `depth` chunks: group by group, in token order."""
+        boundary = self.resumable_chunks(depth) * self.grid_tokens
         return tuple(
             PieceAt(at, *divmod(block, self._blocks_per_chunk[at]))
             for at in self._checkpoint_groups
@@ -150,16 +155,22 @@ class HybridChunkPlanner:
         )
 
     def reach(self, depth: int) -> int:
-        """Over how many chunks the checkpoint after `depth` of them reaches back."""
+        """Over how many chunks the checkpoint below `depth` of them reaches back."""
         return depth - min((at.chunk for at in self.checkpoint(depth)), default=depth - 1)
 
     def checkpoint_bytes(self, depth: int) -> int:
-        """What the checkpoint after `depth` chunks weighs on each rank, shared pieces included."""
+        """What the checkpoint below `depth` chunks weighs on each rank, shared pieces included."""
         return sum(self.pieces[at.group].num_bytes for at in self.checkpoint(depth))
 
     def checkpoint_blocks(self, depth: int) -> int:
         """How many host blocks it takes."""
         return sum(self.pieces[at.group].host_blocks for at in self.checkpoint(depth))
+
+    @property
+    def fewest_blocks(self) -> int:
+        """The host blocks of the shortest prefix at whose end a request can resume. A smaller host is of no use."""
+        depth = self.chunks_to_resume(1)
+        return depth * self.host_blocks_per_chunk + self.checkpoint_blocks(depth)
 
     def positions(self, start: int, stop: int) -> list[list[int]]:
         """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills (rule 10)."""
@@ -167,7 +178,7 @@ class HybridChunkPlanner:
             list(range(start * each, stop * each)) if piece.in_chunk else []
             for each, piece in zip(self._blocks_per_chunk, self.pieces, strict=True)
         ]
-        for at in self.checkpoint(stop):
+        for at in self.checkpoint(self.chunks_to_resume(stop)):
             if at.chunk >= start:
                 found[at.group].append(at.chunk * self._blocks_per_chunk[at.group] + at.block)
         return found
@@ -175,7 +186,7 @@ class HybridChunkPlanner:
     def device_blocks(self, start: int, stop: int) -> list[int]:
         """How many device blocks of each group such a load fills."""
         counts = [(stop - start) * piece.device_blocks if piece.in_chunk else 0 for piece in self.pieces]
-        for at in self.checkpoint(stop):
+        for at in self.checkpoint(self.chunks_to_resume(stop)):
             if at.chunk >= start:
                 counts[at.group] += self.pieces[at.group].device_blocks
         return counts

@@ -14,9 +14,9 @@ def group_waste(planner: HybridChunkPlanner, group: int) -> float:
 
 
 def conversation_bytes(planner: HybridChunkPlanner, num_tokens: int, depths: Iterable[int] | None = None) -> int:
-    """Host memory on all ranks for a conversation that can be resumed after each of `depths` chunks.
+    """Host memory on all ranks for a conversation with a checkpoint below each of `depths` chunks.
 
-    Without `depths`, after its last full chunk. A piece that several checkpoints need counts once.
+    Without `depths`, below its last full chunk. A piece that several checkpoints need counts once.
     """
     last = planner.full_chunks(num_tokens)
     kept = {at for depth in ([last] if depths is None else depths) for at in planner.checkpoint(depth)}
@@ -50,7 +50,7 @@ def describe(planner: HybridChunkPlanner) -> str:
         f"waste {planner.waste:.1%}",
         f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
     ]
-    far = planner.checkpoint(FAR_CHUNKS)
+    far = planner.checkpoint(planner.chunks_to_resume(FAR_CHUNKS))
     for at, (group, piece) in enumerate(zip(planner.groups, planner.pieces, strict=True)):
         kept = "1 a chunk" if piece.in_chunk else f"{sum(p.group == at for p in far)} a checkpoint"
         lines.append(

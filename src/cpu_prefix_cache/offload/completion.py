@@ -131,14 +131,15 @@ class Completion:
                 if not load.refused.isdisjoint(self._pool.all_blocks_of(node)):
                     self._withdraw(node)
                     return good
-        return len(load.keys) + (load.pin is not None and load.pin.blocks[0] in self._pool.checkpoints)
+        return len(load.keys) + (load.pin is not None and load.pin.blocks[-1] in self._pool.checkpoints)
 
     def _sources(self, load: Transfer) -> list[int]:
         """The nodes that a load reads, parents first; none if it was planned as failed."""
         if load.pin is None:
             return []
-        (node,) = load.pin.blocks
-        return self._pool.path(node, len(load.keys) + (node in self._pool.checkpoints))
+        last, is_checkpoint = load.pin.blocks[-1], load.pin.blocks[-1] in self._pool.checkpoints
+        chunks = self._pool.path(load.pin.blocks[0], len(load.keys)) if load.keys else []
+        return [*chunks, last] if is_checkpoint else chunks
 
     def _withdraw_sources(self, load: Transfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""

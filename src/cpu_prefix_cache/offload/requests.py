@@ -89,13 +89,11 @@ class RunningRequests:
         if chunks > before:
             running.confirmed = chunks
             self._offload.confirmed(running, before)
-            if before < running.resumed <= chunks:
-                self._keep(running, running.resumed)
             for depth in running.kept[bisect_right(running.kept, before) : bisect_right(running.kept, chunks)]:
                 self._keep(running, depth)
 
     def _keep(self, running: Running, depth: int) -> None:
-        """Remember the checkpoint at a confirmed boundary, if the device has it and the model needs it."""
+        """Remember the checkpoint below so many confirmed chunks, if the device has it and the model needs it."""
         is_known = bool(running.checkpoints) and running.checkpoints[-1].depth == depth  # in ascending order
         if is_known or not depth or not self._planner.has_checkpoints or not self._planner.needs_checkpoint(depth):
             return

@@ -83,20 +83,28 @@ class KVCacheCoordinator:
         What lies before `n0`, rounded down to a boundary, is the engine's. n0 itself is the answer when the pool has
         nothing beyond it.
         """
-        grid = self.planner.grid_tokens
-        stop = min(self.planner.hittable_chunks(num_tokens), len(keys))
-        depth = self.planner.resumable_chunks(self.pool.resident_run(keys, n0 // grid, stop))
-        if self.planner.has_checkpoints and depth * grid > n0:
+        planner, grid = self.planner, self.planner.grid_tokens
+        depth = self.pool.resident_run(keys, n0 // grid, min(planner.hittable_chunks(num_tokens), len(keys)))
+        if planner.has_checkpoints and planner.resumable_chunks(depth) * grid > n0:
             depth = self.pool.depth(self.pool.resume_points.nearest(self._chunk(keys, depth)))
-        return max(n0, depth * grid)
+        return max(n0, planner.resumable_chunks(depth) * grid)
 
     def resume_node(self, keys: Sequence[bytes], depth: int) -> int | None:
         """What holds all that is needed to resume after `depth` chunks, one or more, if it is here.
 
-        That is the checkpoint there, or the chunk, where none is needed. To pin it is to pin the whole prefix.
+        That is the checkpoint for it, or the chunk, where none is needed. To pin it is to pin the whole prefix.
         """
-        key = keys[depth - 1]
-        return self.pool.find(checkpoint_key(key) if self.planner.needs_checkpoint(depth) else key)
+        present = self.planner.chunks_to_resume(depth)
+        if not self.planner.needs_checkpoint(present):
+            return self.pool.find(keys[depth - 1])
+        return self.pool.find(checkpoint_key(keys[present - 1])) if present <= len(keys) else None
+
+    def resume_nodes(self, keys: Sequence[bytes], depth: int) -> tuple[int, ...]:
+        """What is read to resume after `depth` chunks: the last of these, and the checkpoint if one is needed. Empty if
+        it is not all here.
+        """
+        node = self.resume_node(keys, depth)
+        return () if node is None else tuple(dict.fromkeys((self._chunk(keys, depth), node)))
 
     def wanted_checkpoints(
         self,
@@ -106,19 +114,27 @@ class KVCacheCoordinator:
         interval: int | None = None,
         is_elsewhere: Callable[[bytes], bool] = lambda key: False,
     ) -> list[int]:
-        """The depths beyond token `end` at which a prompt of `num_tokens` tokens is worth a checkpoint (rule 9).
+        """The depths at which a prompt of `num_tokens` tokens is worth a checkpoint to resume from, beyond token `end`
+        and within the prompt (rule 9). Ascending.
 
-        That is its last boundary; where it goes on differently from what somebody had before, here or, by the key of a
-        chunk, elsewhere; and every `interval` tokens. Ascending.
+        They are how far later prompts will find its chunks: the same prompt again; one that continues it; one that
+        departs where this one departs from what somebody had before, here or, by the key of a chunk, elsewhere. With
+        `interval` also every so many tokens.
         """
-        grid, last = self.planner.grid_tokens, min(self.planner.hittable_chunks(num_tokens), len(keys))
+        planner, grid = self.planner, self.planner.grid_tokens
+        last = min(planner.hittable_chunks(num_tokens), len(keys))
         here = self.pool.resident_run(keys, end // grid, last)
         beyond = range(here, last)
         branch = here + bisect_left(beyond, True, key=lambda at: not is_elsewhere(keys[at]))
-        wanted = {last, branch}
+        whole = min(planner.full_chunks(num_tokens), len(keys))
+        wanted = {last, whole, branch}
         if interval is not None:
-            wanted.update(range(0, last + 1, interval // grid))
-        return [depth for depth in sorted(wanted) if depth * grid > end and self.planner.needs_checkpoint(depth)]
+            wanted.update(map(planner.chunks_to_resume, range(0, last + 1, interval // grid)))
+        return [
+            depth
+            for depth in sorted(wanted)
+            if end < planner.resumable_chunks(depth) * grid < num_tokens and planner.needs_checkpoint(depth)
+        ]
 
     def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
         chunk = self.pool.find(keys[depth - 1])
@@ -132,7 +148,7 @@ class KVCacheCoordinator:
         return chunks + self.num_blocks(checkpoint.depth) <= self.pool.capacity
 
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:
-        """The checkpoint after `depth` chunks, one or more, of the request with these keys."""
+        """The checkpoint below `depth` chunks, one or more, of the request with these keys."""
         return CheckpointAt(depth, tuple(keys[depth - self.planner.reach(depth) : depth]))
 
     def needs(self, checkpoint: CheckpointAt) -> list[PieceNeed]:
@@ -147,7 +163,7 @@ class KVCacheCoordinator:
         ]
 
     def num_blocks(self, depth: int) -> int:
-        """How many blocks of this pool the checkpoint after `depth` chunks takes, shared ones included."""
+        """How many blocks of this pool the checkpoint below `depth` chunks takes, shared ones included."""
         return sum(self._widths[at.group] for at in self.planner.checkpoint(depth))
 
     def destinations(self, chunks: Sequence[int], start: int, stop: int, checkpoint: int | None) -> list[Blocks]:
@@ -160,8 +176,8 @@ class KVCacheCoordinator:
         for group, blocks in zip(self._in_chunk, by_group, strict=True):
             found[group].extend(blocks)
         if checkpoint is not None:
-            pieces = zip(self.planner.checkpoint(stop), self.pool.checkpoints.pieces(checkpoint), strict=True)
-            for at, piece in pieces:
+            places = self.planner.checkpoint(self.planner.chunks_to_resume(stop))
+            for at, piece in zip(places, self.pool.checkpoints.pieces(checkpoint), strict=True):
                 found[at.group].extend(piece if at.chunk >= start else ())
         return list(found)
 
@@ -181,7 +197,7 @@ class KVCacheCoordinator:
     def checkpoint_copies(
         self, depth: int, host_blocks: Sequence[Blocks | None], device_blocks: Sequence[Blocks | None]
     ) -> list[GroupCopy]:
-        """Pair the pieces of the checkpoint after `depth` chunks, in their order; None on either side is not copied."""
+        """Pair the pieces of the checkpoint below `depth` chunks, in their order; None on either side is not copied."""
         copies: dict[int, tuple[list[int], list[int]]] = {}
         for at, host, device in zip(self.planner.checkpoint(depth), host_blocks, device_blocks, strict=True):
             if host is not None and device is not None:
@@ -199,15 +215,15 @@ class KVCacheCoordinator:
         """
         chunks = self.pool.path(self._chunk(keys, stop), stop - start)
         copies = self.chunk_copies(chunks, [destinations[at] for at in self._in_chunk])
-        node = self.resume_node(keys, stop)
-        if node is None or not self.planner.needs_checkpoint(stop):
+        node, depth = self.resume_node(keys, stop), self.planner.chunks_to_resume(stop)
+        if node is None or not self.planner.needs_checkpoint(depth):
             return copies
         rest = [iter(blocks) for blocks in destinations]
         device = [
             tuple(islice(rest[at.group], self.planner.pieces[at.group].device_blocks)) if at.chunk >= start else None
-            for at in self.planner.checkpoint(stop)
+            for at in self.planner.checkpoint(depth)
         ]
-        return copies + self.checkpoint_copies(stop, self.pool.checkpoints.pieces(node), device)
+        return copies + self.checkpoint_copies(depth, self.pool.checkpoints.pieces(node), device)
 
     def chunk_blocks_by_group(self, device_blocks: Blocks) -> list[Blocks]:
         """Split device blocks given chunk by chunk, as `Device.find` gives them, into a list for each group."""

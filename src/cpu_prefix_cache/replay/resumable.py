@@ -99,9 +99,4 @@ def blocks_of_everything(planner: HybridChunkPlanner, prompts: Sequence[Sequence
     for depth in range(1, max((len(keys) for keys in prompts), default=0) + 1):
         heaviest.append(max(heaviest[-1], planner.checkpoint_blocks(depth)))
     checkpoints = sum(2 * heaviest[len(keys)] for keys in prompts)
-    return max(fewest_blocks(planner), len(chunks) * planner.host_blocks_per_chunk + checkpoints)
-
-
-def fewest_blocks(planner: HybridChunkPlanner) -> int:
-    """Host blocks of a single chunk and its checkpoint. A smaller pool could store nothing."""
-    return planner.host_blocks_per_chunk + planner.checkpoint_blocks(1)
+    return max(planner.fewest_blocks, len(chunks) * planner.host_blocks_per_chunk + checkpoints)

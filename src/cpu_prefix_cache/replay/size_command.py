@@ -36,7 +36,7 @@ from cpu_prefix_cache.replay.outcome import Ratios
 from cpu_prefix_cache.replay.plot import draw
 from cpu_prefix_cache.replay.rate_options import add_rate_options, even_depth_of, flops_of, rates_of
 from cpu_prefix_cache.replay.results_json import head
-from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
+from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything
 from cpu_prefix_cache.replay.size_report import KIB, MIB, Sized, answers, as_json, goals, panels, table
 from cpu_prefix_cache.replay.sizing import Point, Sizing, check_target, smallest_capacity
 from cpu_prefix_cache.replay.traces import Trace
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizing(trace: Trace, planner: HybridChunkPlanner, policy: str, target: float) -> Sizing:
-    least = fewest_blocks(planner)
+    least = planner.fewest_blocks
     largest = blocks_of_everything(planner, [request.keys for request in trace.requests])
     return smallest_capacity(
         _measured(trace, planner, policy),

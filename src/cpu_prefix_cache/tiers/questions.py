@@ -152,7 +152,7 @@ class Questions:
         depth = known
         if planner.has_checkpoints and stop:
             depth = max(0, min(known, planner.full_chunks(host_end)) - planner.reach(stop))
-        if stop * planner.grid_tokens <= host_end or depth == stop:
+        if planner.resumable_chunks(stop) * planner.grid_tokens <= host_end or depth == stop:
             return None
         return self._ask(keys, depth, stop, now, self._seconds)
 
@@ -191,10 +191,10 @@ class Questions:
     def _checkpoints(self, question: Question, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
         """The depths at which a checkpoint is there with all of its pieces, from the deepest on."""
         keys, found = question.keys, 0
-        ends = {key for key, _, _ in pieces}  # a checkpoint has pieces in the chunk at whose end it is
+        ends = {key for key, _, _ in pieces}  # a checkpoint has pieces in the chunk behind which it resumes
         for depth in range(stop, max(question.ask.depth, stop - LOOKED_AT), -1):
-            key = checkpoint_key(keys[depth - 1])
-            if keys[depth - 1] not in ends or self._stores.is_covered(key):
+            key, resumed = checkpoint_key(keys[depth - 1]), self._planner.resumable_chunks(depth)
+            if not resumed or keys[resumed - 1] not in ends or self._stores.is_covered(key):
                 continue
             needs = self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
             missing = self._pool.checkpoints.missing(needs)

@@ -183,19 +183,20 @@ class TierCache(CPUPrefixCache):
     def read(self, id: Hashable, chain: Chain, nodes: Sequence[int]) -> None:
         """Read a chain that the tier has into `nodes` of the host, which are being written, for the promotion `id`."""
         copies: list[GroupCopy] = []
-        count, checkpoint, node = len(chain.keys), chain.checkpoint, None
+        count, checkpoint, sources = len(chain.keys), chain.checkpoint, []
         if count:
-            node = self.pool.find(chain.keys[-1])
+            sources.append(node := self.pool.find(chain.keys[-1]))
             if node is not None:
                 by_group = self.coordinator.chunk_blocks_by_group(self.host.blocks_of(nodes[:count]))
                 copies += self.coordinator.chunk_copies(self.pool.path(node, count), by_group)
         if checkpoint is not None:
-            node = self.pool.find(checkpoint_key(checkpoint.tail[-1]))
+            sources.append(node := self.pool.find(checkpoint_key(checkpoint.tail[-1])))
             if node is not None:
                 pieces = self.pool.checkpoints.pieces(node), self.host.checkpoints.to_write(nodes[-1])
                 copies += self.coordinator.checkpoint_copies(checkpoint.depth, *pieces)
         host_blocks = [block for copy in copies for block in copy.device_blocks]
-        self._plan_load(id, chain.keys, node, copies, host_blocks, self._now)
+        here = [node for node in sources if node is not None]
+        self._plan_load(id, chain.keys, here if len(here) == len(sources) else (), copies, host_blocks, self._now)
 
     def plan(self) -> TierPlan:
         """What all ranks do in this step."""

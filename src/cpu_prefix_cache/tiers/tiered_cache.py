@@ -52,8 +52,8 @@ LEAST_SIZE = 2  # times the host's blocks: a smaller tier holds little but what 
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """A request that waits until the host has its first `stop` chunks, and the checkpoint after `depth` of them, if one
-    is needed. `host_end` is how many tokens it had before.
+    """A request that waits until the host has its first `stop` chunks, and the checkpoint below `depth` of them, if one
+    is needed. `stop` is `depth` until the tier loses some. `host_end` is how many tokens it had before.
     """
 
     request: Request
@@ -154,7 +154,7 @@ class TieredCache(CPUPrefixCache):
     def _unknown_until(self, request: Request, n0: int, host_end: int) -> float | None:
         """Until when this request waits to hear what the tier has. None where it is known, or could save no time."""
         grid = self.planner.grid_tokens
-        end = self.planner.hittable_chunks(request.num_tokens) * grid
+        end = self.planner.resumable_chunks(self.planner.hittable_chunks(request.num_tokens)) * grid
         if end < n0 + max(1, self.min_load_tokens):
             return None
         blocks = (end // grid - host_end // grid) * self.planner.host_blocks_per_chunk
@@ -199,8 +199,8 @@ class TieredCache(CPUPrefixCache):
         self._read_at = self._now
         num_bytes = self._queue_bytes + chosen.num_bytes
         seconds = 2 * num_bytes / (self.below.load_rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
-        depth, stop = chosen.boundary // self.planner.grid_tokens, self._stop(chosen.boundary)
-        want = Want(request, stop, depth, host_end, self._now + seconds, unread=chosen.num_bytes)
+        depth = self.planner.chunks_to_resume(chosen.boundary // self.planner.grid_tokens)
+        want = Want(request, depth, depth, host_end, self._now + seconds, unread=chosen.num_bytes)
         self._wants[request.id] = want
         self._open[want] = None
         self._unread += want.unread
@@ -216,9 +216,8 @@ class TieredCache(CPUPrefixCache):
         found: list[Candidate] = []
         least = max(host_end, n0 + self.min_load_tokens - 1)  # up to there nothing would be loaded from the host
         while boundary > least and len(found) < MOST_CANDIDATES:
-            depth, stop = boundary // grid, self._stop(boundary)
-            blocks = max(0, stop - here) * width
-            blocks += self.coordinator.num_blocks(depth) if self.planner.needs_checkpoint(depth) else 0
+            stop = self.planner.chunks_to_resume(boundary // grid)
+            blocks = max(0, stop - here) * width + self.coordinator.num_blocks(stop)
             if blocks <= budget:
                 size = blocks * self.planner.host_block_bytes
                 found.append(Candidate(boundary, boundary - host_end, size))
@@ -226,10 +225,6 @@ class TieredCache(CPUPrefixCache):
                     break  # the gain is proportional to the tokens: the deepest, or none
             boundary = lower.longest_boundary(keys, host_end, min(stop - 1, most) * grid + 1)
         return found
-
-    def _stop(self, boundary: int) -> int:
-        """How many chunks resuming there takes: groups that look ahead need some beyond it."""
-        return -(-(boundary + self.planner.lookahead_tokens) // self.planner.grid_tokens)
 
     # Events
 
