@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -153,6 +161,13 @@ def vllm_config(
             kv_connector_extra_config=extra,
         ),
     )
+
+
+def drafting(method: str, drafts: int = 3, **fields: object) -> SpeculativeConfig:
+    """So many drafts a step, of a drafter that nobody loads."""
+    config = object.__new__(SpeculativeConfig)
+    vars(config).update(method=method, num_speculative_tokens=drafts, **fields)
+    return config
 
 
 # What a forward pass does with the blocks of one group. Blocks are counted from token 0, and named with the token that
@@ -570,7 +585,8 @@ class Engine:
     `groups` is the model: one group of full attention if it is not said. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
-    blocks are. `tier` is what the operator says of a tier of `tier_slots` slots, `tier_faults` what becomes of it.
+    blocks are. `tier` is what the operator says of a tier of `tier_slots` slots, `tier_faults` what becomes of it. A
+    `drafter` proposes no drafts here: what counts is what vLLM drops for it.
     """
 
     def __init__(
@@ -590,6 +606,7 @@ class Engine:
         slowest: int = 6,
         asynchronous: bool = False,
         priorities: bool = False,
+        drafter: SpeculativeConfig | None = None,
         tier: dict[str, object] | None = None,
         tier_slots: int = 2000,
         tier_faults: dict[str, object] | None = None,
@@ -604,6 +621,7 @@ class Engine:
         config = vllm_config(folder, offload=offload, **options)
         config.scheduler_config.async_scheduling = asynchronous  # on CPUs vLLM turns it off itself
         config.scheduler_config.policy = "priority" if priorities else "fcfs"
+        config.speculative_config = drafter
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
         config.cache_config.num_gpu_blocks = device_blocks
@@ -952,8 +970,11 @@ class Engine:
 
 
 def longest_boundary(cache: object, request: object, n0: int) -> int:
-    """The oracle, the slow way: one chunk after another, as long as it is there and a token is left to compute."""
-    grid = cache.planner.grid_tokens
+    """The oracle, the slow way: one chunk after another, as long as it is there and a token is left to compute.
+
+    Where a drafter reads ahead, what it reads must be there behind the boundary.
+    """
+    grid, ahead = cache.planner.grid_tokens, max(group.lookahead_tokens for group in cache.planner.groups)
     best, depth = n0, n0 // grid
     while (
         depth < len(request.keys)
@@ -961,7 +982,8 @@ def longest_boundary(cache: object, request: object, n0: int) -> int:
         and cache.pool.find(request.keys[depth]) is not None
     ):
         depth += 1
+        before = (depth * grid - ahead) // grid
         needed = cache.planner.needs_checkpoint(depth)
-        if not needed or cache.pool.find(checkpoint_key(request.keys[depth - 1])) is not None:
-            best = depth * grid
+        if before * grid > n0 and (not needed or cache.pool.find(checkpoint_key(request.keys[depth - 1])) is not None):
+            best = before * grid
     return best

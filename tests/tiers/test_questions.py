@@ -3,6 +3,8 @@
 Any order: property_tests/test_tier_machine.py. With bytes: tests/stores/test_shared.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending, Request
@@ -103,6 +105,17 @@ def test_what_the_host_has_is_not_asked_for():
     engine.asks_as("r", "abcdef")
     engine.steps_below()
     assert next(iter(engine.asks.values())).depth == 0, "the tier has nothing of it yet"
+
+
+def test_what_the_host_has_up_to_a_drafters_reach_is_not_asked_for():
+    """Groups that look ahead resume a chunk before what is there: the store can add nothing to that."""
+    engine = Shared(replace(FULL, lookahead_tokens=1))
+    engine.host_has("abcd")
+    assert engine.asks_as("r", "abcd") == Hit(3 * GRID)
+    assert engine.asks_as("on the device", "abcd", n0=3 * GRID) == Miss()
+    assert engine.seen.questions == 0
+    engine.asks_as("r", "abcdef")
+    assert engine.seen.questions == 1
 
 
 def test_what_is_known_of_the_store_already_is_not_asked_for_again():
