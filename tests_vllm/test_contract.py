@@ -39,7 +39,7 @@ TOUCHED = {
         *("data_parallel_rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
         *("distributed_executor_backend", "data_parallel_index"),
     },
-    "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle"},
+    "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle_block_drop"},
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
     "KVConnectorFactory": {"register_connector"},
     "BlockPool": {

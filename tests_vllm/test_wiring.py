@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -18,7 +17,7 @@ from connector.vllm import scheduler as scheduler_module
 from connector.vllm import worker as worker_module
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
-from tests_vllm.engine import AT_ONCE, BLOCK, NEVER, Engine, full, latent, one_group, state, vllm_config
+from tests_vllm.engine import AT_ONCE, BLOCK, NEVER, Engine, drafting, full, latent, one_group, state, vllm_config
 from tests_vllm.two_processes import said_by
 
 ROOT = Path(__file__).parents[1]
@@ -204,19 +203,19 @@ def test_a_report_is_expected_two_steps_later_where_steps_overlap(tmp_path):
         assert Settings.of(config, one_group(BLOCKS)).steps.report_steps == steps
 
 
-def drafting(method: str) -> SpeculativeConfig:
-    """Three drafts a step, of a drafter that nobody loads."""
-    config = object.__new__(SpeculativeConfig)
-    config.method, config.num_speculative_tokens = method, 3
-    return config
-
-
 @pytest.mark.parametrize(
-    ("method", "lookahead", "step"), [("eagle", BLOCK, 4), ("mtp", BLOCK, 4), ("ngram", 0, 4), (None, 0, 1)]
+    ("drafter", "lookahead", "step"),
+    [
+        (drafting("eagle"), BLOCK, 4),
+        (drafting("mtp"), BLOCK, 4),
+        (drafting("eagle", disable_eagle_block_drop=True), 0, 4),
+        (drafting("ngram"), 0, 4),
+        (None, 0, 1),
+    ],
 )
-def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, method, lookahead, step):
+def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, drafter, lookahead, step):
     config = configure(tmp_path)
-    config.speculative_config = None if method is None else drafting(method)
+    config.speculative_config = drafter
     settings = Settings.of(config, one_group(BLOCKS))
     (group,) = settings.planner.groups
     assert (group.lookahead_tokens, settings.steps.decode_tokens) == (lookahead, step)

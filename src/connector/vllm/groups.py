@@ -110,7 +110,7 @@ def layer_pages(kv_cache_config: KVCacheConfig) -> dict[str, int]:
 def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
     """The tokens that vLLM drops from the end of a hit for EAGLE drafts: with a connector, a block (config/vllm.py)."""
     speculative = vllm_config.speculative_config
-    return grid if speculative is not None and speculative.use_eagle() else 0
+    return grid if speculative is not None and speculative.use_eagle_block_drop() else 0
 
 
 def _group(at: int, group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int) -> Group:
