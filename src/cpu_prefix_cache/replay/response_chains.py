@@ -1,0 +1,43 @@
+"""Joins requests of the Responses API to what the server knows of them: `previous_response_id` names the history.
+
+A log has that history if its lines have responses too: `"response": {"id": ..., "output": [...]}`. Instructions are of
+one request, and are not carried on.
+"""
+
+from typing import Any
+
+from cpu_prefix_cache.replay.lines import BadLine, parsed
+
+PREVIOUS = "previous_response_id"
+RESPONSES = ("response", "response_body")
+Item = dict[str, Any]
+
+
+class ResponseChains:
+    """The items of each response's conversation, with its output, by the id of the response."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, list[Item]] = {}
+
+    def history(self, body: dict[str, Any]) -> list[Item]:
+        """The items before those of this request. Raises BadLine if only the server has them."""
+        previous = body.get(PREVIOUS)
+        if previous is None:
+            return []
+        if previous not in self._items:
+            raise BadLine(
+                f"its history is on the server: no line before it has the response {str(previous)[:40]!r} with its "
+                'output, as "response": {"id": ..., "output": [...]}'
+            )
+        return self._items[previous]
+
+    def add(self, line: dict[str, Any], items: list[Item]) -> None:
+        """`items` are of the request and its history; `line` has the response, if it was logged."""
+        for name in RESPONSES:
+            response = line.get(name)
+            if isinstance(response, str) and response.lstrip().startswith("{"):
+                response = parsed(response.encode())
+            if isinstance(response, dict) and isinstance(response.get("body"), dict):
+                response = response["body"]
+            if isinstance(response, dict) and isinstance(response.get("output"), list) and "id" in response:
+                self._items[str(response["id"])] = [*items, *response["output"]]
