@@ -321,7 +321,7 @@ def test_a_file_that_only_begins_like_an_object_is_read_line_by_line(convert):
         (b"\x28\xb5\x2f\xfd\x04\x00", "it is packed with zstd: unpack it first"),
     ],
 )
-@pytest.mark.parametrize("command", ["convert"])
+@pytest.mark.parametrize("command", ["convert", "replay"])
 def test_a_file_of_another_format_is_called_by_its_name(tmp_path, run, first, sentence, command):
     (tmp_path / "log").write_bytes(first)
     out = ["--out", str(tmp_path / "trace")] if command == "convert" else []

@@ -24,7 +24,7 @@ from cpu_prefix_cache.replay.options import positive, rate
 from cpu_prefix_cache.replay.request_logs import Recorded, RequestLog
 from cpu_prefix_cache.replay.sharing import Apart, describe_sharing
 from cpu_prefix_cache.replay.tokenizer import Tokenizer
-from cpu_prefix_cache.replay.traces import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
+from cpu_prefix_cache.replay.trace_guesses import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
 
 EVERY, PAUSE = 1.0, 60.0
 MOST_IGNORED = 20

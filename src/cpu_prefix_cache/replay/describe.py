@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from cpu_prefix_cache.replay.flops import Flops
 from cpu_prefix_cache.replay.seconds_saved import Rates
+from cpu_prefix_cache.replay.sharing import describe_sharing
 from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace
+from cpu_prefix_cache.replay.trace_guesses import UNITS_A_SECOND
+from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_seconds
 
 
@@ -22,6 +24,19 @@ def describe_trace(trace: Trace) -> str:
         )
     if trace.guessed_from is not None:
         lines.append(_describe_time(trace.time_unit, trace.guessed_from))
+    if apart := describe_sharing(trace.aparts):
+        lines.append(apart)
+    if trace.delayed:
+        lines.append(
+            f"timestamps computed from delays after the request before: {trace.delayed:,}; answers take no time here"
+        )
+    if trace.turns_anew:
+        lines.append(
+            f"requests of a session that do not begin like the one before: {trace.turns_anew:,}; each row is taken for "
+            "a whole prompt"
+        )
+    if trace.failed:
+        lines.append(f"requests that failed and were left out: {trace.failed:,}")
     if trace.bad_lines:
         lines.append(f"bad lines that were skipped: {len(trace.bad_lines):,}, the first: {trace.bad_lines[0]}")
     if trace.out_of_order:
