@@ -335,6 +335,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
         *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
+        *(["--limit", "1", "--limit", "2"], ["--time-unit", "s", "--time-unit=ms"]),
         *(["--gpu-price", "0"], ["--prefill-rate", "1", "--tflops", "1"], ["--below-offload", "never"]),
     ],
     ids=str,
@@ -389,7 +390,30 @@ def test_what_is_held_back_is_said(trace, capsys):
     assert "stored is what 2 or more prompts of at least 0 tokens had" in capsys.readouterr().out
 
 
+def test_policies_and_capacities_may_be_given_one_by_one(trace, capsys):
+    assert main(["replay", trace, "--policy", "lru", "--policy", "arc", "--capacity", "3,4", "--capacity", "5"]) == 0
+    table = rows(capsys)
+    assert {("lru", each) for each in "345"} | {("arc", each) for each in "345"} <= table.keys()
+
+
+def test_ids_of_content_are_an_option(tmp_path, capsys):
+    lines = [
+        {"timestamp": at, "input_length": 1024, "hash_ids": ids} for at, ids in enumerate([[1, 2], [2, 1], [1, 2]])
+    ]
+    path = write(tmp_path / "log", lines)
+    assert main(["replay", path, "--skip-bad-lines"]) == 2
+    assert "--ids content" in capsys.readouterr().err
+    assert main(["replay", path, "--ids", "content", "--policy", "lru", "--capacity", "9"]) == 0
+    assert rows(capsys)["lru", "9"]["hit blocks"] == "0.3333"
+
+
 # Seen from a shell
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert exit.value.code == 0 and "examples:" in capsys.readouterr().out
 
 
 def started(arguments, **pipes):

@@ -114,6 +114,14 @@ def write_json(path: str, values: dict[str, Any]) -> None:
         raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error
 
 
+class Joined(argparse.Action):
+    """Joins the values of an option that is given several times, with commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def names_of(text: str, option: str) -> list[str]:
     """Names between commas, each once. Raises ConfigurationError for an empty one."""
     names = [name.strip() for name in text.split(",")]

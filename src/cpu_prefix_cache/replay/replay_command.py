@@ -30,6 +30,7 @@ from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.options import (
     WEIGHED_HELP,
+    Joined,
     add_result_options,
     add_trace_options,
     add_weight_options,
@@ -133,10 +134,14 @@ def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, *, has_mod
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--policy", metavar="NAME,...", help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}"
+        "--policy",
+        action=Joined,
+        metavar="NAME,...",
+        help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}",
     )
     parser.add_argument(
         "--capacity",
+        action=Joined,
         metavar="N,...",
         help="of the host: blocks, or bytes like 10GiB (default: from 1/32 to 1/2 of the trace's different blocks, "
         "in round numbers)",

@@ -23,6 +23,7 @@ from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import ANY_LENGTH, checkpoint_bytes, in_large_blocks, prefix_bytes_per_token
 from cpu_prefix_cache.replay.options import (
     WEIGHED_HELP,
+    Joined,
     add_result_options,
     add_trace_options,
     add_weight_options,
@@ -55,6 +56,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
     parser.add_argument(
         "--policy",
+        action=Joined,
         metavar="NAME,...",
         help=f"what the host evicts: of {', '.join(POLICIES)} (default: all of them), or {WEIGHED_HELP}",
     )
