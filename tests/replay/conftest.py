@@ -38,7 +38,8 @@ def convert(tmp_path, capsys, tokenizer):
         log, out = write(tmp_path / "log", lines), tmp_path / "trace"
         out.unlink(missing_ok=True)
         model = ["--tokenizer", str(tokenizer)] if with_tokenizer else []
-        code = main(["convert", log, "--out", str(out), "--block-tokens", str(block_tokens), *model, *options])
+        to = [] if "--out" in options else ["--out", str(out)]
+        code = main(["convert", log, *to, "--block-tokens", str(block_tokens), *model, *options])
         printed = capsys.readouterr()
         trace = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         assert not (tmp_path / "trace.part").exists()

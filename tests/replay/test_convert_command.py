@@ -59,7 +59,7 @@ BODY = {"model": "m", "messages": chat("a b c")}
         {"created": 5, **BODY},
         {"timestamp": 5, "body": BODY},
         {"time": "5", "request": json.dumps(BODY)},
-        {"timestamp": 5.0, "request_time": 0.1, "body": json.dumps(BODY)},
+        {"timestamp": 5.0, "status": 200, "request_time": 0.1, "body": json.dumps(BODY)},
         {"timestamp": "1970-01-01T00:00:05Z", "request_body": json.dumps(BODY)},
         {"timestamp": 5, "request": "POST /v1/chat/completions HTTP/1.1", "request_body": json.dumps(BODY)},
         {"timestamp": 5, "input": chat("a b c")},
