@@ -89,8 +89,8 @@ def describe_depth(flops: Flops | None, *, has_model: bool) -> str:
     if math.isinf(flops.even_depth):
         return ""
     return (
-        f"a token takes {flops.token / 1e9:,.1f} GFLOP, and as much again for its attention at a depth of "
-        f"{flops.even_depth:,.0f} tokens"
+        f"compute of a token: {flops.token / 1e9:,.1f} GFLOP, and its attention, which is as much at position "
+        f"{flops.even_depth:,.0f}"
     )
 
 
@@ -101,6 +101,12 @@ def describe_rates(rates: Rates, trace: Trace) -> str:
         f"prefill on average: {rates.mean_tokens(trace.work):,.0f} tokens/s, {show_seconds(whole)} for all prompts"
         f"{_price(rates, whole)}",
     ]
+    span = trace.requests[-1].now - trace.requests[0].now
+    if 0 < span < whole:
+        lines.append(
+            f"without hits that is {whole / span:.1f} times as long as the trace, more than one engine at this rate "
+            "can serve: each of several has a host cache of its own"
+        )
     loads = "loads from the host take no time here: give --host-rate"
     if math.isfinite(rates.host_bytes):
         loads = f"loads come from the host at {rates.host_bytes / 1e9:,.2f} GB/s"
@@ -108,7 +114,9 @@ def describe_rates(rates: Rates, trace: Trace) -> str:
         loads += f", from below at {rates.below_bytes / 1e9:,.2f} GB/s"
     lines.append(loads)
     if rates.block_bytes:
-        lines.append(f"reading is as fast as computing at {rates.even_bytes(trace.work) / 1e9:,.2f} GB/s")
+        lines.append(
+            f"break-even: loading is faster than computing above {rates.even_bytes(trace.work) / 1e9:,.2f} GB/s"
+        )
     return "\n".join(lines)
 
 

@@ -38,10 +38,12 @@ from cpu_prefix_cache.replay.plot import draw
 from cpu_prefix_cache.replay.rate_options import add_rate_options, even_depth_of, flops_of, rates_of
 from cpu_prefix_cache.replay.results_json import head
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything, fewest_blocks
-from cpu_prefix_cache.replay.size_report import KIB, MIB, Sized, answers, as_json, goals, panels, table
+from cpu_prefix_cache.replay.size_report import GIB, KIB, MIB, Sized, answers, as_json, goals, panels, table
 from cpu_prefix_cache.replay.sizing import Point, Sizing, check_target, smallest_capacity
 from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_bytes
+
+LEAST_SHOWN = 60 * GIB  # rows begin at sizes of memory that servers have, whatever the goal; 64 GiB in whole blocks
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -96,12 +98,14 @@ def run(args: argparse.Namespace) -> int:
 def _sizing(trace: Trace, planner: HybridChunkPlanner, policy: str, target: float) -> Sizing:
     least = fewest_blocks(planner)
     largest = blocks_of_everything(planner, [request.keys for request in trace.requests])
+    steps = doublings(least, largest, planner.host_block_bytes)
     return smallest_capacity(
         _measured(trace, planner, policy),
         target=target,
         least=least,
         largest=largest,
-        steps=doublings(least, largest, planner.host_block_bytes),
+        steps=steps,
+        shown=[size for size in steps if size * planner.host_block_bytes >= LEAST_SHOWN],
     )
 
 
