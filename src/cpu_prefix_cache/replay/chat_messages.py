@@ -42,6 +42,8 @@ def chat_of(body: Mapping[str, Any], items: Iterable[Message], ignored: Counter[
     tools = options.get("tools")
     options["tools"] = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
     before = [{"role": "system", "content": body[name]} for name in BEFORE if body.get(name)]
+    if not all(isinstance(message["content"], str | list) for message in before):
+        raise BadLine(f"{' and '.join(BEFORE)} must be a text, or parts that are")
     return Chat(list(messages_of([*before, *items], ignored)), {**options, **kwargs})
 
 

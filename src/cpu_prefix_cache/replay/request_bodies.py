@@ -46,6 +46,10 @@ class Body:
         return apart_of(self.fields, parameters if isinstance(parameters, dict) else {}, self.line)
 
     @property
+    def places(self) -> list[dict[str, Any]]:
+        return [self.fields] if self.fields is self.line else [self.fields, self.line]
+
+    @property
     def is_surely_a_request(self) -> bool:
         is_part = self.fields is not self.line
         return is_part or not SIGNS_OF_A_REQUEST.isdisjoint(self.line)
@@ -78,8 +82,7 @@ def contents_of(body: Body, chains: ResponseChains, ignored: Counter[str]) -> li
     else:
         contents = list(_texts(body, name))
     used = (*BODIES, *PARTS, *APART, name, *(PROMPTS if name in IDS else ()), *_beside(is_chat or name in IDS))
-    places = [fields] if fields is body.line else [fields, body.line]
-    ignored.update(set(unknown_fields(places, used)))
+    ignored.update(set(unknown_fields(body.places, used)))
     return contents
 
 

@@ -19,10 +19,13 @@ SAMPLING = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "min_tokens", "ignore_eos"),
     *("stop", "stop_sequences", "stop_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "echo"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "parameters", "output_length"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "use_beam_search"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
 )
 OF_THE_SERVICE = (
     *("stream", "stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "priority"),
     *("safety_identifier", "prompt_cache_key", "background", "include", "skip_special_tokens", "return_token_ids"),
+    *("include_stop_str_in_output", "spaces_between_special_tokens", "log_metrics", "no_logs", "received_time"),
     *("id", "rid", "request_id", "custom_id", "trace_id", "session_id", "conversation_id", "conversation_hash"),
     *("object", "type", "event", "level", "logger", "method", "path", "url", "uri", "endpoint", "host", "remote_addr"),
     *("response", "response_body", "output", "choices", "completion", "usage", "latency", "duration", "request_time"),

@@ -21,13 +21,13 @@ class ResponseChains:
 
     def history(self, body: dict[str, Any]) -> list[Item]:
         """The items before those of this request. Raises BadLine if only the server has them."""
-        previous = body.get(PREVIOUS)
-        if previous is None:
+        if not body.get(PREVIOUS):
             return []
+        previous = str(body[PREVIOUS])
         if previous not in self._items:
             raise BadLine(
-                f"its history is on the server: no line before it has the response {str(previous)[:40]!r} with its "
-                'output, as "response": {"id": ..., "output": [...]}'
+                f"its history is on the server: no line before it has the response {previous[:40]!r} with its output, "
+                'as "response": {"id": ..., "output": [...]}'
             )
         return self._items[previous]
 
@@ -39,5 +39,6 @@ class ResponseChains:
                 response = parsed(response.encode())
             if isinstance(response, dict) and isinstance(response.get("body"), dict):
                 response = response["body"]
-            if isinstance(response, dict) and isinstance(response.get("output"), list) and "id" in response:
-                self._items[str(response["id"])] = [*items, *response["output"]]
+            output = response.get("output") if isinstance(response, dict) else None
+            if isinstance(output, list) and all(isinstance(item, dict) for item in output):
+                self._items[str(response.get("id"))] = [*items, *output]
