@@ -1,9 +1,11 @@
 """What `convert` makes of each field of a request: a part of the prompt, of the key, or a name in the summary."""
 
 import json
+from collections import Counter
 
 import pytest
 
+from cpu_prefix_cache.replay.chat_messages import chat_of
 from tests.replay.logs import chat
 
 MODEL = {"model": "m"}
@@ -232,6 +234,41 @@ def test_a_field_that_may_be_of_effect_is_named_and_one_that_is_not_is_not(conve
     _, printed, _ = convert(lines)
     [line] = [line for line in printed.splitlines() if line.startswith("ignored: ")]
     assert line == "ignored: continue_final_message (1), mystery (1), truncate_prompt_tokens (1)"
+
+
+def test_no_level_of_a_line_is_passed_over(convert):
+    def line(model, **fields):
+        return {"request": {"model": model, "mystery": 1, "body": {"messages": chat("a b")}}, "secret": 2, **fields}
+
+    _, printed, trace = convert(at_times(line("x"), line("y"), line("y", input="c")))
+    assert "ignored: mystery (3), secret (3), input (1)" in printed
+    one, other, again = ids_of(trace)
+    assert not set(one) & set(other) and other == again
+
+
+def test_the_system_prompt_of_a_conversation_is_its_first_message(convert):
+    conversation = {"conversations": [{"from": "human", "value": "c"}], "system": "a b", "tools": '[{"name": "f"}]'}
+    messages = [{"role": "system", "content": "a b"}, *chat("c")]
+    assert same_as(convert, conversation, messages, tools=[{"name": "f"}])
+    assert same_as(convert, {**conversation, "tools": ""}, messages)
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}},
+        {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
+        {"name": "f", "description": "d", "input_schema": SCHEMA},
+    ],
+    ids=["chat", "responses", "anthropic"],
+)
+def test_a_template_gets_tools_in_one_form(tool):
+    options = chat_of({"tools": [tool]}, chat("a"), Counter()).options
+    function = {"name": "f", "description": "d", "parameters": SCHEMA}
+    assert options["tools"] == [{"type": "function", "function": function}]
 
 
 def test_a_system_prompt_beside_a_plain_text_is_named(convert):

@@ -1,7 +1,7 @@
 """Turns what requests have for a chat template, in the forms of several APIs, into messages as templates take them.
 
     OpenAI        messages with a role; their content is a text, or parts of which each is a text
-    Anthropic     system beside messages; tool_use and tool_result among the parts
+    Anthropic     system beside messages; tool_use and tool_result among the parts; tools with input_schema
     Responses     instructions beside the items of input; function_call and function_call_output have no role
     ShareGPT      turns of human, gpt and others, in `value`
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpu_prefix_cache.replay.lines import BadLine, list_of, shown
+from cpu_prefix_cache.replay.lines import BadLine, list_of, parsed, shown
 
 Message = dict[str, Any]
 OPTIONS = ("tools", "documents", "reasoning_effort", "add_generation_prompt")
@@ -39,7 +39,9 @@ def chat_of(body: Mapping[str, Any], items: Iterable[Message], ignored: Counter[
     if not isinstance(kwargs, dict):
         raise BadLine(f"{KWARGS} must be an object, got {shown(dict(body), KWARGS)}")
     options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
-    tools = options.get("tools")
+    tools = options.get("tools") or None
+    if isinstance(tools, str):
+        tools = parsed(tools.encode())
     options["tools"] = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
     before = [{"role": "system", "content": body[name]} for name in BEFORE if body.get(name)]
     if not all(isinstance(message["content"], str | list) for message in before):

@@ -13,16 +13,15 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.model.hashing import ChainHasher
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.replay.lines import BadLine, TraceError
 from cpu_prefix_cache.replay.options import positive, rate
 from cpu_prefix_cache.replay.request_logs import Recorded, RequestLog
-from cpu_prefix_cache.replay.sharing import Apart, describe_sharing
+from cpu_prefix_cache.replay.sharing import Apart, ApartHasher, describe_sharing
 from cpu_prefix_cache.replay.tokenizer import Tokenizer
 from cpu_prefix_cache.replay.trace_guesses import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
 
@@ -95,16 +94,15 @@ class Converter:
 
     def __init__(self, tokenizer: Tokenizer | None, block_tokens: int, every: float, pause: float) -> None:
         self._tokenizer = tokenizer
-        self._hasher = ChainHasher(chunk_tokens=block_tokens)
-        self._hashers: dict[Apart, ChainHasher] = {}
+        self._hasher = ApartHasher(block_tokens)
         self._numbers: dict[bytes, int] = {}
         self._every, self._pause = every, pause
         self.times: str | None = None
         self.paused = 0
 
     @property
-    def aparts(self) -> Iterable[Apart]:
-        return self._hashers.keys()
+    def aparts(self) -> Collection[Apart]:
+        return self._hasher.aparts
 
     @property
     def different(self) -> int:
@@ -119,19 +117,10 @@ class Converter:
 
     def _converted(self, request: Recorded) -> Converted:
         now, tokens = self._time(request), self._tokens(request.content)
-        try:
-            keys = self._hasher_of(request.apart).keys(tokens)
-        except MisuseError as error:
-            raise BadLine(str(error)) from error
+        keys = self._hasher.keys(tokens, request.apart)
         ids = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
         self.paused += request.turn > 0
         return Converted(now, request.turn * self._pause, len(tokens), ids)
-
-    def _hasher_of(self, apart: Apart) -> ChainHasher:
-        """One for all that may share. Its fields are one field here: numbers of blocks are no secret."""
-        if apart not in self._hashers:
-            self._hashers[apart] = self._hasher.for_request({"apart": repr(apart).encode()} if apart else {})
-        return self._hashers[apart]
 
     def _time(self, request: Recorded) -> float:
         kind = MADE_UP if request.time is None else OF_DAY if request.time.is_of_day else NUMBERS
@@ -181,7 +170,7 @@ def _assumed(logs: Sequence[RequestLog], converter: Converter, unit: str, *, is_
         yield f"times were taken for {'seconds' if unit == 's' else 'milliseconds'} (--time-unit)"
     if converter.times != MADE_UP and converter.paused:
         yield f"questions without a time of their own, placed --pause after the one before: {converter.paused:,}"
-    if apart := describe_sharing(list(converter.aparts)):
+    if apart := describe_sharing(converter.aparts):
         yield apart
     if others := sum(log.other_lines for log in logs):
         yield f"lines without a request: {others:,}"

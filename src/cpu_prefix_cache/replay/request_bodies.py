@@ -9,7 +9,7 @@ no prompt: applications log such lines.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,39 +35,53 @@ Content = str | list[int] | Chat
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The fields of a request, and the line that they are of; both are one object if the line has nothing else."""
+    """The fields of a request. `levels` are the objects that they stand in, from their own to the line; `path` are the
+    names that lead there.
+    """
 
-    fields: dict[str, Any]
-    line: dict[str, Any]
+    levels: tuple[dict[str, Any], ...]
+    path: tuple[str, ...]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return self.levels[0]
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return self.levels[-1]
 
     @property
     def apart(self) -> Apart:
         parameters = self.fields.get("parameters")  # where TGI has the adapter
-        return apart_of(self.fields, parameters if isinstance(parameters, dict) else {}, self.line)
-
-    @property
-    def places(self) -> list[dict[str, Any]]:
-        return [self.fields] if self.fields is self.line else [self.fields, self.line]
+        return apart_of(self.fields, parameters if isinstance(parameters, dict) else {}, *self.levels[1:])
 
     @property
     def is_surely_a_request(self) -> bool:
-        is_part = self.fields is not self.line
-        return is_part or not SIGNS_OF_A_REQUEST.isdisjoint(self.line)
+        return bool(self.path) or not SIGNS_OF_A_REQUEST.isdisjoint(self.line)
+
+    def unknown(self, used: Iterable[str]) -> set[str]:
+        """Names of fields that are not used, and may be of effect. A text that is no body, such as of a URL, is not."""
+        no_bodies = (name for name in BODIES if not isinstance(self.line.get(name), dict))
+        return set(unknown_fields(self.levels, (*self.path, *no_bodies, *APART, *used)))
 
 
 def body_of(line: dict[str, Any]) -> Body:
     """Raises BadLine for a body in a text that is not JSON."""
-    return Body(_fields(line), line)
+    levels, path = [line], []
+    while inner := _inner(levels[0]):
+        path.append(inner[0])
+        levels.insert(0, inner[1])
+    return Body(tuple(levels), tuple(path))
 
 
-def _fields(values: dict[str, Any]) -> dict[str, Any]:
+def _inner(values: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     for name in (*BODIES, *PARTS):
         value = values.get(name)
         if name in BODIES and isinstance(value, str) and value.lstrip().startswith("{"):
             value = parsed(value.encode())
         if isinstance(value, dict):
-            return _fields(value)
-    return values
+            return name, value
+    return None
 
 
 def contents_of(body: Body, chains: ResponseChains, ignored: Counter[str]) -> list[Content]:
@@ -81,13 +95,10 @@ def contents_of(body: Body, chains: ResponseChains, ignored: Counter[str]) -> li
         contents: list[Content] = [_chat(body, name, chains, ignored)]
     else:
         contents = list(_texts(body, name))
-    used = (*BODIES, *PARTS, *APART, name, *(PROMPTS if name in IDS else ()), *_beside(is_chat or name in IDS))
-    ignored.update(set(unknown_fields(body.places, used)))
+    prompts = PROMPTS if name in IDS else (name,)  # all of a prompt is in its ids
+    beside = (*BESIDE_MESSAGES, PREVIOUS) if is_chat or name in IDS else ()
+    ignored.update(body.unknown((*prompts, *beside)))
     return contents
-
-
-def _beside(is_templated: bool) -> tuple[str, ...]:
-    return (*BESIDE_MESSAGES, PREVIOUS) if is_templated else ()
 
 
 def _is_of_messages(value: Any) -> bool:

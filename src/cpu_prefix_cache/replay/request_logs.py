@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-from cpu_prefix_cache.replay.chat_messages import TURNS, Chat, questions
+from cpu_prefix_cache.replay.chat_messages import FIELDS as BESIDE_MESSAGES
+from cpu_prefix_cache.replay.chat_messages import TURNS, chat_of, questions
 from cpu_prefix_cache.replay.engine_lines import logged
 from cpu_prefix_cache.replay.lines import BadLine, LineReader, parsed_object
 from cpu_prefix_cache.replay.log_times import Time, logged_time, time_of
-from cpu_prefix_cache.replay.request_bodies import BODIES, PARTS, Body, Content, body_of, contents_of
-from cpu_prefix_cache.replay.request_fields import is_failed, unknown_fields
+from cpu_prefix_cache.replay.request_bodies import Body, Content, body_of, contents_of
+from cpu_prefix_cache.replay.request_fields import is_failed
 from cpu_prefix_cache.replay.response_chains import ResponseChains
-from cpu_prefix_cache.replay.sharing import FIELDS as APART
 from cpu_prefix_cache.replay.sharing import Apart
 
 RECEIVED = "request.received"
@@ -93,7 +93,8 @@ class RequestLog:
             yield Recorded(number, time, content, body.apart)
 
     def _conversation(self, number: int, time: Time | None, body: Body, name: str) -> Iterator[Recorded]:
-        self.ignored.update(set(unknown_fields(body.places, (name, *BODIES, *PARTS, *APART))))
+        self.ignored.update(body.unknown((name, *BESIDE_MESSAGES)))
         for turn, (last, messages) in enumerate(questions(body.fields, name)):
             own = time_of(last)
-            yield Recorded(number, own or time, Chat(messages), body.apart, 0 if own else turn)
+            chat = chat_of(body.fields, messages, self.ignored)
+            yield Recorded(number, own or time, chat, body.apart, 0 if own else turn)

@@ -4,6 +4,7 @@ A log has that history if its lines have responses too: `"response": {"id": ...,
 one request, and are not carried on.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from cpu_prefix_cache.replay.lines import BadLine, parsed
@@ -32,13 +33,19 @@ class ResponseChains:
         return self._items[previous]
 
     def add(self, line: dict[str, Any], items: list[Item]) -> None:
-        """`items` are of the request and its history; `line` has the response, if it was logged."""
-        for name in RESPONSES:
-            response = line.get(name)
-            if isinstance(response, str) and response.lstrip().startswith("{"):
-                response = parsed(response.encode())
-            if isinstance(response, dict) and isinstance(response.get("body"), dict):
-                response = response["body"]
-            output = response.get("output") if isinstance(response, dict) else None
+        """`items` are of the request and its history; `line` has the response, if it was logged. Raises BadLine."""
+        for response in _responses(line):
+            output = response.get("output")
             if isinstance(output, list) and all(isinstance(item, dict) for item in output):
                 self._items[str(response.get("id"))] = [*items, *output]
+
+
+def _responses(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Objects, also in a text, also as the body of a response."""
+    for name in RESPONSES:
+        response = line.get(name)
+        if isinstance(response, str) and response.lstrip().startswith("{"):
+            response = parsed(response.encode())
+        if isinstance(response, dict):
+            body = response.get("body")
+            yield body if isinstance(body, dict) else response

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from cpu_prefix_cache.messages.errors import MisuseError
-from cpu_prefix_cache.model.hashing import ChainHasher
-from cpu_prefix_cache.replay.lines import BadLine
-from cpu_prefix_cache.replay.sharing import Apart
+from cpu_prefix_cache.replay.sharing import Apart, ApartHasher
 
 CHAINED, CONTENT = "chained", "content"
 Id = int | str
@@ -69,18 +66,12 @@ class TokenKeys:
     """The keys of token ids, in blocks of this many. All files share them."""
 
     def __init__(self, block_tokens: int) -> None:
-        self._hasher = ChainHasher(chunk_tokens=block_tokens)
-        self._hashers: dict[Apart, ChainHasher] = {}
+        self._hasher = ApartHasher(block_tokens)
         self._known: dict[bytes, bytes] = {}
 
     def keys(self, tokens: list[int], apart: Apart) -> list[bytes]:
         """Raises BadLine for what is no token."""
-        if apart not in self._hashers:
-            self._hashers[apart] = self._hasher.for_request({"apart": repr(apart).encode()} if apart else {})
-        try:
-            return [self._known.setdefault(key, key) for key in self._hashers[apart].keys(tokens)]
-        except MisuseError as error:
-            raise BadLine(str(error)) from error
+        return [self._known.setdefault(key, key) for key in self._hasher.keys(tokens, apart)]
 
 
 def _place(above: Id | None) -> str:
