@@ -349,6 +349,10 @@ def test_a_file_that_only_begins_like_an_object_is_read_line_by_line(convert):
     assert len(convert(['{"timestamp": 1, "prompt": "a', json.dumps(REQUEST)], "--skip-bad-lines")[2]) == 1
 
 
+def test_a_sentence_with_a_comma_is_no_csv(convert):
+    assert "CSV" not in convert(["Triton is installed, but not used.", "INFO: nothing here"])[1]
+
+
 @pytest.mark.parametrize(
     ("first", "sentence"),
     [

@@ -21,7 +21,7 @@ SHOWN = 40  # characters of a wrong value
 MEMBERS = "data"
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)
 OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
-CSV = re.compile(rb"[\w\"' .:-]+(,[\w\"' .:-]*)+\s*")
+CSV = re.compile(rb"[\w\"' .:-]+(,([\w\"'.:-][\w\"' .:-]*)?)+\s*")  # no blank after a comma, as sentences have
 PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
