@@ -360,6 +360,8 @@ def test_a_sentence_with_a_comma_is_no_csv(convert):
         (b"PAR1\x15\x04\x15", "it is Parquet: write it as JSON lines first"),
         (b"\xfd7zXZ\x00\x00\x04", "it is packed with xz: unpack it first"),
         (b"\x28\xb5\x2f\xfd\x04\x00", "it is packed with zstd: unpack it first"),
+        (b"\x1f\x8b\x08\x00", "it is packed with gzip: unpack it first"),
+        (b'{"timestamp": 1, "token_ids": [1], "status": 500}', "has no requests, but 1 that failed"),
     ],
 )
 @pytest.mark.parametrize("command", ["convert", "replay"])

@@ -13,30 +13,19 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.replay.lines import BadLine, TraceError
+from cpu_prefix_cache.replay.converter import MADE_UP, NUMBERS, Converted, Converter
+from cpu_prefix_cache.replay.lines import TraceError
 from cpu_prefix_cache.replay.options import positive, rate
-from cpu_prefix_cache.replay.request_logs import Recorded, RequestLog
-from cpu_prefix_cache.replay.sharing import Apart, ApartHasher, describe_sharing
+from cpu_prefix_cache.replay.request_logs import RequestLog
+from cpu_prefix_cache.replay.sharing import describe_sharing
 from cpu_prefix_cache.replay.tokenizer import Tokenizer
 from cpu_prefix_cache.replay.trace_guesses import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
 
 EVERY, PAUSE = 1.0, 60.0
-MOST_IGNORED = 20
-MADE_UP, OF_DAY, NUMBERS = "missing", "a time of the day", "a number"
-
-
-class Converted(NamedTuple):
-    """A line of the trace to be. `now` is in the unit of the log; the request came `later` seconds after it."""
-
-    now: float
-    later: float
-    tokens: int
-    ids: list[int]
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -84,65 +73,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Converter:
-    """Turns prompts into numbers of blocks.
-
-    times     what those of the log are, once a request was seen
-    aparts    what keeps prompts apart: the different values of it
-    paused    questions that came --pause seconds after the one before, because their conversation has one time for all
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, block_tokens: int, every: float, pause: float) -> None:
-        self._tokenizer = tokenizer
-        self._hasher = ApartHasher(block_tokens)
-        self._numbers: dict[bytes, int] = {}
-        self._every, self._pause = every, pause
-        self.times: str | None = None
-        self.paused = 0
-
-    @property
-    def aparts(self) -> Collection[Apart]:
-        return self._hasher.aparts
-
-    @property
-    def different(self) -> int:
-        return len(self._numbers)
-
-    def convert(self, log: RequestLog) -> Iterable[Converted]:
-        for request in log.read():
-            try:
-                yield self._converted(request)
-            except BadLine as error:
-                log.lines.refuse(request.line, error)
-
-    def _converted(self, request: Recorded) -> Converted:
-        now, tokens = self._time(request), self._tokens(request.content)
-        keys = self._hasher.keys(tokens, request.apart)
-        ids = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
-        self.paused += request.turn > 0
-        return Converted(now, request.turn * self._pause, len(tokens), ids)
-
-    def _time(self, request: Recorded) -> float:
-        kind = MADE_UP if request.time is None else OF_DAY if request.time.is_of_day else NUMBERS
-        if self.times is None:
-            self.times = kind
-        if self.times != kind:
-            raise BadLine(f"its time is {kind}, and those before are {self.times}")
-        if request.time is None:
-            return (request.line - 1) * self._every
-        return request.time.value
-
-    def _tokens(self, content: Any) -> Sequence[int]:
-        if isinstance(content, list):
-            return content
-        if self._tokenizer is None:
-            raise TraceError("the log has texts, not token ids: give the model's folder by --tokenizer")
-        tokens = self._tokenizer.ids(content)
-        if not tokens:
-            raise BadLine("its text has no tokens")
-        return tokens
-
-
 def _unit(requests: Sequence[Converted], given: str | None, times: str | None) -> str:
     """Of the times: seconds, unless they are numbers."""
     if not requests:
@@ -178,9 +108,8 @@ def _assumed(logs: Sequence[RequestLog], converter: Converter, unit: str, *, is_
         yield f"requests that failed and were left out: {failed:,}"
     ignored = sum((log.ignored for log in logs), Counter[str]())
     if ignored:
-        most = sorted(ignored.items(), key=lambda each: (-each[1], each[0]))[:MOST_IGNORED]
-        names = ", ".join(f"{name} ({count:,})" for name, count in most)
-        yield f"ignored: {names}{', ...' if len(ignored) > MOST_IGNORED else ''}"
+        most_first = sorted(ignored.items(), key=lambda each: (-each[1], each[0]))
+        yield f"ignored: {', '.join(f'{name} ({count:,})' for name, count in most_first)}"
     if bad := [line for log in logs for line in log.lines.bad_lines]:
         yield f"bad lines that were skipped: {len(bad):,}, the first: {bad[0]}"
 

@@ -1,4 +1,4 @@
-"""Reads files of JSON objects, plain or `.gz`, and says what is wrong with a line, or which format a file has instead.
+"""Reads files of JSON objects, plain or `.gz`, and says what is wrong with a line.
 
 There is an object a line; or the whole file is one value: a list of objects, an object over several lines, or
 `{"data": [...]}`. The objects of a list count as lines.
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, cast
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
+from cpu_prefix_cache.replay.other_formats import other_format
 
 NO_TIME = 2**63  # timestamps must be less, in any unit
 SHOWN = 40  # characters of a wrong value
 MEMBERS = "data"
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)
 OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
-CSV = re.compile(rb"[\w\"' .:-]+(,([\w\"'.:-][\w\"' .:-]*)?)+\s*")  # no blank after a comma, as sentences have
-PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
 class TraceError(PrefixCacheError):
@@ -45,11 +44,14 @@ class LineReader:
     def parts(self) -> Iterator[bytes | dict[str, Any]]:
         """Lines, or the objects of the value that the whole file is. Raises TraceError."""
         lines = self.lines()
-        self._first = first = next(lines, b"")
+        first = next(lines, None)
+        if first is None:
+            return
+        self._first = first
         if not _begins_a_larger_value(first):
             if members := _members(_parsed_or_none(first)):
                 yield from members
-            elif first:
+            else:
                 yield first
             yield from lines
             return
@@ -86,29 +88,16 @@ class LineReader:
         """Remember the complaint about this line, or raise it as a TraceError."""
         complaint = f"{self.path}, line {number}: {error}"
         if not self._skip:
-            if number == 1 and (instead := self._format_instead()):
+            if number == 1 and (instead := other_format(self._first)):
                 raise TraceError(f"{self.path} has no requests{instead}") from error
             raise TraceError(f"{complaint} (--skip-bad-lines goes on without such lines)") from error
         self.bad_lines.append(complaint)
 
-    def nothing_found(self) -> TraceError:
-        """To be raised if no line was good."""
+    def nothing_found(self, failed: int) -> TraceError:
+        """To be raised if no line was good, of which so many were of failed requests."""
         bad = f", and {len(self.bad_lines):,} bad lines, the first: {self.bad_lines[0]}" if self.bad_lines else ""
-        return TraceError(f"{self.path} has no requests{bad}{'' if bad else self._format_instead()}")
-
-    def _format_instead(self) -> str:
-        """Which known format this is, and what to do; nothing if it may be JSON."""
-        packed = next((name for magic, name in PACKED.items() if self._first.startswith(magic)), None)
-        if packed is not None:
-            return f"; it is packed with {packed}: unpack it first (only .gz is unpacked here)"
-        if self._first.startswith(b"PAR1"):
-            return "; it is Parquet: write it as JSON lines first"
-        if CSV.fullmatch(self._first):
-            return (
-                "; it looks like CSV: JSON lines are needed, with prompts, token ids or ids of blocks, because numbers "
-                "of tokens do not determine what prompts share"
-            )
-        return ""
+        lost = f", but {failed:,} that failed" if failed else ""
+        return TraceError(f"{self.path} has no requests{lost}{bad or other_format(self._first)}")
 
 
 def _begins_a_larger_value(line: bytes) -> bool:

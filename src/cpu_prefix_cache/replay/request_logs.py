@@ -65,7 +65,7 @@ class RequestLog:
             found += len(requests)
             yield from requests
         if not found:
-            raise self.lines.nothing_found()
+            raise self.lines.nothing_found(self.failed)
 
     def _recorded(self, number: int, part: Any, following: Any) -> Iterator[Recorded]:
         if isinstance(part, bytes) and part.lstrip(b"\xef\xbb\xbf \t").startswith(b"{"):

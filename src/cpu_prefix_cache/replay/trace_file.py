@@ -66,7 +66,7 @@ class TraceFile:
             for row in rows:
                 self._add(requests, number, row)
         if not requests:
-            raise self.lines.nothing_found()
+            raise self.lines.nothing_found(self.failed)
         if self._prompts_of_ids:
             self._find_size(self._prompts_of_ids)
         self.out_of_order = sum(one.now > next.now for one, next in pairwise(requests))
