@@ -20,7 +20,8 @@ from cpu_prefix_cache import POLICIES, BlockPool
 from cpu_prefix_cache.eviction import kinds
 from cpu_prefix_cache.replay.one_tier import serve
 from cpu_prefix_cache.replay.outcome import Tally
-from cpu_prefix_cache.replay.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
+from cpu_prefix_cache.replay.trace_guesses import MOONCAKE_BLOCK_TOKENS
+from cpu_prefix_cache.replay.traces import TraceRequest
 
 PARTS = (32, 16, 8, 4, 2)  # capacities: the number of different blocks, divided by each of these
 

@@ -83,7 +83,7 @@ def test_a_server_of_another_kind():
 
 def test_without_its_package_or_the_libraries_of_the_system(master, monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    assert "cpu-prefix-cache[mooncake]" in told(master.url())
+    assert "pip install mooncake-transfer-engine-non-cuda" in told(master.url())
 
     class Unloadable:
         def find_spec(self, name, *_):

@@ -131,7 +131,7 @@ def test_what_is_no_url(rest):
 
 def test_without_redis_py(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    assert "cpu-prefix-cache[redis]" in told("redis://127.0.0.1")
+    assert ": pip install redis" in told("redis://127.0.0.1")
 
 
 # What a server may do

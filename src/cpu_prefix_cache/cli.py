@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cpu_prefix_cache import __version__
 from cpu_prefix_cache.bench import bench_command
@@ -28,8 +28,12 @@ FAILED, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or not 0 with a sentence on stderr when something that was asked for cannot be done."""
-    args = parser().parse_args(arguments)
+    """The exit code: 0, or not 0 with a sentence on stderr when something that was asked for cannot be done.
+
+    Without arguments it prints the help.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parser().parse_args(given or ["--help"])
     try:
         _check_stdout()
         code = int(args.run(args))
@@ -45,8 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED)
 
 
+class _Once(argparse.Action):
+    """Stores the value of an option, and refuses a second one, which would silently take the place of the first."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        given: set[str] = vars(namespace).setdefault("given", set())
+        if option is not None and self.dest in given:
+            parser.error(f"{option} was given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage."""
+    """Says what is wrong in one sentence, without the usage. An option that takes a value is given once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         self.exit(FAILED, f"{self.prog}: {message} (--help lists the options)\n")

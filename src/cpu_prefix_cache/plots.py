@@ -1,6 +1,6 @@
 """What every plot of ours shares: whether it can be drawn, a figure to draw on, and the file it is written to.
 
-Matplotlib is an extra, imported when a plot is drawn.
+Matplotlib is no dependency. It is imported when a plot is drawn.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 def check_plot_can_be_drawn(path: str) -> None:
     """Raises ConfigurationError without matplotlib, and for a format it lacks: before the work, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib: pip install 'cpu-prefix-cache[plot]'")
+        raise ConfigurationError("--plot needs matplotlib: pip install matplotlib")
     known = new_figure((1, 1)).canvas.get_supported_filetypes()
     if Path(path).suffix.lower().removeprefix(".") not in known:
         raise ConfigurationError(f"a plot's name ends in one of .{', .'.join(known)}; got {path}")

@@ -8,54 +8,11 @@ import re
 import pytest
 
 from cpu_prefix_cache.cli import main
-from cpu_prefix_cache.replay.request_logs import Chat
+from cpu_prefix_cache.replay.chat_messages import Chat
 from cpu_prefix_cache.replay.tokenizer import Tokenizer
 from cpu_prefix_cache.replay.traces import read_traces
+from tests.replay.logs import chat
 from tests.replay.traces import write
-
-WORDS = [*"abcdefghijkl", "<|user|>", "<|assistant|>", "<|tool|>", "1"]
-TEMPLATE = (
-    "{% if tools %}<|tool|> {{ tools | length }}\n{% endif %}"
-    "{% for message in messages %}{% if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}"
-    "<|{{ message.role }}|> {{ message.content }} {{ '<|tool|>' if message.tool_calls }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A folder with a tokenizer of words and a chat template."""
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("jinja2")
-    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(["?", *WORDS])}, unk_token="?")
-    words = tokenizers.Tokenizer(model)
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    folder = tmp_path_factory.mktemp("model")
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": None}))
-    return folder
-
-
-@pytest.fixture
-def convert(tmp_path, capsys, tokenizer):
-    """Runs the command on these lines. Its exit code, what it printed, and the lines of the trace."""
-
-    def convert(lines, *options, block_tokens=1, with_tokenizer=True):
-        log, out = write(tmp_path / "log", lines), tmp_path / "trace"
-        out.unlink(missing_ok=True)
-        model = ["--tokenizer", str(tokenizer)] if with_tokenizer else []
-        code = main(["convert", log, "--out", str(out), "--block-tokens", str(block_tokens), *model, *options])
-        printed = capsys.readouterr()
-        trace = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        assert not (tmp_path / "trace.part").exists()
-        return code, printed.out + printed.err, trace
-
-    return convert
-
-
-def chat(*texts):
-    """Messages of a user and an assistant in turn."""
-    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 9, texts, strict=False)]
 
 
 def test_token_ids_become_numbers_of_whole_blocks(convert):
@@ -102,7 +59,7 @@ BODY = {"model": "m", "messages": chat("a b c")}
         {"created": 5, **BODY},
         {"timestamp": 5, "body": BODY},
         {"time": "5", "request": json.dumps(BODY)},
-        {"timestamp": 5.0, "request_time": 0.1, "body": json.dumps(BODY)},
+        {"timestamp": 5.0, "status": 200, "request_time": 0.1, "body": json.dumps(BODY)},
         {"timestamp": "1970-01-01T00:00:05Z", "request_body": json.dumps(BODY)},
         {"timestamp": 5, "request": "POST /v1/chat/completions HTTP/1.1", "request_body": json.dumps(BODY)},
         {"timestamp": 5, "input": chat("a b c")},
@@ -115,7 +72,7 @@ BODY = {"model": "m", "messages": chat("a b c")}
 def test_a_request_is_found_wherever_it_stands(convert, line):
     code, printed, trace = convert([line])
     assert code == 0, printed
-    ids = {"timestamp": 5, "token_ids": [13, 1, 2, 3, 14]}
+    ids = {"timestamp": 5, "token_ids": [13, 1, 2, 3, 14], **({"model": "m"} if "model" in json.dumps(line) else {})}
     _, _, both = convert([line, {**ids, "timestamp": line.get("timestamp", 5)}])
     assert trace == [{"timestamp": 0.0, "input_length": 5, "hash_ids": [0, 1, 2, 3, 4]}] == both[:1]
     assert both[1:] == both[:1]
@@ -139,7 +96,7 @@ def test_every_question_of_a_conversation_is_a_request_and_times_are_made_up(con
     conversations = [{"conversations": turns[:2]}, {"conversations": turns}]
     lines = [json.dumps(conversations, indent=indent)]
     code, printed, trace = convert(lines, "--every", "2", "--pause", "30")
-    assert code == 0 and "the log has no times: they were made up (--every, --pause)" in printed
+    assert code == 0 and "times were made up (--every, --pause)" in printed
     assert [(line["timestamp"], line["input_length"]) for line in trace] == [(0.0, 3), (2.0, 3), (32.0, 7)]
     assert trace[0]["hash_ids"] == trace[1]["hash_ids"] == trace[2]["hash_ids"][:3]
     assert convert([json.dumps(each) for each in conversations], "--every", "2", "--pause", "30")[2] == trace
@@ -222,7 +179,8 @@ BAD_LINES = [
     ({"timestamp": 1, "messages": chat("\ud800")}, "its text is not Unicode"),
     ({"timestamp": 1, "prompt": ["a", 1]}, "prompt must be a list of texts"),
     ({"timestamp": 1, "body": "{"}, "it is not JSON"),
-    ({"timestamp": 1, "conversations": [{"from": "bard", "value": "a"}]}, "a turn is of nobody known, or no text"),
+    ({"timestamp": 1, "conversations": [{"from": "cat", "value": "a"}]}, 'unknown role "cat"; known are human, user'),
+    ({"timestamp": 1, "conversations": [{"from": "gpt", "value": 1}]}, "a turn has no text"),
     (VLLM.format(50).replace("[1, 2, 3]", "None"), "it was logged without token ids"),
     (SGLANG.format(50).replace("[1, 2, 3]", "[1, 2] ... [3]"), "its token ids were cut when they were logged"),
     (VLLM.format(50).replace("11-24", "13-99"), "its time is none"),

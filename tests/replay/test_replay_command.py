@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def test_one_tier(trace, capsys):
 
 def test_it_says_what_min_is(trace, capsys):
     main(["replay", trace])
-    sentence = "a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time"
+    sentence = (
+        "the most that any cache of this capacity finds, counted in blocks. In tokens or time a policy can exceed it"
+    )
     assert sentence in capsys.readouterr().out
 
 
@@ -139,7 +142,7 @@ def test_three_tiers_have_at_eviction_and_rates(trace, capsys, tmp_path):
     rates = [*RATES, "--below-rate", "0.5"]
     assert main(["replay", trace, "--policy", "lru,arc", *tiers, *TOKEN, *rates]) == 0
     printed = capsys.readouterr().out
-    assert "reading is as fast as computing at 0.00 GB/s" in printed
+    assert "break-even: loading is faster than computing above 0.00 GB/s" in printed
     assert "those blocks are missed" in printed
     lines = [line for line in printed.splitlines() if line.startswith(("lru", "arc"))]
     assert len(lines) == 4 and all(" s " in line for line in lines)
@@ -335,6 +338,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
         *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
         *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
         *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
+        *(["--limit", "1", "--limit", "2"], ["--time-unit", "s", "--time-unit=ms"]),
         *(["--gpu-price", "0"], ["--prefill-rate", "1", "--tflops", "1"], ["--below-offload", "never"]),
     ],
     ids=str,
@@ -351,7 +355,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_replayed(trace,
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["replay", trace, "--plot", str(tmp_path / "out.png")]) == 2
     printed = capsys.readouterr()
-    assert "pip install 'cpu-prefix-cache[plot]'" in printed.err and not printed.out
+    assert "--plot needs matplotlib: pip install matplotlib" in printed.err and not printed.out
 
 
 def test_a_plot_is_drawn(trace, capsys, tmp_path):
@@ -389,7 +393,43 @@ def test_what_is_held_back_is_said(trace, capsys):
     assert "stored is what 2 or more prompts of at least 0 tokens had" in capsys.readouterr().out
 
 
+def test_policies_and_capacities_may_be_given_one_by_one(trace, capsys):
+    assert main(["replay", trace, "--policy", "lru", "--policy", "arc", "--capacity", "3,4", "--capacity", "5"]) == 0
+    table = rows(capsys)
+    assert {("lru", each) for each in "345"} | {("arc", each) for each in "345"} <= table.keys()
+
+
+def test_the_last_line_names_the_best_policy_of_each_capacity(trace, capsys):
+    assert main(["replay", trace, "--policy", "lru,arc,min", "--capacity", "3,100"]) == 0
+    out = capsys.readouterr().out
+    assert re.fullmatch(
+        r"most hits: (lru|arc) at 3 blocks \(\d+\.\d points above (lru|arc)\), "
+        r"lru at 100 blocks \(0\.0 points above arc\)",
+        out.splitlines()[-1],
+    )
+    options = ["--policy", "lru", "--capacity", "3"]
+    assert main(["replay", trace, *options]) == 0
+    assert "most hits" not in capsys.readouterr().out
+
+
+def test_ids_of_content_are_an_option(tmp_path, capsys):
+    lines = [
+        {"timestamp": at, "input_length": 1024, "hash_ids": ids} for at, ids in enumerate([[1, 2], [2, 1], [1, 2]])
+    ]
+    path = write(tmp_path / "log", lines)
+    assert main(["replay", path, "--skip-bad-lines"]) == 2
+    assert "--ids content" in capsys.readouterr().err
+    assert main(["replay", path, "--ids", "content", "--policy", "lru", "--capacity", "9"]) == 0
+    assert rows(capsys)["lru", "9"]["hit blocks"] == "0.3333"
+
+
 # Seen from a shell
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert exit.value.code == 0 and "examples:" in capsys.readouterr().out
 
 
 def started(arguments, **pipes):

@@ -93,6 +93,21 @@ def test_round_amounts_of_memory_are_tried(size, tmp_path):
     assert {2**power for power in range(23, 28)} < {point["capacity_bytes"] for point in result["points"]}
 
 
+def test_sizes_that_servers_have_stand_in_the_table_below_the_goal_too(size):
+    """A block has 64 GiB, and five are enough."""
+    _, out = size("--bytes-per-token", str(2**36 // 512))
+    rows = {float(row.split()[2].replace(",", "")) for row in out.splitlines() if row.startswith("lru ")}
+    assert {64, 128, 256, 512, 1024, 2048, 4096} < rows
+    assert "From 512.0 GiB on, twice as much adds less than 2% of hits." in out
+
+
+def test_a_load_beyond_one_engine_is_said(size):
+    busy = "times as long as the trace, more than one engine at this rate can serve"
+    _, out = size("--time-unit", "ms", "--prefill-rate", "1000")
+    assert f"without hits that is {180 * 512 / 1_000 / 59:.1f} {busy}" in out
+    assert busy not in size("--time-unit", "ms", "--prefill-rate", "2000")[1]
+
+
 def test_what_hits_save_is_said_by_memory_and_written(size, tmp_path):
     out = tmp_path / "out.json"
     options = ["--prefill-rate", "1000", "--gpu-price", "3600", "--host-rate", "0.001", "--json", str(out)]

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import random
 
 import pytest
 
 from cpu_prefix_cache.model.hashing import ChainHasher
+from cpu_prefix_cache.replay.describe import describe_trace
 from cpu_prefix_cache.replay.traces import TraceError, read_traces
 from tests.replay.traces import mooncake_lines, write
 
@@ -163,9 +165,10 @@ BAD = [
     ({**GOOD, "hash_ids": [7, "8"]}, "hash_ids must be a list of integers, or of texts"),
     ({**GOOD, "hash_ids": [7, True]}, "hash_ids must be a list of integers, or of texts"),
     ({"timestamp": 0, "messages": []}, "`convert` reads texts"),
-    ({**GOOD, "hash_ids": [7, 7]}, "names a block twice"),
-    ({**GOOD, "hash_ids": [7, 9]}, "id 9 follows 7 here and follows 8 before"),
-    ({**GOOD, "hash_ids": [8]}, "id 8 begins a prompt here and follows 7 before"),
+    ({"session_id": "a", "delay": -1}, "delay must be a number of ms, 0 or more, got -1"),
+    ({"requests": [1]}, "requests must be a list of requests"),
+    ({"requests": [], "hash_id_scope": "odd"}, 'hash_id_scope must be local or global, got "odd"'),
+    ({"requests": [], "block_size": 0}, "block_size must be a number of tokens of at least 1, got 0"),
     ({"timestamp": 0, "token_ids": [1] * 16 + [1.0]}, "token_ids must be a list of integers"),
     ({"timestamp": 0, "token_ids": []}, "token_ids is empty"),
     ({"timestamp": 0, "token_ids": [-1] * 16}, "tokens must be integers from 0"),
@@ -182,12 +185,6 @@ def test_a_malformed_line_is_named_and_stops_the_run_unless_it_is_skipped(tmp_pa
     assert len(trace.requests) == 2
     assert len(trace.bad_lines) == 1
     assert "log.jsonl, line 2: " in trace.bad_lines[0]
-
-
-def test_what_a_skipped_line_says_of_its_ids_is_forgotten(tmp_path):
-    path = write(tmp_path / "log", [GOOD, {**GOOD, "hash_ids": [5, 7]}, {**GOOD, "hash_ids": [4, 5]}])
-    trace = read_traces([path], skip_bad_lines=True)
-    assert [len(request.keys) for request in trace.requests] == [3, 2]
 
 
 def test_bytes_that_are_no_text_make_a_bad_line(tmp_path):
@@ -241,3 +238,153 @@ def test_lengths_that_do_not_fit_the_number_of_blocks_are_counted(tmp_path):
     lengths = [1024, 1025, 1536, 2047, 2048]  # 3 blocks are 1025 to 1536 tokens, or up to 2047 if full ones are listed
     path = write(tmp_path / "log", [{**GOOD, "input_length": length} for length in lengths])
     assert read_traces([path]).odd_lengths == 2
+
+
+# Ids that are not chained
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ([7, 7], "hash_ids names a block twice"),
+        ([7, 9], "id 9 follows 7 here and follows 8 before"),
+        ([8], "id 8 begins a prompt here and follows 7 before"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("skip", [False, True])
+def test_unchained_ids_make_no_bad_line_that_could_be_skipped(tmp_path, ids, complaint, skip):
+    path = write(tmp_path / "log", [GOOD, {**GOOD, "hash_ids": ids}, GOOD])
+    with pytest.raises(TraceError, match=rf"line 2: {complaint}: its ids are not chained \(--ids content") as error:
+        read_traces([path], skip_bad_lines=skip)
+    assert "--skip-bad-lines" not in str(error.value)
+    assert len(read_traces([path], ids="content").requests) == 3
+
+
+def lengths_shared(prompts):
+    """Blocks that each prompt shares from its beginning on with one before it, found by comparing them all."""
+
+    def common(one, two):
+        return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+    return [max((common(prompt, other) for other in prompts[:at]), default=0) for at, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ids_of_content_are_chained_exactly(tmp_path, seed):
+    draw = random.Random(seed)
+    prompts = [[draw.randint(0, 2) for _ in range(draw.randint(1, 8))] for _ in range(60)]
+    lines = [{"timestamp": at, "input_length": 16 * len(ids), "hash_ids": ids} for at, ids in enumerate(prompts)]
+    trace = read_traces([write(tmp_path / "log", lines)], ids="content")
+    known = set()
+    for request, shared in zip(trace.requests, lengths_shared(prompts), strict=True):
+        assert [key in known for key in request.keys] == [at < shared for at in range(len(request.keys))]
+        known.update(request.keys)
+
+
+def test_chained_ids_that_are_read_as_content_share_the_same(tmp_path):
+    path = write(tmp_path / "log", mooncake_lines(["abc", "abd", "abc", "b"]))
+    trace, chained = read_traces([path], ids="content"), read_traces([path])
+    assert trace.different_blocks == chained.different_blocks == 5
+
+
+# Who shares with whom
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt", "lora_name", "extra_key"])
+@pytest.mark.parametrize("prompt", [GOOD, {"timestamp": 1500, "token_ids": [1] * 48}], ids=["ids", "tokens"])
+def test_different_models_adapters_and_salts_share_nothing(tmp_path, field, prompt):
+    lines = [{**prompt, field: value} for value in ("x", "y", "x")]
+    trace = read_traces([write(tmp_path / "log", lines)])
+    one, other, again = (request.keys for request in trace.requests)
+    assert one == again and not set(one) & set(other) and len(trace.aparts) == 2
+    assert f"requests that differ in these share nothing: {field}: 2" in describe_trace(trace)
+    alone = read_traces([write(tmp_path / "log", [{**prompt, field: "x"}] * 3)])
+    assert alone.different_blocks == 3 and "share nothing" not in describe_trace(alone)
+
+
+def test_ids_are_chained_for_each_model_alone(tmp_path):
+    path = write(tmp_path / "log", [{**GOOD, "model": "x"}, {**GOOD, "model": "y", "hash_ids": [9, 8, 7]}])
+    assert read_traces([path]).different_blocks == 6
+
+
+def test_failed_requests_are_left_out_and_counted(tmp_path):
+    trace = read_traces([write(tmp_path / "log", [GOOD, {**GOOD, "status": 429}, {**GOOD, "error": "x"}])])
+    assert len(trace.requests) == 1 and "requests that failed and were left out: 2" in describe_trace(trace)
+
+
+# Rows of other tools
+
+
+def test_other_names_of_the_fields(tmp_path):
+    line = {"created_time": 1500, "input_tokens": 1100, "output_tokens": 9, "hash_ids": [7, 8, 9]}
+    [request] = read_traces([write(tmp_path / "log", [line])]).requests
+    assert [request] == read_traces([write(tmp_path / "log", [GOOD])]).requests
+
+
+def test_a_delay_counts_from_the_row_before_it_of_its_session_in_ms(tmp_path):
+    row = {"input_length": 1024, "hash_ids": [1, 2]}
+    lines = [
+        {"session_id": "a", **row},
+        {"session_id": "b", "timestamp": 500, **row},
+        {"session_id": "a", "delay": 2000, "input_length": 1536, "hash_ids": [1, 2, 3]},
+        {"session_id": "b", "delay": 1000, **row, "hash_ids": [1, 4]},
+        {"session_id": "a", "delay": 1, **row, "hash_ids": [5]},
+    ]
+    trace = read_traces([write(tmp_path / "log", lines)])
+    assert [request.now for request in trace.requests] == [0, 0.5, 1.5, 2, 2.001]
+    assert (trace.delayed, trace.turns_anew, trace.guessed_from) == (4, 1, None)
+    assert "computed from delays after the request before: 4" in describe_trace(trace)
+    assert "do not begin like the one before: 1" in describe_trace(trace)
+    assert read_traces([write(tmp_path / "log", lines)], time_unit="s").requests[-1].now == 2001
+
+
+def session(*requests, **fields):
+    """A session of kv-cache-tester, whose ids have 64 tokens."""
+    return {"id": "s", "block_size": 64, "hash_id_scope": "local", "requests": [*requests], **fields}
+
+
+def request_at(t, *ids, **fields):
+    return {"t": t, "type": "n", "in": 64 * len(ids), "out": 3, "hash_ids": [*ids], **fields}
+
+
+SUBAGENT = {"t": 100, "type": "subagent", "requests": [request_at(150, 1, 2, 4)], "status": "completed"}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_session_in_one_object_has_its_requests_and_those_of_subagents(tmp_path, indent):
+    one = session(request_at(0, 1, 2), request_at(700_000.5, 1, 2, 3), SUBAGENT)
+    trace = read_traces([write(tmp_path / "log", [json.dumps(one, indent=indent)])])
+    assert [request.now for request in trace.requests] == [0, 150, 700_000.5]
+    assert (trace.block_tokens, trace.is_size_guessed, trace.blocks, trace.different_blocks) == (64, False, 8, 4)
+    assert (trace.tokens, trace.guessed_from, trace.out_of_order) == (64 * 8, None, 1)
+
+
+def test_sessions_with_blocks_of_different_sizes_share_no_cache(tmp_path):
+    path = write(tmp_path / "log", [session(request_at(0, 1)), session(request_at(0, 1), block_size=32)])
+    with pytest.raises(TraceError, match=r"blocks of \[32, 64\] tokens cannot share a cache"):
+        read_traces([path])
+    assert read_traces([path], block_tokens=64).block_tokens == 64
+
+
+@pytest.mark.parametrize(("scope", "blocks"), [("local", 4), ("global", 2)])
+def test_ids_of_sessions_are_related_if_their_scope_is_global(tmp_path, scope, blocks):
+    lines = [session(request_at(at, 1, 2), hash_id_scope=scope) for at in (0, 1)]
+    assert read_traces([write(tmp_path / "log", lines)]).different_blocks == blocks
+
+
+def test_models_of_a_session_share_nothing_and_a_bad_request_is_only_one(tmp_path):
+    one = session(request_at(0, 1, 2, model="x"), request_at(1, 1, 2, model="y"), {"t": 2, "in": 1}, request_at(3, 1))
+    path = write(tmp_path / "log", [one])
+    with pytest.raises(TraceError, match="line 1: it has neither hash_ids"):
+        read_traces([path])
+    trace = read_traces([path], skip_bad_lines=True)
+    assert (len(trace.requests), len(trace.bad_lines), trace.different_blocks) == (3, 1, 5)
+
+
+def test_files_of_known_and_unknown_units_are_one_load(tmp_path):
+    sessions = write(tmp_path / "a", [session(request_at(at, 1, 2)) for at in (0, 3000)])
+    milliseconds = [{"timestamp": at, "input_length": 128, "hash_ids": [1, 2]} for at in (1_000, 2_000_000)]
+    trace = read_traces([sessions, write(tmp_path / "b", milliseconds)], block_tokens=64)
+    assert [request.now for request in trace.requests] == [0, 1, 2000, 3000]
+    assert (trace.time_unit, trace.guessed_from) == ("ms", 1_999_000)

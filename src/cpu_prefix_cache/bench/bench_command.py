@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
         from cpu_prefix_cache.bench.measure import measure
     except ImportError as missing:
-        sentence = f"bench needs torch and Triton ({missing}): pip install 'cpu-prefix-cache[cuda]', or torch for ROCm"
+        sentence = f"bench needs torch and Triton ({missing}): pip install torch triton, or torch for ROCm"
         raise ConfigurationError(sentence) from missing
     check_results_can_be_written(args)
     if args.device not in range(torch.cuda.device_count()):
@@ -75,6 +75,6 @@ def _run_tier(args: argparse.Namespace) -> int:
     try:
         from cpu_prefix_cache.bench.tier_bench import run_tier
     except ImportError as missing:
-        sentence = f"bench --tier needs torch ({missing}): pip install 'cpu-prefix-cache[torch]'"
+        sentence = f"bench --tier needs torch ({missing}): pip install torch"
         raise ConfigurationError(sentence) from missing
     return run_tier(args)

@@ -1,38 +1,31 @@
 """`cpu-prefix-cache convert LOG --out TRACE`: makes a trace for `replay` and `size` of a server's log.
 
-Reads request bodies of the OpenAI API in JSON lines, ShareGPT's conversations, and the request logs of vLLM and SGLang
-(docs/traces.md says how to get them). Texts and messages become token ids with the model's own tokenizer and chat
-template (--tokenizer). The trace has numbers of blocks instead of texts: equal number, equal prefix.
+Reads request bodies of the OpenAI and Anthropic APIs in JSON, conversations such as ShareGPT's, and the request logs of
+vLLM and SGLang (docs/traces.md has the list, and says how to get them). Texts and messages become token ids with the
+model's own tokenizer and chat template (--tokenizer). The trace has numbers of blocks instead of texts: equal number,
+equal prefix. Prompts of different models, adapters or salts share none.
 
-Without times, requests are taken to come one after the other: lines --every so many seconds, and the questions of one
-conversation --pause seconds apart.
+Without times, requests are taken to come one after the other: lines --every so many seconds. So are the questions of a
+conversation that has one time for all, --pause seconds apart.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.model.hashing import ChainHasher
-from cpu_prefix_cache.replay.lines import BadLine, TraceError
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.replay.converter import MADE_UP, NUMBERS, Converted, Converter
+from cpu_prefix_cache.replay.lines import TraceError
 from cpu_prefix_cache.replay.options import positive, rate
-from cpu_prefix_cache.replay.request_logs import Recorded, RequestLog
+from cpu_prefix_cache.replay.request_logs import RequestLog
+from cpu_prefix_cache.replay.sharing import describe_sharing
 from cpu_prefix_cache.replay.tokenizer import Tokenizer
-from cpu_prefix_cache.replay.traces import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
+from cpu_prefix_cache.replay.trace_guesses import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
 
 EVERY, PAUSE = 1.0, 60.0
-MADE_UP, OF_DAY, NUMBERS = "missing", "a time of the day", "a number"
-
-
-class Converted(NamedTuple):
-    """A line of the trace to be. `now` is in the unit of the log."""
-
-    now: float
-    tokens: int
-    ids: list[int]
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -69,95 +62,56 @@ def run(args: argparse.Namespace) -> int:
     logs = [RequestLog(path, args.skip_bad_lines) for path in args.logs]
     converter = Converter(tokenizer, args.block_tokens, args.every, args.pause)
     requests = [request for log in logs for request in converter.convert(log)]
-    requests.sort(key=lambda request: request.now)
     unit = _unit(requests, args.time_unit, converter.times)
     _write(args.out, _lines(requests, unit))
     tokens, blocks = sum(request.tokens for request in requests), sum(len(request.ids) for request in requests)
-    print(
+    summary = (
         f"{len(requests):,} requests of {tokens:,} tokens, {blocks:,} whole blocks of {args.block_tokens} tokens, "
         f"{converter.different:,} of them different: {args.out}"
     )
-    _print_what_was_assumed(logs, converter, unit, is_given=args.time_unit is not None)
+    print("\n".join([summary, *_assumed(logs, converter, unit, is_given=args.time_unit is not None)]))
     return 0
-
-
-class Converter:
-    """Turns prompts into numbers of blocks. `times` says what those of the log are, once a request was seen."""
-
-    def __init__(self, tokenizer: Tokenizer | None, block_tokens: int, every: float, pause: float) -> None:
-        self._tokenizer = tokenizer
-        self._hasher = ChainHasher(chunk_tokens=block_tokens)
-        self._numbers: dict[bytes, int] = {}
-        self._every, self._pause = every, pause
-        self.times: str | None = None
-
-    @property
-    def different(self) -> int:
-        return len(self._numbers)
-
-    def convert(self, log: RequestLog) -> Iterable[Converted]:
-        for request in log.read():
-            try:
-                yield self._converted(request)
-            except BadLine as error:
-                log.lines.refuse(request.line, error)
-
-    def _converted(self, request: Recorded) -> Converted:
-        now, tokens = self._time(request), self._tokens(request.content)
-        try:
-            keys = self._hasher.keys(tokens)
-        except MisuseError as error:
-            raise BadLine(str(error)) from error
-        ids = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
-        return Converted(now, len(tokens), ids)
-
-    def _time(self, request: Recorded) -> float:
-        kind = MADE_UP if request.time is None else OF_DAY if request.time.is_of_day else NUMBERS
-        if self.times is None:
-            self.times = kind
-        if self.times != kind:
-            raise BadLine(f"its time is {kind}, and those before are {self.times}")
-        if request.time is None:
-            return (request.line - 1) * self._every + request.turn * self._pause
-        return request.time.value
-
-    def _tokens(self, content: Any) -> Sequence[int]:
-        if isinstance(content, list):
-            return content
-        if self._tokenizer is None:
-            raise TraceError("the log has texts, not token ids: give the model's folder by --tokenizer")
-        tokens = self._tokenizer.ids(content)
-        if not tokens:
-            raise BadLine("its text has no tokens")
-        return tokens
 
 
 def _unit(requests: Sequence[Converted], given: str | None, times: str | None) -> str:
     """Of the times: seconds, unless they are numbers."""
     if not requests:
         raise TraceError("no request is left of the log: every line is bad")
-    first, last = requests[0].now, requests[-1].now
+    first, last = (choice(request.now for request in requests) for choice in (min, max))
     return (given or time_unit_of(last - first, first)) if times == NUMBERS else "s"
 
 
 def _lines(requests: Sequence[Converted], unit: str) -> Iterable[str]:
     """Times begin at 0, in the unit for which `replay` takes them: milliseconds from ten minutes on."""
-    a_second, first = UNITS_A_SECOND[unit], requests[0].now
-    scale = 1000 if (requests[-1].now - first) / a_second * 1000 >= SHORTEST_MS else 1
-    for now, tokens, ids in requests:
-        timestamp = round((now - first) / a_second * scale, 3)
+    a_second = UNITS_A_SECOND[unit]
+    in_order = sorted(((one.now / a_second + one.later, one) for one in requests), key=lambda each: each[0])
+    first, last = in_order[0][0], in_order[-1][0]
+    scale = 1000 if (last - first) * 1000 >= SHORTEST_MS else 1
+    for now, (_, _, tokens, ids) in in_order:
+        timestamp = round((now - first) * scale, 3)
         yield json.dumps({"timestamp": timestamp, "input_length": tokens, "hash_ids": ids}) + "\n"
 
 
-def _print_what_was_assumed(logs: Sequence[RequestLog], converter: Converter, unit: str, *, is_given: bool) -> None:
+def _assumed(logs: Sequence[RequestLog], converter: Converter, unit: str, *, is_given: bool) -> Iterator[str]:
+    """Lines that say what was made up, guessed, kept apart and left out."""
     if converter.times == MADE_UP:
-        print("the log has no times: they were made up (--every, --pause)")
+        yield "no field of the log is known as a time: times were made up (--every, --pause)"
     elif converter.times == NUMBERS and not is_given:
-        print(f"times were taken for {'seconds' if unit == 's' else 'milliseconds'} (--time-unit)")
+        yield f"times were taken for {'seconds' if unit == 's' else 'milliseconds'} (--time-unit)"
+    if converter.times != MADE_UP and converter.paused:
+        yield f"questions without a time of their own, placed --pause after the one before: {converter.paused:,}"
+    if apart := describe_sharing(converter.aparts):
+        yield apart
     if others := sum(log.other_lines for log in logs):
-        print(f"lines without a request: {others:,}")
+        yield f"lines without a request: {others:,}"
+    if failed := sum(log.failed for log in logs):
+        yield f"requests that failed and were left out: {failed:,}"
+    ignored = sum((log.ignored for log in logs), Counter[str]())
+    if ignored:
+        most_first = sorted(ignored.items(), key=lambda each: (-each[1], each[0]))
+        yield f"ignored: {', '.join(f'{name} ({count:,})' for name, count in most_first)}"
     if bad := [line for log in logs for line in log.lines.bad_lines]:
-        print(f"bad lines that were skipped: {len(bad):,}, the first: {bad[0]}")
+        yield f"bad lines that were skipped: {len(bad):,}, the first: {bad[0]}"
 
 
 def _check_out(out: str, logs: Sequence[str]) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from cpu_prefix_cache.replay.flops import Flops
 from cpu_prefix_cache.replay.seconds_saved import Rates
+from cpu_prefix_cache.replay.sharing import describe_sharing
 from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace
+from cpu_prefix_cache.replay.trace_guesses import UNITS_A_SECOND
+from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_seconds
 
 
@@ -22,6 +24,19 @@ def describe_trace(trace: Trace) -> str:
         )
     if trace.guessed_from is not None:
         lines.append(_describe_time(trace.time_unit, trace.guessed_from))
+    if apart := describe_sharing(trace.aparts):
+        lines.append(apart)
+    if trace.delayed:
+        lines.append(
+            f"timestamps computed from delays after the request before: {trace.delayed:,}; answers take no time here"
+        )
+    if trace.turns_anew:
+        lines.append(
+            f"requests of a session that do not begin like the one before: {trace.turns_anew:,}; each row is taken for "
+            "a whole prompt"
+        )
+    if trace.failed:
+        lines.append(f"requests that failed and were left out: {trace.failed:,}")
     if trace.bad_lines:
         lines.append(f"bad lines that were skipped: {len(trace.bad_lines):,}, the first: {trace.bad_lines[0]}")
     if trace.out_of_order:
@@ -74,8 +89,8 @@ def describe_depth(flops: Flops | None, *, has_model: bool) -> str:
     if math.isinf(flops.even_depth):
         return ""
     return (
-        f"a token takes {flops.token / 1e9:,.1f} GFLOP, and as much again for its attention at a depth of "
-        f"{flops.even_depth:,.0f} tokens"
+        f"compute of a token: {flops.token / 1e9:,.1f} GFLOP, and its attention, which is as much at position "
+        f"{flops.even_depth:,.0f}"
     )
 
 
@@ -86,6 +101,12 @@ def describe_rates(rates: Rates, trace: Trace) -> str:
         f"prefill on average: {rates.mean_tokens(trace.work):,.0f} tokens/s, {show_seconds(whole)} for all prompts"
         f"{_price(rates, whole)}",
     ]
+    span = trace.requests[-1].now - trace.requests[0].now
+    if 0 < span < whole:
+        lines.append(
+            f"without hits that is {whole / span:.1f} times as long as the trace, more than one engine at this rate "
+            "can serve: each of several has a host cache of its own"
+        )
     loads = "loads from the host take no time here: give --host-rate"
     if math.isfinite(rates.host_bytes):
         loads = f"loads come from the host at {rates.host_bytes / 1e9:,.2f} GB/s"
@@ -93,7 +114,9 @@ def describe_rates(rates: Rates, trace: Trace) -> str:
         loads += f", from below at {rates.below_bytes / 1e9:,.2f} GB/s"
     lines.append(loads)
     if rates.block_bytes:
-        lines.append(f"reading is as fast as computing at {rates.even_bytes(trace.work) / 1e9:,.2f} GB/s")
+        lines.append(
+            f"break-even: loading is faster than computing above {rates.even_bytes(trace.work) / 1e9:,.2f} GB/s"
+        )
     return "\n".join(lines)
 
 

@@ -1,19 +1,27 @@
-"""Reads files of one JSON object a line, plain or `.gz`, and says what is wrong with a line.
+"""Reads files of JSON objects, plain or `.gz`, and says what is wrong with a line.
+
+There is an object a line; or the whole file is one value: a list of objects, an object over several lines, or
+`{"data": [...]}`. The objects of a list count as lines.
 
 TraceError names the file; BadLine says only what is wrong, and whoever counts the lines adds where.
 """
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, cast
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
+from cpu_prefix_cache.replay.other_formats import other_format
 
 NO_TIME = 2**63  # timestamps must be less, in any unit
 SHOWN = 40  # characters of a wrong value
+MEMBERS = "data"
+LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)
+OBJECT = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
 
 
 class TraceError(PrefixCacheError):
@@ -31,6 +39,34 @@ class LineReader:
         self.path = path
         self.bad_lines: list[str] = []
         self._skip = skip_bad_lines
+        self._first = b""
+
+    def parts(self) -> Iterator[bytes | dict[str, Any]]:
+        """Lines, or the objects of the value that the whole file is. Raises TraceError."""
+        lines = self.lines()
+        first = next(lines, None)
+        if first is None:
+            return
+        self._first = first
+        if not _begins_a_larger_value(first):
+            if members := _members(_parsed_or_none(first)):
+                yield from members
+            else:
+                yield first
+            yield from lines
+            return
+        rest = [first, *lines]
+        try:
+            whole = parsed(b"".join(rest))
+        except BadLine as error:
+            if LIST.match(first):
+                raise TraceError(f"{self.path} begins like a list, and {error}") from error
+            yield from rest
+            return
+        members = whole if isinstance(whole, list) else _members(whole) or [whole]
+        if not all(isinstance(member, dict) for member in members):
+            raise TraceError(f"{self.path} is a list of something else than JSON objects")
+        yield from members
 
     def lines(self) -> Iterator[bytes]:
         """The lines of the file, without empty ones at its end. Raises TraceError."""
@@ -52,13 +88,34 @@ class LineReader:
         """Remember the complaint about this line, or raise it as a TraceError."""
         complaint = f"{self.path}, line {number}: {error}"
         if not self._skip:
+            if number == 1 and (instead := other_format(self._first)):
+                raise TraceError(f"{self.path} has no requests{instead}") from error
             raise TraceError(f"{complaint} (--skip-bad-lines goes on without such lines)") from error
         self.bad_lines.append(complaint)
 
-    def nothing_found(self) -> TraceError:
-        """To be raised if no line was good."""
+    def nothing_found(self, failed: int) -> TraceError:
+        """To be raised if no line was good, of which so many were of failed requests."""
         bad = f", and {len(self.bad_lines):,} bad lines, the first: {self.bad_lines[0]}" if self.bad_lines else ""
-        return TraceError(f"{self.path} has no requests{bad}")
+        lost = f", but {failed:,} that failed" if failed else ""
+        return TraceError(f"{self.path} has no requests{lost}{bad or other_format(self._first)}")
+
+
+def _begins_a_larger_value(line: bytes) -> bool:
+    """Whether it is the beginning of a list of objects, or of an object that ends in a later line."""
+    return bool(LIST.fullmatch(line) or (OBJECT.match(line) and _parsed_or_none(line) is None))
+
+
+def _parsed_or_none(line: bytes) -> Any:
+    try:
+        return parsed(line)
+    except BadLine:
+        return None
+
+
+def _members(value: Any) -> list[dict[str, Any]]:
+    """The objects that an object has under MEMBERS."""
+    members = value.get(MEMBERS) if isinstance(value, dict) else None
+    return members if isinstance(members, list) and all(isinstance(member, dict) for member in members) else []
 
 
 def _open(path: str) -> BinaryIO:

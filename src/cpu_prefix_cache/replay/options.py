@@ -12,7 +12,9 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import Group, GroupKind
 from cpu_prefix_cache.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.replay.models import BLOCK_TOKENS, read_model
-from cpu_prefix_cache.replay.traces import UNITS_A_SECOND, Trace, read_traces
+from cpu_prefix_cache.replay.trace_guesses import UNITS_A_SECOND
+from cpu_prefix_cache.replay.trace_keys import CHAINED, CONTENT
+from cpu_prefix_cache.replay.traces import Trace, read_traces
 
 MOST_DIGITS = 15
 MOST = 1e15
@@ -20,13 +22,13 @@ WEIGHED_HELP = f"{WEIGHED}N for the most time saved, N as printed with --model"
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trace_of`: TRACE, --block-tokens, --limit, --time-unit and --skip-bad-lines."""
+    """Add the options of `trace_of`: TRACE, --block-tokens, --limit, --time-unit, --ids and --skip-bad-lines."""
     parser.add_argument(
         "traces",
         nargs="+",
         metavar="TRACE",
-        help="JSON lines, plain or .gz: Mooncake (timestamp, input_length, output_length, hash_ids), or "
-        "timestamp and prompt_token_ids or token_ids; `convert` makes them of other logs",
+        help="JSON, plain or .gz: Mooncake (timestamp, input_length, output_length, hash_ids), AIPerf, "
+        "kv-cache-tester, or timestamp and prompt_token_ids or token_ids; `convert` makes them of other logs",
     )
     parser.add_argument(
         "--block-tokens",
@@ -40,6 +42,12 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         choices=sorted(UNITS_A_SECOND),
         help="of timestamps (default: guessed from the time between the first and the last)",
     )
+    parser.add_argument(
+        "--ids",
+        choices=(CHAINED, CONTENT),
+        default=CHAINED,
+        help="of hash_ids: an id is that of a whole prefix, or of a block's content alone (default: chained)",
+    )
     parser.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines, and go on without them")
 
 
@@ -51,6 +59,7 @@ def trace_of(args: argparse.Namespace) -> Trace:
         limit=args.limit,
         skip_bad_lines=args.skip_bad_lines,
         time_unit=args.time_unit,
+        ids=args.ids,
     )
 
 
@@ -103,6 +112,14 @@ def write_json(path: str, values: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error
+
+
+class Joined(argparse.Action):
+    """Joins the values of an option that is given several times, with commas."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def names_of(text: str, option: str) -> list[str]:

@@ -43,7 +43,7 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--active-parameters",
         metavar="N",
-        help="that a token meets, such as 22B (default: counted in the configuration of --model)",
+        help="parameters that are active for a token, such as 22B (default: counted in the configuration of --model)",
     )
     parser.add_argument(
         "--host-rate",
@@ -51,7 +51,10 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
         help=f"of loads from host memory to the device, or the file of `{BENCH}` (default: they take no time)",
     )
     parser.add_argument(
-        "--gpu-price", type=rate, metavar="PRICE", help="of an hour of these GPUs: show what the seconds cost, too"
+        "--gpu-price",
+        type=rate,
+        metavar="PRICE",
+        help="of an hour of all GPUs of one engine, in any currency: show money, too",
     )
 
 

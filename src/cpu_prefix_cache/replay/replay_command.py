@@ -30,6 +30,7 @@ from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.replay.options import (
     WEIGHED_HELP,
+    Joined,
     add_result_options,
     add_trace_options,
     add_weight_options,
@@ -45,7 +46,7 @@ from cpu_prefix_cache.replay.options import (
 from cpu_prefix_cache.replay.outcome import Outcome, Ratios, Tally
 from cpu_prefix_cache.replay.plot import draw_replay
 from cpu_prefix_cache.replay.rate_options import add_below_rate, add_rate_options, even_depth_of, flops_of, rates_of
-from cpu_prefix_cache.replay.report import References, notes, table
+from cpu_prefix_cache.replay.report import References, best, notes, table
 from cpu_prefix_cache.replay.results_json import head, of_replay
 from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(_described(trace, hosts, tiers, has_model=args.model is not None)), flush=True)
     outcomes, references = _replay_all(trace, policies, hosts, tiers)
     has_time = math.isfinite(tiers.even_depth)
-    print(f"\n{table(outcomes, references, block_bytes, has_time=has_time)}\n\n{notes(outcomes, has_time=has_time)}")
+    printed = table(outcomes, references, block_bytes, has_time=has_time)
+    print(f"\n{printed}\n\n{notes(outcomes, has_time=has_time)}{best(outcomes, references)}")
     if args.json is not None:
         results = of_replay(references, outcomes)
         write_json(args.json, {**head("replay", trace, block_bytes, tiers.flops, tiers.rates), **results})
@@ -133,13 +135,17 @@ def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, *, has_mod
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--policy", metavar="NAME,...", help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}"
+        "--policy",
+        action=Joined,
+        metavar="NAME,...",
+        help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}",
     )
     parser.add_argument(
         "--capacity",
+        action=Joined,
         metavar="N,...",
-        help="of the host: blocks, or bytes like 10GiB (default: from 1/32 to 1/2 of the trace's different blocks, "
-        "in round numbers)",
+        help="sizes of the host to replay: blocks, or bytes like 10GiB (default: from 1/32 to 1/2 of the trace's "
+        "different blocks, in round numbers)",
     )
     parser.add_argument("--device-capacity", metavar="N", help="put a device pool of this capacity before the host")
     parser.add_argument("--below", metavar="N", help="put a tier of this capacity below the host, such as a file")

@@ -12,7 +12,7 @@ from cpu_prefix_cache.replay.units import show_bytes
 
 MIN_NOTE = """\
 min: knows the future, keeps what is used again soonest, and never stores what is used again too late. It is
-     a ceiling on hit blocks: no cache of this capacity finds more of them. It is none on tokens or time.
+     the most that any cache of this capacity finds, counted in blocks. In tokens or time a policy can exceed it.
 infinite: a cache without a limit."""
 TIERS_NOTE = """\
 With several tiers, min is one cache as large as all of them together.
@@ -90,6 +90,25 @@ def notes(outcomes: Sequence[Outcome], *, has_time: bool = False) -> str:
         MONEY_NOTE: has(MONEY),
     }
     return "\n".join(text for text, is_shown in texts.items() if is_shown)
+
+
+def best(outcomes: Sequence[Outcome], references: References) -> str:
+    """The best policy of each capacity, and by how much; nothing if no two were replayed."""
+    candidates = [outcome for outcome in outcomes if outcome not in references.clairvoyant]
+    found = []
+    for capacity in sorted({outcome.capacity for outcome in candidates}):
+        first, *others = sorted((each for each in candidates if each.capacity == capacity), key=_worth, reverse=True)
+        if others:
+            points = 100 * (_worth(first) - _worth(others[0]))
+            found.append(f"{first.policy} at {capacity:,} blocks ({points:.1f} points above {others[0].policy})")
+    if not found:
+        return ""
+    what = "prefill saved" if candidates[0].share_saved is not None else "hits"
+    return f"\n\nmost {what}: {', '.join(found)}"
+
+
+def _worth(outcome: Outcome) -> float:
+    return outcome.ratios.block_hit_ratio if outcome.share_saved is None else outcome.share_saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.models import ANY_LENGTH, checkpoint_bytes, in_large_blocks, prefix_bytes_per_token
 from cpu_prefix_cache.replay.options import (
     WEIGHED_HELP,
+    Joined,
     add_result_options,
     add_trace_options,
     add_weight_options,
@@ -37,10 +38,12 @@ from cpu_prefix_cache.replay.plot import draw
 from cpu_prefix_cache.replay.rate_options import add_rate_options, even_depth_of, flops_of, rates_of
 from cpu_prefix_cache.replay.results_json import head
 from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything
-from cpu_prefix_cache.replay.size_report import KIB, MIB, Sized, answers, as_json, goals, panels, table
+from cpu_prefix_cache.replay.size_report import GIB, KIB, MIB, Sized, answers, as_json, goals, panels, table
 from cpu_prefix_cache.replay.sizing import Point, Sizing, check_target, smallest_capacity
 from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_bytes
+
+LEAST_SHOWN = 60 * GIB  # rows begin at sizes of memory that servers have, whatever the goal; 64 GiB in whole blocks
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -55,6 +58,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--target", type=float, default=0.9, metavar="SHARE", help="of the ideal hits (default 0.9)")
     parser.add_argument(
         "--policy",
+        action=Joined,
         metavar="NAME,...",
         help=f"what the host evicts: of {', '.join(POLICIES)} (default: all of them), or {WEIGHED_HELP}",
     )
@@ -94,12 +98,14 @@ def run(args: argparse.Namespace) -> int:
 def _sizing(trace: Trace, planner: HybridChunkPlanner, policy: str, target: float) -> Sizing:
     least = planner.fewest_blocks
     largest = blocks_of_everything(planner, [request.keys for request in trace.requests])
+    steps = doublings(least, largest, planner.host_block_bytes)
     return smallest_capacity(
         _measured(trace, planner, policy),
         target=target,
         least=least,
         largest=largest,
-        steps=doublings(least, largest, planner.host_block_bytes),
+        steps=steps,
+        shown=[size for size in steps if size * planner.host_block_bytes >= LEAST_SHOWN],
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cpu_prefix_cache.replay.outcome import Ratios
@@ -12,11 +13,11 @@ from cpu_prefix_cache.replay.results_json import saved
 from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.sizing import Point, Sizing
 from cpu_prefix_cache.replay.traces import Trace
+from cpu_prefix_cache.replay.units import show_bytes
 
 GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
-NOT_QUITE_ALWAYS = (
-    "More memory nearly always gives more hits, but not quite always, so less might do where the table has no row."
-)
+NOT_QUITE_ALWAYS = "Sizes between the rows were not tried; a slightly smaller one may also reach the goal."
+FLAT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,26 @@ def answers(sized: Sized) -> str:
     lines = []
     for policy, sizing in sized.sizings.items():
         memory, seconds = sized.num_bytes(sizing.enough), sized.seconds(sizing.enough)
-        saving = "" if seconds is None else f", and save {show_saved(seconds)} of prefill"
+        share = sized.share(sizing.enough)
+        saving = "" if seconds is None else f", and save {show_saved(seconds)} of prefill, {share:.0%} of all"
         lines.append(
             f"{policy}: {memory / GB:,.1f} GB ({memory / GIB:,.1f} GiB) of host memory reach "
-            f"{sizing.enough.hit_ratio:.4f}{saving}."
+            f"{sizing.enough.hit_ratio:.4f}{saving}.{_flattens(sized, sizing)}"
         )
     return "\n".join([*lines, NOT_QUITE_ALWAYS])
+
+
+def _flattens(sized: Sized, sizing: Sizing) -> str:
+    """From which size on twice as much memory adds little, of the powers of two; nothing if there are too few."""
+    block = sized.host_block_bytes
+    doubled = {(1 << power) // block for power in range(block.bit_length() - 1, 64)}
+    points = [point for point in sizing.points if point.capacity in doubled]
+    value, what = (sized.share, "prefill") if sized.rates else ((lambda point: point.hit_ratio), "hits")
+    gains = [(value(more) or 0.0) - (value(less) or 0.0) for less, more in pairwise(points)]
+    flat = next((at for at in range(len(gains)) if max(gains[at:]) < FLAT), None)
+    if flat is None:
+        return ""
+    return f" From {show_bytes(sized.num_bytes(points[flat]))} on, twice as much adds less than {FLAT:.0%} of {what}."
 
 
 def as_json(sized: Sized, ideal: Ratios, target: float) -> dict[str, Any]:

@@ -51,12 +51,13 @@ def smallest_capacity(
     least: int,
     largest: int,
     steps: Sequence[int] = (),
+    shown: Sequence[int] = (),
     close: float = CLOSE,
 ) -> Sizing:
     """The smallest capacity in [least, largest] found to reach `target` times the hit ratio at `largest`.
 
-    `steps` are capacities in between, which are tried first. Raises ConfigurationError unless 0 < target <= 1 and
-    1 <= least <= largest.
+    `steps` are capacities in between, which are tried first; `shown` are capacities that are tried in any case, at the
+    end. Raises ConfigurationError unless 0 < target <= 1 and 1 <= least <= largest.
     """
     check_target(target)
     if not 1 <= least <= largest:
@@ -80,4 +81,6 @@ def smallest_capacity(
             enough = middle
         else:
             missed = middle
+    for capacity in set(shown) - tried.keys():
+        tried[capacity] = measured(capacity)
     return Sizing(goal, tried[enough], tuple(tried[capacity] for capacity in sorted(tried)))

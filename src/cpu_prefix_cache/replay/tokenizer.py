@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.replay.chat_messages import Chat
 from cpu_prefix_cache.replay.lines import BadLine
-from cpu_prefix_cache.replay.request_logs import Chat
 
 
 class Tokenizer:
@@ -52,10 +52,8 @@ class Tokenizer:
             self._template = _compiled(self._template_text())
         try:
             text: str = self._template.render(
+                {"add_generation_prompt": True, **self._special_tokens(), **chat.options},
                 messages=[_with_arguments(message) for message in chat.messages],
-                add_generation_prompt=True,
-                **self._special_tokens(),
-                **chat.options,
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise BadLine(f"the chat template refuses it: {error}") from error

@@ -222,7 +222,7 @@ def _native_class() -> Callable[[], "_Native"]:
         from mooncake.store import MooncakeDistributedStore
     except ModuleNotFoundError as missing:
         raise ConfigurationError(
-            f"a store at mooncake:// needs the package mooncake ({missing}): pip install 'cpu-prefix-cache[mooncake]'"
+            f"a store at mooncake:// needs Mooncake ({missing}): pip install mooncake-transfer-engine-non-cuda"
         ) from missing
     except ImportError as missing:
         raise ConfigurationError(

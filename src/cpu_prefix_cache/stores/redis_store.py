@@ -161,7 +161,7 @@ class _Server:
             from redis import connection
         except ImportError as missing:
             raise ConfigurationError(
-                f"a store at redis:// needs the package redis ({missing}): pip install 'cpu-prefix-cache[redis]'"
+                f"a store at redis:// needs the package redis ({missing}): pip install redis"
             ) from missing
         try:
             options = connection.parse_url(url)
