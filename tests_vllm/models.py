@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -99,6 +100,21 @@ def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, see
         final_logit_softcapping=None,
     )
     return _save(transformers.Gemma4ForCausalLM, config, folder, seed)
+
+
+def save_eagle(folder: Path, seed: int = 7) -> Path:
+    """A drafter of one layer for any of these models: it has their embeddings, and reads their last hidden states."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1))
+    initialise(model)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder)
+    parts = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
+    layers = {name: weight for name, weight in parts.items() if name.startswith("layers.") and "input_" not in name}
+    hidden = SIZES["hidden_size"]  # vLLM leaves out the norm before the first layer
+    layers["fc.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+    save_file(layers, folder / "model.safetensors")
+    return folder
 
 
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
