@@ -138,6 +138,8 @@ class Still:
 FROM = {
     "hit_tokens": "hit_tokens",
     "evicted_chunks": "pool.evictions",
+    "evicted_unused_chunks:chunk": "pool.unused_chunks",
+    "evicted_unused_chunks:checkpoint": "pool.unused_checkpoints",
     "dropped_chunks:pool_full": "store_refusals",
     "dropped_chunks:declined": "store_declined",
     "dropped_chunks:failed": "store_cancelled",

@@ -50,6 +50,11 @@ def _ready(course: str) -> dict[str, str]:
     return {OURS + "ready_blocks": course, OURS + "capacity_blocks": "1000x60"}
 
 
+def _evicted(unused: str) -> dict[str, str]:
+    kinds = {f'{OURS}evicted_unused_chunks_total{{kind="{kind}"}}': unused for kind in ("chunk", "checkpoint")}
+    return {OURS + "evicted_chunks_total": "0+100x500", **kinds}
+
+
 CASES = {
     "CPUPrefixCacheOff": Case({OURS + "off": "0x5 1x30"}, {OURS + "off": "0x40"}, 10),
     "CPUPrefixCacheNotReady": Case(_ready("800x60"), _ready("0x2 1000x60"), 30),
@@ -62,6 +67,7 @@ CASES = {
         {OURS + "lost_before_store_chunks_total": "0+90x90"}, {OURS + "lost_before_store_chunks_total": "0+30x90"}, 80
     ),
     "CPUPrefixCacheFewHits": Case(_full_host("0+20x500"), _full_host("0+4000x500"), 480),
+    "CPUPrefixCacheNeverHit": Case(_evicted("0+50x500"), _evicted("0+40x500"), 480),
     "CPUPrefixCacheTierPaused": Case(
         {OURS + 'tier_state{state="paused"}': "0x5 1x30"},
         {OURS + 'tier_state{state="open"}': "1x40"},

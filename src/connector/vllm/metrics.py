@@ -67,6 +67,12 @@ METRICS = (
     ),
     Metric("evicted_chunks", Kind.COUNT, "Chunks and checkpoints evicted from the host to make room."),
     Metric(
+        "evicted_unused_chunks",
+        Kind.COUNT,
+        "Of these, those that no request was ever given: they were stored in vain.",
+        *("kind", ("chunk", "checkpoint")),
+    ),
+    Metric(
         "dropped_chunks",
         Kind.COUNT,
         "Times a chunk was not stored: no host block could be evicted, the chunk was declined, or its copy failed or "
@@ -202,6 +208,8 @@ class CacheCounts:
         return {
             "hit_tokens": statistics.hit_tokens,
             "evicted_chunks": pool.evictions,
+            "evicted_unused_chunks:chunk": pool.unused_chunks,
+            "evicted_unused_chunks:checkpoint": pool.unused_checkpoints,
             "dropped_chunks:pool_full": statistics.store_refusals,
             "dropped_chunks:declined": statistics.store_declined,
             "dropped_chunks:failed": statistics.store_cancelled,

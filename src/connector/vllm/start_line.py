@@ -14,10 +14,12 @@ def start_line(settings: Settings, max_model_len: int, choice: Choice) -> str:
     longest = planner.full_chunks(max_model_len) * planner.grid_tokens
     tokens = settings.host_bytes * longest // conversation_bytes(planner, longest)
     size = _gib(settings.host_bytes * settings.regions)
+    ahead = planner.lookahead_chunks * planner.grid_tokens
+    drafter = f"; the drafter takes the last {ahead} tokens of each hit" if ahead else ""
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
         f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, "
-        f"{settings.tier or 'no tier'}; {choice.name} copies ({choice.reason})"
+        f"{settings.tier or 'no tier'}; {choice.name} copies ({choice.reason}){drafter}"
     )
 
 

@@ -15,7 +15,9 @@ class PoolStatistics:
     retired: int
     pinned: int  # chunks somebody holds a pin on
     protected: int  # cached blocks that these pins keep from eviction, at most: what two protect may count twice
-    evictions: int  # chunks evicted so far
+    evictions: int  # chunks and checkpoints evicted so far
+    unused_chunks: int  # of these: chunks that no request was given while they were here, nor anything below them
+    unused_checkpoints: int  # and checkpoints
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.unused import Unused
 
 # By state, for `bytes.translate`.
 IS_CACHED = bytes(state == CACHED for state in range(256))
@@ -115,6 +116,7 @@ class BlockPool:
         self._left = Leftovers()
         self._log = BoundaryLog(self._forest) if log_boundaries else None
         self.checkpoints = Checkpoints(self._count)
+        self._unused = Unused(self._forest, self.checkpoints)
         self.resume_points = ResumePoints(self._forest, self.checkpoints, needs_checkpoint, self._log)
         self.grow(num_blocks if ready is None else ready)
 
@@ -242,6 +244,8 @@ class BlockPool:
             pinned=len(self._forest.pinned),
             protected=self._protected_at_most,
             evictions=self._evictions,
+            unused_chunks=self._unused.chunks,
+            unused_checkpoints=self._unused.checkpoints,
         )
 
     def log_departures(self) -> None:
@@ -272,6 +276,8 @@ class BlockPool:
         """
         if self._admission is not None and keys:
             self._admission.told(keys, num_tokens)
+        if deepest is not None:
+            self._unused.hit(deepest)
         return self._policy.admitted(NONE if deepest is None else deepest, keys, now)
 
     def pin(self, *blocks: int) -> Pin:
@@ -421,6 +427,7 @@ class BlockPool:
         writing = list(_positions(self._state, WRITING))
         self._policy.cleared(writing, self._left)
         self._policy.forgotten(held)
+        self._unused.clear()
         self._count_anew()
 
     def drop_later(self, *containers: Container) -> None:
@@ -501,14 +508,17 @@ class BlockPool:
                 self._policy.removed(chunk)
                 self._forest.withdraw(chunk)
                 self._unlink(chunk)
-                self._evictions += 1
-                freed += self._dissolve([chunk], CACHED)
+                freed += self._dissolve_evicted([chunk])
             widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             victims = self._policy.evict(max(0, -((len(freed) - short) // widest)), keys)
-            self._evictions += len(victims)
-            freed += self._dissolve(victims, CACHED)
+            freed += self._dissolve_evicted(victims)
             keys = ()
         return freed
+
+    def _dissolve_evicted(self, victims: Sequence[int]) -> list[int]:
+        self._evictions += len(victims)
+        self._unused.evicted(victims)
+        return self._dissolve(victims, CACHED)
 
     # Nodes, and their blocks
 
@@ -585,6 +595,7 @@ class BlockPool:
                 node = self._unlink(node)
                 self.resume_points.may_be_useless(node)
         if gone:
+            self._unused.forget(gone)
             self._free.put(sorted(self._dissolve(gone, RETIRED)))
 
     def _is_needed(self, node: int) -> bool:

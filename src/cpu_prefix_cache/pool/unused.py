@@ -1,0 +1,50 @@
+"""What a pool evicts without any use: it was stored, and no request was ever given it.
+
+A hit is noted at the deepest node that it uses. Nodes are evicted after all that hangs below them, so an evicted node
+passes the note on to its parent, and a node that has none when it is evicted was never part of a hit.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.pool.checkpoints import Checkpoints
+
+
+class Unused:
+    """Counts evicted nodes that were never hit, `chunks` and `checkpoints`."""
+
+    def __init__(self, forest: Forest, checkpoints: Checkpoints) -> None:
+        self._forest = forest
+        self._checkpoints = checkpoints
+        self._hit: set[int] = set()
+        self.chunks = 0
+        self.checkpoints = 0
+
+    def hit(self, deepest: int) -> None:
+        """A request is given the prefix that ends at `deepest`."""
+        self._hit.add(deepest)
+
+    def evicted(self, nodes: Sequence[int]) -> None:
+        """These nodes leave, each after what hung below it. They still show their parents."""
+        hit, parents, root = self._hit, self._forest.parent, self._forest.root
+        unused = nodes
+        if hit:
+            unused = []
+            for node in nodes:
+                if node not in hit:
+                    unused.append(node)
+                    continue
+                hit.remove(node)
+                if parents[node] != root:
+                    hit.add(parents[node])
+        checkpoints = sum(node in self._checkpoints for node in unused)
+        self.checkpoints += checkpoints
+        self.chunks += len(unused) - checkpoints
+
+    def forget(self, nodes: Iterable[int]) -> None:
+        """These nodes do not exist any more, and were not evicted."""
+        self._hit.difference_update(nodes)
+
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        self._hit.clear()
