@@ -2,6 +2,7 @@
 
 import pytest
 
+from cpu_prefix_cache import RadixDevice
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from tests.radix_trial import RadixTrial
 
@@ -71,9 +72,10 @@ def test_keys_beyond_the_pages_are_left_for_later(trial):
     assert trial.device.find(B) is None
 
 
-def test_a_device_of_nothing_is_refused():
+@pytest.mark.parametrize(("num_pages", "chunk_pages"), [(8, 0), (0, 1), (8.0, 1), (8, True)])
+def test_a_device_of_nothing_is_refused(num_pages, chunk_pages):
     with pytest.raises(ConfigurationError, match="chunk_pages is the tokens of a chunk"):
-        RadixTrial(8, 0)
+        RadixDevice.__init__(RadixTrial(8, 1).device, num_pages, chunk_pages)
 
 
 def test_keys_are_bytes(trial):
@@ -116,6 +118,17 @@ def test_pages_that_are_inserted_under_a_load(trial):
     trial.device.hold(request.pages)
     with pytest.raises(MisuseError, match="insert them when end_step has named the request"):
         trial.computed(request, 1)
+
+
+def test_pages_that_a_load_must_not_fill(trial):
+    request, other = trial.take([A], 0, [1, 2]), serve(trial, [B], [3, 4])
+    trial.device.check_own(request.pages)
+    for pages, why in (([1, 7], "page 7 is free"), (other.pages, "page 2 is in the tree")):
+        with pytest.raises(MisuseError, match=why):
+            trial.device.check_own(pages)
+    trial.device.hold(request.pages)
+    with pytest.raises(MisuseError, match="page 0 is being filled by another load"):
+        trial.device.check_own(request.pages)
 
 
 def test_a_free_list_may_be_a_tensor(trial):

@@ -28,7 +28,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.messages.numbers import Numbers, numbers
+from cpu_prefix_cache.messages.numbers import Numbers, is_whole, numbers
 from cpu_prefix_cache.offload.device import Device
 
 Node = Any  # of the engine's tree
@@ -55,10 +55,10 @@ class RadixDevice(Device):
     """
 
     def __init__(self, num_pages: int, chunk_pages: int) -> None:
-        if num_pages < 1 or chunk_pages < 1:
+        if not is_whole(num_pages, 1) or not is_whole(chunk_pages, 1):
             raise ConfigurationError(
-                f"num_pages and chunk_pages must be at least 1, got {num_pages} pages and {chunk_pages} to a chunk; "
-                f"chunk_pages is the tokens of a chunk divided by those of a page"
+                f"num_pages and chunk_pages must be whole numbers of at least 1, got {num_pages!r} pages and "
+                f"{chunk_pages!r} to a chunk; chunk_pages is the tokens of a chunk divided by those of a page"
             )
         self._num_pages = num_pages
         self._chunk_pages = chunk_pages
@@ -165,6 +165,20 @@ class RadixDevice(Device):
     @property
     def num_blocks(self) -> int:
         return self._num_pages
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self._chunk_pages
+
+    def check_own(self, blocks: Sequence[int]) -> None:
+        free = set(numbers(self.free_pages()))
+        for page in blocks:
+            if page in free:
+                raise MisuseError(f"page {page} is free: pages that a load fills are allocated, for its request")
+            if page < len(self._node) and self._node[page] is not None:
+                raise MisuseError(f"page {page} is in the tree: others may read it while a load fills it")
+            if page in self._held and not self.shares_unfinished:
+                raise MisuseError(f"page {page} is being filled by another load: give each load pages of its own")
 
     def find(self, key: bytes) -> Sequence[int] | None:
         return self._chunks.get(key)
