@@ -11,6 +11,7 @@ import torch
 
 from cpu_prefix_cache import ChainHasher, MisuseError
 from cpu_prefix_cache.host_cache import Loading, Run
+from tests.small_engine import SmallEngine
 from tests.test_host_cache import GRID, Engine, HybridEngine, allocating, keys_of, with_late_loads
 
 STRICT = pytest.mark.parametrize("strict", [True, False])
@@ -92,13 +93,18 @@ def test_a_load_into_blocks_that_are_free(strict):
     assert set(free) <= set(engine.blocks.free_blocks), "they are handed out while the request believes it has them"
 
 
-def test_a_load_into_a_block_of_two_requests():
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_load_into_a_block_of_two_requests(shares, monkeypatch):
+    monkeypatch.setattr(SmallEngine, "shares_unfinished", shares)
     engine = served("abcd")
 
     def shared(blocks):
         engine.blocks.counts[blocks[2]] += 1
         return blocks
 
+    if shares:
+        assert engine.starts("r", "abcd", table=shared) == Loading(0, 16)
+        return
     with pytest.raises(MisuseError, match="has 2 users"):
         engine.starts("r", "abcd", table=shared)
 

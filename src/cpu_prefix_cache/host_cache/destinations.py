@@ -59,7 +59,8 @@ class Destinations:
         return destinations
 
     def _check_own(self, blocks: list[int]) -> None:
-        filling = self._cache.filling()
+        # Requests that share a block that is not written yet may each load the same bytes into it.
+        filling = {} if self._device.shares_unfinished else self._cache.filling()
         for block in blocks:
             if block in filling:
                 raise MisuseError(

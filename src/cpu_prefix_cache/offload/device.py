@@ -83,7 +83,10 @@ class Device(Protocol):
 
     @property
     def shares_unfinished(self) -> bool:
-        """Whether requests with the same prefix may have a block in common before it is computed or loaded."""
+        """Whether requests with the same prefix have blocks in common before these are computed or loaded.
+
+        Then each of them waits for what fills such a block, and `find` answers when it is written.
+        """
         return False
 
     def check_own(self, blocks: Sequence[int]) -> None:
