@@ -4,6 +4,7 @@ Where seeing it costs a look at every block of a load, only `strict` sees it: th
 """
 
 import os
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -202,6 +203,15 @@ def test_a_request_ends_with_a_number_of_tokens(num_tokens):
     engine.ends("r")
     engine.rests()
     assert engine.is_at_rest()
+
+
+def test_in_serving_a_request_that_is_too_long_ends():
+    for strict in (True, False):
+        engine = Engine(strict=strict)
+        engine.starts("r", "ab")
+        engine.steps("r")
+        with pytest.raises(MisuseError, match="from 0 to 1000, got 1001") if strict else nullcontext():
+            engine.host.end("r", 1_001)
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 2**80, None, "8", True, 1.5])

@@ -19,6 +19,7 @@ With a tier below (`FileTier`, `SharedTier`), `start` also answers Wait while a 
 """
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from cpu_prefix_cache.copier.base import Copier
     from cpu_prefix_cache.kv_layout import KVGroup
 
-KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
 PROGRESS_SECONDS = 0.25
 TWINS = 256  # requests that ended lately: more than run at once with the same prompt
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
@@ -99,13 +99,15 @@ class HostCache:
     `host_bytes` is the size of the host region, `max_model_len` the tokens of the longest request, `max_step_tokens`
     the most tokens whose device blocks one engine step can allocate. `offload` is "lazy" or "eager"; `policy`,
     `thresholds`, `checkpoint_interval` and `min_load_tokens` are those of CPUPrefixCache. With `strict` a call that has
-    no effect raises MisuseError.
+    no effect raises MisuseError, and each block and number is looked at that a call gives.
 
     With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
     that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
 
     `below` is a tier for what host memory cannot hold, of files or of a store that machines share (docs/tiers.md); then
     keys are sha256 digests.
+
+    All calls are made in one process, and raise MisuseError in a fork, and after `close`; a `with` closes it.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
@@ -218,8 +220,9 @@ class HostCache:
         Loading the request runs until `end`; after Wait nothing has changed. Where n0 lies in the middle of a chunk,
         the whole chunk is loaded, and `table` must be a function, which allocates blocks that nobody else reads.
 
-        Raises MisuseError for a request that runs already, keys that are no bytes or too short, and destinations that
-        are not given by group, too few, null, or named twice.
+        Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
+        or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
+        null, or named twice; with `strict` also for those that another request or load uses.
         """
         self._check_usable()
         self._check_start(id, keys, num_tokens, n0, table)
@@ -248,7 +251,8 @@ class HostCache:
         self.cache.catch_up()
 
     def end_step(self, computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> list[tuple[Hashable, int]]:
-        """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed.
+        """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed, and
+        with `strict` always.
 
         The requests whose loads have ended, each with the token from which on it computes: the boundary, or the n0 it
         was started with if the load has failed.
@@ -283,7 +287,8 @@ class HostCache:
         It may be loading. A preempted request may be started again at once.
         """
         self._check_usable()
-        check_tokens("num_tokens", num_tokens, self._max_model_len)
+        # In serving, a request that has outgrown what the engine said it never would must still come to its end.
+        check_tokens("num_tokens", num_tokens, self._max_model_len if self._strict else sys.maxsize)
         keys = self._keys.pop(id, None)
         if keys is None:
             self._unknown += 1
@@ -406,8 +411,7 @@ class HostCache:
         check_tokens("num_tokens", num_tokens, self._max_model_len)
         check_tokens("n0", n0, num_tokens)
         grid = self.cache.planner.grid_tokens
-        least = KEY_BYTES if self._tier is None else TIER_KEY_BYTES
-        check_keys(keys, num_tokens, grid, least, all_of_them=self._strict)
+        check_keys(keys, num_tokens, grid, persist=self._tier is not None, every=self._strict)
         if n0 % grid and not callable(table):
             raise MisuseError(
                 f"n0 = {n0} is no multiple of {grid}, so tokens before it are loaded too, and others may read their "
