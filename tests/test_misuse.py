@@ -230,6 +230,18 @@ def test_a_step_ends_for_requests_that_run():
     assert Engine(strict=False).host.end_step([("r", 4)]) == []
 
 
+def test_a_step_may_tell_of_a_request_that_it_has_ended():
+    engine = Engine()
+    engine.starts("r", "ab")
+    engine.host.begin_step()
+    engine.has("r", 8)
+    engine.ends("r")
+    engine.host.end_step({"r": 8})
+    engine.host.begin_step()
+    with pytest.raises(MisuseError, match="does not run"):
+        engine.host.end_step({"r": 8})
+
+
 @pytest.mark.parametrize("computed", [None, 7, ["r"], [("r", 4, 4)]], ids=repr)
 def test_a_step_ends_with_pairs(computed):
     with pytest.raises(MisuseError, match="a mapping of requests to tokens, or pairs"):
