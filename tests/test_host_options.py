@@ -6,7 +6,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, QueueDevice
 from cpu_prefix_cache.host_cache import HostCache
-from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, latents, states
+from cpu_prefix_cache.kv_layout import ChunkLocal, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.memory.parts import Role, blocks_first
 from tests.radix_trial import RadixTrial
 from tests.small_engine import SmallEngine
@@ -64,9 +64,8 @@ def test_a_queue_device_has_blocks(num_blocks):
 # The layout
 
 
-@pytest.mark.parametrize("groups", [Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=4), 7, None, ["all"]])
+@pytest.mark.parametrize("groups", [Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=4), 7, [7], ["all"]])
 def test_groups_are_a_list(groups):
-    groups = [7] if groups is None else groups
     with pytest.raises(ConfigurationError, match="groups are a list of Prefix, Window, ChunkLocal, State or KVGroup"):
         built(groups=groups)
 
@@ -150,8 +149,3 @@ def test_a_device_that_finds_no_checkpoints_is_none_for_windows_and_states(devic
 def test_chunks_have_the_blocks_that_the_device_finds(device, chunk_tokens):
     with pytest.raises(ConfigurationError, match="chunk_tokens must be the tokens of so many blocks"):
         built(device(), chunk_tokens=chunk_tokens)
-
-
-def test_a_group_that_nothing_is_known_of_is_taken_as_it_is():
-    group = Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=TOKENS).group
-    assert KVGroup(group, keys_and_values(tensor(), block_dim=2)).num_blocks == BLOCKS
