@@ -5,6 +5,7 @@ from array import array
 
 import numpy
 import pytest
+import torch
 import xxhash
 
 from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError, MultimodalItem
@@ -313,6 +314,13 @@ def test_what_is_no_token_is_refused(tokens):
     with pytest.raises(MisuseError, match="tokens must be integers"):
         ChainHasher(1).extend(keys, tokens)
     assert keys == []
+
+
+@pytest.mark.parametrize("row", [list, numpy.array, torch.tensor])
+def test_a_batch_of_one_is_no_prompt(row):
+    """It has one row, which is less than a chunk: no keys, and so no hits, without a word."""
+    with pytest.raises(MisuseError, match="tokens must be integers"):
+        ChainHasher(16).keys(row([list(range(64))]))
 
 
 def test_a_machine_of_the_other_byte_order_swaps_its_words(monkeypatch):

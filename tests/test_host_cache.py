@@ -58,7 +58,7 @@ class Engine:
         self.host = HostCache(
             self.blocks,
             [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=GRID)],
-            host_bytes=host_chunks * CHUNK_BYTES,
+            host_bytes=int(host_chunks * CHUNK_BYTES),
             max_model_len=1_000,
             **{"max_step_tokens": 4 * GRID, "offload": "eager", "strict": True, **options},
         )

@@ -5,7 +5,7 @@ import pytest
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.testing import check_device
 from tests.radix_trial import Pages, RadixTrial
-from tests.small_engine import SmallEngine
+from tests.small_engine import SmallEngine, SmallRequest
 
 
 def test_a_queue_device_keeps_the_contract():
@@ -30,6 +30,53 @@ def test_what_was_in_use_when_it_was_held_waits_last():
 @pytest.mark.parametrize(("num_pages", "chunk_pages", "page_tokens"), [(7, 1, 1), (9, 2, 1), (12, 3, 2)])
 def test_a_radix_device_keeps_the_contract(num_pages, chunk_pages, page_tokens):
     check_device(lambda: RadixTrial(num_pages, chunk_pages, page_tokens), examples=100)
+
+
+class SharesUnfinished(SmallEngine):
+    """A request uses the blocks of another that has the same chunks and has not computed them yet."""
+
+    shares_unfinished = True
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        self.requests = []
+
+    def unfinished(self, key):
+        pairs = [pair for each in self.requests for pair in zip(each.keys, each.blocks, strict=True)]
+        return next((block for other, block in pairs if other == key and self.find(key) is None), None)
+
+    def take(self, keys, cached, tokens):
+        table = [self.by_key[key] for key in keys[:cached]] + [self.unfinished(key) for key in keys[cached:]]
+        if sum(block not in table for block in self.free_blocks) < table.count(None):
+            return None
+        for block in table:
+            if block is not None:
+                if not self.counts[block]:
+                    self.free_blocks.remove(block)
+                self.counts[block] += 1
+        self.requests.append(SmallRequest(keys, [each for each in table if each is not None], [cached]))
+        self.requests[-1].blocks[:] = [self.hand_out() if each is None else each for each in table]
+        return self.requests[-1]
+
+    def free(self, request):
+        self.requests = [each for each in self.requests if each is not request]
+        super().free(request)
+
+
+def test_requests_may_share_blocks_that_are_not_computed_yet():
+    check_device(lambda: SharesUnfinished(7), examples=200)
+
+
+class SharesUnsaid(SharesUnfinished):
+    shares_unfinished = False
+
+
+class SharesWhateverIsThere(SharesUnfinished):
+    """Whoever's tokens these are."""
+
+    def unfinished(self, key):
+        pairs = [pair for each in self.requests for pair in zip(each.keys, each.blocks, strict=True)]
+        return next((block for other, block in pairs if self.find(other) is None), None)
 
 
 class ReleasesToTheEnd(SmallEngine):
@@ -115,6 +162,8 @@ class HandsOutNull(SmallEngine):
         (TakesAnyKey, "with any key"),
         (HoldsOnce, "held twice|neither waits|waits, or not"),
         (HandsOutNull, "the null block"),
+        (SharesUnsaid, "do not wait. If .* shares_unfinished"),
+        (SharesWhateverIsThere, "do not wait|not shared|blocks were asked for"),
     ],
 )
 def test_a_fault_is_found_and_named(device, told):

@@ -12,9 +12,11 @@ Only the functions touch tensors, and only their shapes: no byte is read or copi
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.numbers import check_whole
 from cpu_prefix_cache.model.groups import Group, GroupKind
 
 if TYPE_CHECKING:
@@ -28,14 +30,22 @@ Parts = Sequence["Part"]
 class KVGroup:
     """A group of layers that share a block table, and the parts of their KV on this rank; `spelled` names them.
 
-    Raises ConfigurationError when there are no parts, one comes twice, or two share memory.
+    Raises ConfigurationError when there are no parts, one comes twice, two share memory, or parts that were divided
+    into blocks have others than the group.
     """
 
     def __init__(self, group: Group, parts: Parts) -> None:
         from cpu_prefix_cache.memory.parts import canonical, spelled
 
         _check(group.name, parts)
-        self.group, self.tensors, self.spelled = group, canonical(parts), spelled(parts)
+        for part in parts:
+            if part.block_tokens is not None and part.block_tokens * group.device_blocks != group.block_tokens:
+                raise ConfigurationError(
+                    f"the {part} has blocks of {part.block_tokens} tokens, and group {group.name!r} has block_tokens="
+                    f"{group.block_tokens}: give both the tokens of a block"
+                )
+        self.group, self.parts, self.tensors, self.spelled = group, parts, canonical(parts), spelled(parts)
+        self.num_blocks = min(part.rows.shape[0] for part in parts)
         self.layers = sorted({part.layer for part in parts})
 
 
@@ -76,6 +86,30 @@ class State(KVGroup):
         super().__init__(_group(GroupKind.STATE, parts, name, block_tokens, **options), parts)
 
 
+def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
+    """Raise ConfigurationError unless the groups have the blocks of a device that hands out `num_blocks`.
+
+    More are right, if a few are never handed out; but not where another dimension has so many.
+    """
+    if not isinstance(groups, Sequence) or not all(isinstance(each, KVGroup) for each in groups):
+        raise ConfigurationError(
+            f"groups are a list of Prefix, Window, ChunkLocal, State or KVGroup, one for each table, got {groups!r}"
+        )
+    for group in groups:
+        for part in group.parts:
+            blocks, named = part.rows.shape[0], f"the {part} of group {group.group.name!r}"
+            if blocks < num_blocks:
+                raise ConfigurationError(
+                    f"{named} has {blocks} blocks, but the device hands out {num_blocks}: give block_dim the dimension "
+                    f"of the blocks, and the device as many as all tensors have; others are {list(part.beside)}"
+                )
+            if likelier := [size for size in part.beside if num_blocks <= size < min(blocks, num_blocks + 2)]:
+                raise ConfigurationError(
+                    f"{named} has {blocks} blocks, but the device hands out {num_blocks}, and another dimension is of "
+                    f"size {likelier[0]}: give block_dim the dimension of the blocks"
+                )
+
+
 def keys_and_values(*tensors: "torch.Tensor", block_dim: int, kv_dim: int = 0) -> Parts:
     """K and V in one tensor: `kv_dim` is that of K and V, `block_dim` that of the blocks; others before it are layers.
 
@@ -83,24 +117,29 @@ def keys_and_values(*tensors: "torch.Tensor", block_dim: int, kv_dim: int = 0) -
 
     Raises ConfigurationError when `kv_dim` is not a dimension of size 2, or `block_dim` is none at all.
     """
-    from cpu_prefix_cache.memory.parts import Role
+    from cpu_prefix_cache.memory.parts import Role, check_tensor
 
     parts: list[Part] = []
     for tensor in tensors:
+        check_tensor(tensor)
         if not 0 <= block_dim < tensor.ndim:
             raise ConfigurationError(f"{tuple(tensor.shape)} has no dimension block_dim={block_dim}; count from 0")
         if not 0 <= kv_dim < tensor.ndim or kv_dim == block_dim or tensor.shape[kv_dim] != 2:
             raise ConfigurationError(f"dimension kv_dim={kv_dim} of {tuple(tensor.shape)} is not that of K and V")
         first = len(parts) // 2
         for role, half in zip((Role.KEY, Role.VALUE), tensor.unbind(kv_dim), strict=True):
-            parts += _parts(first, role, half, block_dim - (kv_dim < block_dim))
+            beside = tuple(size for at, size in enumerate(tensor.shape) if at not in (block_dim, kv_dim))
+            parts += _parts(first, role, half, block_dim - (kv_dim < block_dim), beside)
     return parts
 
 
 def latents(*tensors: "torch.Tensor", block_tokens: int) -> Parts:
     """MLA: [tokens, ...] for each layer, where a block is `block_tokens` rows."""
-    from cpu_prefix_cache.memory.parts import Role, token_major
+    from cpu_prefix_cache.memory.parts import Role, check_tensor, token_major
 
+    check_whole("block_tokens", block_tokens, least=1)
+    for each in tensors:
+        check_tensor(each)
     return [
         token_major(*(layer, Role.LATENT, each), num_blocks=each.shape[0] // block_tokens, block_tokens=block_tokens)
         for layer, each in enumerate(tensors)
@@ -115,6 +154,12 @@ def states(*tensors: "torch.Tensor") -> Parts:
 
 
 def _check(name: str, parts: Parts) -> None:
+    from cpu_prefix_cache.memory.parts import Part
+
+    if not isinstance(parts, Sequence) or not all(isinstance(each, Part) for each in parts):
+        raise ConfigurationError(
+            f"group {name!r} needs parts, made of its tensors by keys_and_values, latents or states; got {type(parts)}"
+        )
     if not parts:
         raise ConfigurationError(f"group {name!r} has no parts: give it the tensors of its layers")
 
@@ -125,11 +170,13 @@ def _group(kind: GroupKind, parts: Parts, name: str, block_tokens: int, **option
     return Group(name=name, kind=kind, block_tokens=block_tokens, block_bytes=block_bytes, **options)
 
 
-def _parts(first: int, role: "Role", tensor: "torch.Tensor", block_dim: int) -> "Iterator[Part]":
+def _parts(
+    first: int, role: "Role", tensor: "torch.Tensor", block_dim: int, beside: tuple[int, ...]
+) -> "Iterator[Part]":
     from cpu_prefix_cache.memory.parts import blocks_first
 
     for at, layer in enumerate(_layers(tensor, block_dim)):
-        yield blocks_first(first + at, role, layer)
+        yield replace(blocks_first(first + at, role, layer), beside=beside)
 
 
 def _layers(tensor: "torch.Tensor", block_dim: int) -> "Iterator[torch.Tensor]":

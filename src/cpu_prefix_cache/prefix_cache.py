@@ -192,6 +192,11 @@ class CPUPrefixCache:
             if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
                 raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
 
+    def filling(self) -> dict[int, Hashable | None]:
+        """The device blocks that loads fill which no rank, or not every one, has reported; each with its request."""
+        loads = self._ledger.loads.values()
+        return {block: load.request_id for load in loads for copy in load.plan.copies for block in copy.device_blocks}
+
     def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
         """Plan the load of an admitted request's tokens [start, boundary), `start` being its n0 rounded down to a
         boundary. The id of the transfer.

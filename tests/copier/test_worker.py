@@ -292,6 +292,33 @@ def test_a_transfer_whose_end_cannot_be_seen_has_failed_and_the_others_have_not(
     assert eventually(lambda: threaded.report().done == {1})
 
 
+class RaisingOnce(Passed):
+    """It moves when it is looked at first, and raises then: once, for the driver tells its error to one who asks."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def passed(self):
+        self.looks += 1
+        if self.looks == 2:
+            raise RuntimeError("the device is gone")
+        return self.looks > 2
+
+
+def announced(worker):
+    """Compute would run behind load 0."""
+    with pytest.raises(AnnouncedLoadError):
+        worker.hold_compute({0})
+
+
+@pytest.mark.parametrize("look", [CopyWorker.report, CopyWorker.drain, CopyWorker.close, announced])
+def test_a_failure_that_is_raised_once_is_noted_by_whoever_sees_it(worker, copier, look):
+    copier.submit = lambda direction, copies, after: RaisingOnce()
+    worker.run(plan(0))
+    look(worker)
+    assert worker.report().failed == {0} and not worker.report().done
+
+
 def test_what_is_settled_is_forgotten(worker, copier):
     worker.run(plan(0, 1, 2, 3, cancelled=(2, 9)))
     worker.run(plan(4, failed=True))

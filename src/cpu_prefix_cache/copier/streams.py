@@ -19,7 +19,14 @@ NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the tim
 
 
 class Event(Protocol):
-    def passed(self) -> bool: ...
+    """A point in a stream of work, passed when all that was submitted before it has run; from then on for good.
+
+    What is raised, by either method, says that this work has failed, and that nothing of it is in flight any more. It
+    may be raised once: asked again, the event may answer anything. So who catches it notes the failure.
+    """
+
+    def passed(self) -> bool:
+        """Whether it is passed. Waits for nothing."""
 
     def until_passed(self) -> None:
         """The caller naps and looks again: CUDA's own wait takes 80 us of a processor."""

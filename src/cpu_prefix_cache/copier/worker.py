@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -164,6 +164,7 @@ class CopyWorker:
             try:
                 self._copier.hold_compute(event)
             except Exception as error:
+                _failed(self._copies[id], error)
                 raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
 
     @property
@@ -293,20 +294,28 @@ def _ended(copy: _Copy) -> bool | None:
     except Exception as raised:
         error = raised
     if error is not None:
-        is_expected = isinstance(error, OSError)  # of a disk or a server: what it says is enough
-        logger.error("transfer %d failed: %s", copy.transfer.id, error, exc_info=None if is_expected else error)
+        _failed(copy, error)
     return error is None  # it copied nothing
 
 
+def _failed(copy: _Copy, error: BaseException) -> None:
+    """Note it where it is seen: an event need not raise again."""
+    copy.went_well = False
+    is_expected = isinstance(error, OSError)  # of a disk or a server: what it says is enough
+    logger.error("transfer %d failed: %s", copy.transfer.id, error, exc_info=None if is_expected else error)
+
+
 def _drain(copies: dict[int, _Copy]) -> None:
-    for copy in list(copies.values()):
+    for copy in [copy for copy in copies.values() if copy.went_well is None]:
         try:
             if copy.event is None:
                 copy.submission.exception()  # waits until it is over
             if copy.event is not None:
                 copy.event.until_passed()
-        except Exception:  # `report` will meet it too, and fail the transfer
-            logger.debug("transfer %d cannot be waited for", copy.transfer.id, exc_info=True)
+        except CancelledError:
+            continue  # `report` sees it too
+        except Exception as error:
+            _failed(copy, error)
 
 
 def _end(threads: Sequence[_CopyThread], copies: dict[int, _Copy], arena: HostArena | None) -> None:

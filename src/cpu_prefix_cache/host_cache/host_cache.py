@@ -18,20 +18,25 @@ The host region is pinned from the first step on, while the engine works; or bef
 With a tier below (`FileTier`, `SharedTier`), `start` also answers Wait while a prefix is read from it into host memory.
 """
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from cpu_prefix_cache.host_cache.arguments import check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostTier
+from cpu_prefix_cache.host_cache.options import check_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.messages.numbers import Array, Numbers, numbers
+from cpu_prefix_cache.messages.numbers import Numbers
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
     from cpu_prefix_cache.copier.base import Copier
     from cpu_prefix_cache.kv_layout import KVGroup
 
-KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
 PROGRESS_SECONDS = 0.25
 TWINS = 256  # requests that ended lately: more than run at once with the same prompt
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
@@ -95,13 +99,15 @@ class HostCache:
     `host_bytes` is the size of the host region, `max_model_len` the tokens of the longest request, `max_step_tokens`
     the most tokens whose device blocks one engine step can allocate. `offload` is "lazy" or "eager"; `policy`,
     `thresholds`, `checkpoint_interval` and `min_load_tokens` are those of CPUPrefixCache. With `strict` a call that has
-    no effect raises MisuseError.
+    no effect raises MisuseError, and each block and number is looked at that a call gives.
 
     With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
     that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
 
     `below` is a tier for what host memory cannot hold, of files or of a store that machines share (docs/tiers.md); then
     keys are sha256 digests.
+
+    All calls are made in one process, and raise MisuseError in a fork, and after `close`; a `with` closes it.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
@@ -128,14 +134,30 @@ class HostCache:
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.kv_layout import check_layout
         from cpu_prefix_cache.memory.arena import HostArena
 
+        check_options(
+            device=device,
+            host_bytes=host_bytes,
+            max_model_len=max_model_len,
+            chunk_tokens=chunk_tokens,
+            max_step_tokens=max_step_tokens,
+            thresholds=thresholds,
+            checkpoint_interval=checkpoint_interval,
+            min_load_tokens=min_load_tokens,
+            threads=threads,
+            load_seconds=load_seconds,
+            strict=strict,
+        )
+        check_layout(groups, device.num_blocks)
         planner = HybridChunkPlanner(
             [each.group for each in groups],
             max_model_len=max_model_len,
             grid_tokens=chunk_tokens,
             in_pages=below is not None,
         )
+        check_fits(device, planner)
         num_blocks = _num_blocks(planner, host_bytes)
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
@@ -166,9 +188,13 @@ class HostCache:
             load_seconds=load_seconds,
         )
         self._device = device
+        self._destinations = Destinations(self.cache, device, groups, strict=strict)
         self._strict = strict
+        self._max_model_len = max_model_len
+        self._process, self._is_closed = os.getpid(), False
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
+        self._left: set[Hashable] = set()  # requests that have ended in this step, of which end_step may still tell
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
 
@@ -178,6 +204,7 @@ class HostCache:
         Meanwhile `progress(ready_bytes, host_bytes)` is called some times a second, and at the end. Less may be ready
         then: where the machine has no more memory, the rest of the region is not used.
         """
+        self._check_usable()
         is_over = False
         while not is_over:
             is_over = self._arena.wait_until_ready(PROGRESS_SECONDS)
@@ -194,15 +221,17 @@ class HostCache:
         Loading the request runs until `end`; after Wait nothing has changed. Where n0 lies in the middle of a chunk,
         the whole chunk is loaded, and `table` must be a function, which allocates blocks that nobody else reads.
 
-        Raises MisuseError for a request that runs already, keys that are no bytes or too short, and destinations that
-        are not given by group, too few, null, or named twice.
+        Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
+        or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
+        null, or named twice; with `strict` also for those that another request or load uses.
         """
-        self._check_start(id, keys, n0, table)
+        self._check_usable()
+        self._check_start(id, keys, num_tokens, n0, table)
         request, now = Request(id, keys, num_tokens), time.monotonic()
         answer = self.cache.lookup(request, n0, now)
         if isinstance(answer, Pending):
             return Wait(answer.deadline)
-        destinations = self._destinations(table, answer) if isinstance(answer, Hit) else None
+        destinations = self._destinations_of(table, answer) if isinstance(answer, Hit) else None
         self._keys[id] = keys
         if self._tier is not None:
             self._tier.started(id, n0)
@@ -216,20 +245,26 @@ class HostCache:
 
     def begin_step(self) -> None:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
+        self._check_usable()
+        self._left.clear()
         self._worker.run(self.cache.step())
         if self._tier is not None:
             self._tier.run()
         self.cache.catch_up()
 
     def end_step(self, computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> list[tuple[Hashable, int]]:
-        """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed.
+        """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed, and
+        with `strict` always.
 
         The requests whose loads have ended, each with the token from which on it computes: the boundary, or the n0 it
         was started with if the load has failed.
         """
+        self._check_usable()
         due = self.cache.due()
-        if due or self._tier is not None:
-            tokens = dict(computed)
+        if due or self._tier is not None or self._strict:
+            tokens = tokens_by_request(computed)
+            if self._strict:
+                self._check_computed(tokens)
             for id in due:
                 if id in tokens:
                     self.cache.computed(id, tokens[id])
@@ -242,6 +277,7 @@ class HostCache:
 
         What a shared store does not answer ends by its timeouts, some seconds.
         """
+        self._check_usable()
         self._worker.drain()
         if self._tier is not None:
             self._tier.drain()
@@ -252,12 +288,16 @@ class HostCache:
 
         It may be loading. A preempted request may be started again at once.
         """
+        self._check_usable()
+        # In serving, a request that has outgrown what the engine said it never would must still come to its end.
+        check_tokens("num_tokens", num_tokens, self._max_model_len if self._strict else sys.maxsize)
         keys = self._keys.pop(id, None)
         if keys is None:
             self._unknown += 1
             self._misused(f"request {id!r} does not run")
             return
         self._loads.pop(id, None)
+        self._left.add(id)
         if self._tier is not None:
             self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
@@ -278,6 +318,7 @@ class HostCache:
 
         Ascending; none in a model that needs no checkpoints. Raises MisuseError for a request that does not run.
         """
+        self._check_usable()
         return self.cache.boundaries(id)
 
     @property
@@ -297,17 +338,30 @@ class HostCache:
 
     def reset(self) -> None:
         """Nothing cached before now may be used again: new weights, for example."""
+        self._check_usable()
         self._keys = dict.fromkeys(self._keys, ())
         self.cache.reset()
         if self._tier is not None:
             self._tier.reset()
 
     def close(self) -> None:
-        """Wait for copies under way, write to the tier what only the host has, and give the host region back."""
+        """Wait for copies under way, write to the tier what only the host has, and give the host region back.
+
+        Calls after it raise MisuseError, but for another `close` and what only asks. In a fork it does nothing.
+        """
+        if self._is_closed or self._process != os.getpid():
+            return
         if self._tier is not None:
             self._tier.flush(self._step_at_rest)
             self._tier.close()
         self._worker.close()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def _host_bytes(self) -> int:
@@ -347,44 +401,39 @@ class HostCache:
         """
         return any(len(keys) >= chunks and keys[chunks - 1] == key for keys in self._ended)
 
-    def _destinations(self, table: Table, hit: Hit) -> list[list[int]] | None:
-        """Of each group the blocks that a load fills: of a table the last ones before the boundary. None: no room."""
-        given = table(hit.start, hit.boundary) if callable(table) else self._before(hit, self._by_group(table))
-        if given is None:
-            return None
-        destinations = self._by_group(given)
-        self.cache.check_destinations(destinations, hit.start, hit.boundary)
-        return destinations
+    def _destinations_of(self, table: Table, hit: Hit) -> list[list[int]] | None:
+        """Of each group the blocks that a load fills. None: there is no room for them."""
+        if not callable(table):
+            return self._destinations.of_table(table, hit)
+        given = table(hit.start, hit.boundary)
+        return None if given is None else self._destinations.given(given, hit)
 
-    def _before(self, hit: Hit, by_group: list[list[int]]) -> list[list[int]]:
-        planner, grid = self.cache.planner, self.cache.planner.grid_tokens
-        counts = planner.device_blocks(hit.start // grid, hit.boundary // grid)
-        ends = [hit.boundary // group.block_tokens * group.device_blocks for group in planner.groups]
-        return [blocks[end - count : end] for blocks, end, count in zip(by_group, ends, counts, strict=True)]
-
-    def _by_group(self, blocks: Any) -> list[list[int]]:
-        """A list for each group. With one group a plain list of blocks will do."""
-        num_groups = len(self.cache.planner.groups)
-        if isinstance(blocks, Array):
-            blocks = blocks.tolist()
-        if num_groups == 1 and (not blocks or isinstance(blocks[0], int)):
-            return [blocks]
-        if len(blocks) != num_groups or any(isinstance(each, int) for each in blocks):
-            raise MisuseError(f"blocks are given as one list for each of {num_groups} groups, got {blocks!r}")
-        return [numbers(each) for each in blocks]
-
-    def _check_start(self, id: Hashable, keys: Sequence[bytes], n0: int, table: Table) -> None:
+    def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table) -> None:
         if id in self._keys:
             raise MisuseError(f"request {id!r} runs already; end it first")
-        least = KEY_BYTES if self._tier is None else TIER_KEY_BYTES
-        if keys and (not isinstance(keys[0], bytes) or len(keys[0]) < least):
-            kind = "" if self._tier is None else ", and sha256 digests where a tier outlives the process"
-            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 17), got {keys[0]!r}")
-        if n0 % (grid := self.cache.planner.grid_tokens) and not callable(table):
+        check_tokens("num_tokens", num_tokens, self._max_model_len)
+        check_tokens("n0", n0, num_tokens)
+        grid = self.cache.planner.grid_tokens
+        check_keys(keys, num_tokens, grid, persist=self._tier is not None, every=self._strict)
+        if n0 % grid and not callable(table):
             raise MisuseError(
                 f"n0 = {n0} is no multiple of {grid}, so tokens before it are loaded too, and others may read their "
                 "blocks: give as `table` a function that allocates blocks for (start, boundary)"
             )
+
+    def _check_computed(self, tokens: Mapping[Any, int]) -> None:
+        for id, num_tokens in tokens.items():
+            if id not in self._keys and id not in self._left:
+                raise MisuseError(f"request {id!r} is reported as computed, and does not run")
+            check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise MisuseError(
+                f"this HostCache belongs to process {self._process}, and its memory is not in a fork: build one here"
+            )
+        if self._is_closed:
+            raise MisuseError("this HostCache was closed: its memory is given back; build a new one")
 
     def _misused(self, what: str) -> None:
         if self._strict:

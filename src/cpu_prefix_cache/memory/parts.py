@@ -14,7 +14,7 @@ the host (rule 16). Within a part the bytes keep the engine's order.
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, groupby, pairwise
 
 import torch
@@ -45,7 +45,9 @@ class Part:
     """One part: `rows` is uint8 [blocks, bytes of a block], the engine's own memory.
 
     `number` tells parts of one layer and role apart, such as the three convolutions of some linear attentions.
-    `content` is the type and the shape of a block, such as bfloat16[16, 8, 128].
+    `content` is the type and the shape of a block, such as bfloat16[16, 8, 128]. `beside` are the sizes of the other
+    dimensions of its tensor: if one is that of the blocks, the wrong dimension was named. A tensor of tokens was
+    divided into blocks of `block_tokens`.
     """
 
     layer: int
@@ -53,6 +55,8 @@ class Part:
     rows: torch.Tensor
     number: int = 0
     content: str = "uint8"
+    beside: tuple[int, ...] = ()
+    block_tokens: int | None = None
 
     def __str__(self) -> str:
         name = f"{self.role.name.lower().replace('_', ' ')} of layer {self.layer}"
@@ -62,10 +66,11 @@ class Part:
 def blocks_first(layer: int, role: Role, tensor: torch.Tensor, *, number: int = 0) -> Part:
     """A tensor [blocks, ...] of any dtype. A state tensor is [slots, ...]: its slots are its blocks.
 
-    Raises ConfigurationError when the bytes of a block do not lie together.
+    Raises ConfigurationError when the bytes of a block do not lie together, and for what is no tensor with bytes.
     """
+    check_tensor(tensor)
     content = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
-    return Part(layer, role, block_bytes(tensor), number, content)
+    return Part(layer, role, block_bytes(tensor), number, content, beside=tuple(tensor.shape[1:]))
 
 
 def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[Part, Part]:
@@ -94,7 +99,16 @@ def token_major(
             f"{num_blocks} blocks of {block_tokens} tokens are {num_blocks * block_tokens} rows, but the tensor of "
             f"layer {layer} has {tensor.shape[0]}; give the rows that are blocks, and no others"
         )
-    return blocks_first(layer, role, tensor.unflatten(0, (num_blocks, block_tokens)), number=number)
+    part = blocks_first(layer, role, tensor.unflatten(0, (num_blocks, block_tokens)), number=number)
+    return replace(part, block_tokens=block_tokens)
+
+
+def check_tensor(given: object) -> None:
+    """Raise ConfigurationError for what is no tensor, or one of the meta device."""
+    if not isinstance(given, torch.Tensor):
+        raise ConfigurationError(f"KV lies in tensors of torch, and copies go to their memory; got {type(given)}")
+    if given.is_meta:
+        raise ConfigurationError(f"a tensor {list(given.shape)} on the meta device has no memory; give the real one")
 
 
 def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import enum
 from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.numbers import is_whole
 
 
 class GroupKind(enum.Enum):
@@ -82,7 +83,7 @@ class Group:
 
     def _check(self, field: str, *, least: int, only: bool = True) -> None:
         value = getattr(self, field)
-        if value < least:
+        if not is_whole(value, least):
             raise ConfigurationError(f"group {self.name!r} needs {field} of at least {least}, got {value}")
         if value and not only:
             raise ConfigurationError(f"group {self.name!r} is of kind {self.kind.value!r}, which has no {field}")

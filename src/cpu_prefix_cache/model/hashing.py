@@ -18,6 +18,7 @@ value, nothing may be kept under them beyond the process.
 
 import copy
 import hashlib
+import operator
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from typing import Any, Self
 import xxhash
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PrefixCacheError
+from cpu_prefix_cache.messages.numbers import check_whole
 
 TOKEN_BYTES = 4
 LENGTH_BYTES = 8
@@ -104,8 +106,7 @@ class ChainHasher:
         """
         if algorithm not in DIGESTS:
             raise ConfigurationError(f"hash algorithm must be one of {', '.join(DIGESTS)}; got {algorithm!r}")
-        if chunk_tokens < 1:
-            raise ConfigurationError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+        check_whole("chunk_tokens", chunk_tokens, least=1)
         if tenants and algorithm not in CRYPTOGRAPHIC:
             raise ConfigurationError(f"tenants need algorithm 'sha256': {algorithm} is not a cryptographic digest")
         self.chunk_tokens = chunk_tokens
@@ -209,6 +210,8 @@ def _integer(value: int) -> bytes:
 def _token_bytes(tokens: Sequence[int], begin: int, end: int) -> bytes:
     """`tokens[begin:end]` as unsigned 32-bit little-endian words."""
     try:
+        if len(tokens):
+            operator.index(tokens[0])  # a row of a batch is none, and would go unseen in less than a chunk of rows
         view = _integers_in_memory(tokens)
         words = array("I", tokens[begin:end]).tobytes() if view is None else _words(view[begin:end])
     except (OverflowError, TypeError) as error:

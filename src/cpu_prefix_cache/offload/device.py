@@ -10,13 +10,17 @@ out.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.pool.states import State
 
 
+@runtime_checkable
 class Device(Protocol):
     """What an engine tells of its device blocks, and which it holds. Called from the deciding thread only.
 
@@ -73,6 +77,25 @@ class Device(Protocol):
         return None
 
     @property
+    def blocks_per_chunk(self) -> int | None:
+        """How many blocks `find` answers with; None: as many as the groups of the model need."""
+        return None
+
+    @property
+    def shares_unfinished(self) -> bool:
+        """Whether requests with the same prefix have blocks in common before these are computed or loaded.
+
+        Then each of them waits for what fills such a block, and `find` answers when it is written.
+        """
+        return False
+
+    def check_own(self, blocks: Sequence[int]) -> None:
+        """Raise MisuseError, with a sentence, where a load must not fill these blocks, as far as the device knows: one
+        is not in use, others read it, or it is found by a key. Asked with `strict`, before they are held.
+        """
+        return
+
+    @property
     def num_promised(self) -> int:
         """How many waiting blocks running requests will be given, in an engine that admits by reservation.
 
@@ -90,6 +113,23 @@ class Device(Protocol):
         Only pieces whose bytes are written, and of a state only the page at exactly this boundary (rule 10).
         """
         return None
+
+
+def check_fits(device: Device, planner: HybridChunkPlanner) -> None:
+    """Raise ConfigurationError for a device that cannot find what a request needs to resume."""
+    kind = type(device)
+    if planner.has_checkpoints and kind.find_checkpoint is Device.find_checkpoint:
+        kinds = ", ".join(f"{group.name!r} ({group.kind.value})" for group in planner.groups)
+        raise ConfigurationError(
+            f"the groups are {kinds}, and {kind.__name__} has no find_checkpoint: nothing of a window, a local chunk "
+            "or a state would ever be stored. Take a PooledDevice, or a Device that finds and names checkpoints"
+        )
+    wanted, given = planner.device_blocks_per_chunk, device.blocks_per_chunk
+    if given not in (None, wanted):
+        raise ConfigurationError(
+            f"a chunk of {planner.grid_tokens} tokens takes {wanted} device blocks, but {kind.__name__} has {given} to "
+            "a chunk: chunk_tokens must be the tokens of so many blocks"
+        )
 
 
 class PooledDevice(Device):
@@ -134,6 +174,11 @@ class PooledDevice(Device):
         if chunk == block:
             return block in self._pool.free
         return self._pool.key(chunk) is not None and not self._pool.is_pinned(chunk)
+
+    def check_own(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if self._pool.state(self._pool.chunk_of(block)) is not State.WRITING:
+                raise MisuseError(f"block {block} is no block that was allocated and is not committed yet")
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:
         return self._pool.pin(*dict.fromkeys(map(self._pool.chunk_of, blocks)))

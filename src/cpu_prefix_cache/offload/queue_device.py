@@ -13,6 +13,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, MutableSequence, Sequence
 from typing import NamedTuple
 
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.numbers import check_whole
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.places import FRONT, Places
 
@@ -26,9 +28,13 @@ class _Hold(NamedTuple):
 
 
 class QueueDevice(Device):
-    """A subclass has five members of one line each; `num_blocks` are all the blocks the engine hands out."""
+    """A subclass has five members of one line each; `num_blocks` are all the blocks the engine hands out.
+
+    Raises ConfigurationError for a `num_blocks` below 1.
+    """
 
     def __init__(self, num_blocks: int) -> None:
+        check_whole("num_blocks", num_blocks, least=1)
         self._num_blocks = num_blocks
         self._places = Places(lambda place: isinstance(place, tuple) and self.is_waiting(*place))
 
@@ -59,6 +65,22 @@ class QueueDevice(Device):
     @property
     def num_waiting(self) -> int:
         return len(self.queue())
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return 1
+
+    def check_own(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            users = self.users(block)
+            if not users:
+                raise MisuseError(f"block {block} is in the queue: blocks that a load fills are in use by its request")
+            if self.key(block) is not None:
+                raise MisuseError(f"block {block} has the key of a chunk: others may read it while a load fills it")
+            if users > 1 and not self.shares_unfinished:
+                raise MisuseError(
+                    f"block {block} has {users} users: a load fills blocks that are in use by one request"
+                )
 
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self.block(key)

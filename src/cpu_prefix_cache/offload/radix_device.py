@@ -24,20 +24,29 @@ survives a split, and a node that is unlocked again waits where it did.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.messages.numbers import Numbers, numbers
+from cpu_prefix_cache.messages.numbers import Numbers, is_whole, numbers
 from cpu_prefix_cache.offload.device import Device
 
 Node = Any  # of the engine's tree
+SLACK = 2  # entries of the heap for each node: further ones count no more, and are dropped
 PORTION = 512  # free pages that are read at a time: a tensor is turned into a list portion by portion
 
 
-class _Placed(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Placed:
     node: Node
     pages: list[int]  # in token order, when it was placed; a split has moved some to another node since
+    above: Node | None = None  # the node that it hangs below
+    entry: "_Entry | None" = None  # of a leaf that waits to be read: the one that counts
+
+
+_Entry = tuple[Any, int, int, _Placed]  # last use when it was made, no later than the true one; two to tell them apart
 
 
 class _Hold(NamedTuple):
@@ -48,6 +57,9 @@ class _Hold(NamedTuple):
 class RadixDevice(Device):
     """A subclass has eight members of one line each, and the engine calls four.
 
+    A question about the order of eviction costs what is read of it, and what was used or locked since the last one; not
+    the size of the tree (benchmarks/radix_order.py).
+
     `num_pages` is how many pages the engine can hand out, whatever their numbers are; `chunk_pages` how many of them a
     chunk takes. Page numbers may be given in lists, tensors and arrays, and are told in lists.
 
@@ -55,16 +67,20 @@ class RadixDevice(Device):
     """
 
     def __init__(self, num_pages: int, chunk_pages: int) -> None:
-        if num_pages < 1 or chunk_pages < 1:
+        if not is_whole(num_pages, 1) or not is_whole(chunk_pages, 1):
             raise ConfigurationError(
-                f"num_pages and chunk_pages must be at least 1, got {num_pages} pages and {chunk_pages} to a chunk; "
-                f"chunk_pages is the tokens of a chunk divided by those of a page"
+                f"num_pages and chunk_pages must be whole numbers of at least 1, got {num_pages!r} pages and "
+                f"{chunk_pages!r} to a chunk; chunk_pages is the tokens of a chunk divided by those of a page"
             )
         self._num_pages = num_pages
         self._chunk_pages = chunk_pages
         self._chunks: dict[bytes, list[int]] = {}  # key -> pages of the chunk
         self._key: dict[int, bytes] = {}  # last page of a chunk -> its key
         self._placed: dict[int, _Placed] = {}  # id of a node -> the node
+        self._children = Counter[int]()  # id of a node -> how many hang below it, if any
+        self._leaves: list[_Entry] = []  # a heap
+        self._read: list[_Placed] = []  # leaves taken from it for the last question
+        self._number = count()
         self._node: list[Node | None] = [None] * (num_pages + 1)  # of each page
         self._held = Counter[int]()  # private pages -> holds
         self._given_back: set[int] = set()  # pages that are held, and become free then
@@ -94,7 +110,10 @@ class RadixDevice(Device):
 
     @abstractmethod
     def last_use(self, node: Node) -> Any:
-        """What the engine compares to choose among leaves: that with the smallest is evicted first."""
+        """What the engine compares to choose among leaves: that with the smallest is evicted first.
+
+        It grows when a node is used. An engine in which it can fall calls `placed` again then.
+        """
 
     @abstractmethod
     def locks(self, node: Node) -> int:
@@ -119,9 +138,15 @@ class RadixDevice(Device):
             )
         if pages and max(pages) >= len(self._node):
             self._node += [None] * (max(pages) + 1 - len(self._node))
+        before = {id(each) for page in pages if (each := self._node[page]) is not None and each is not node}
         for page in pages:
             self._node[page] = node
-        self._placed[id(node)] = _Placed(node, pages)
+        placed = self._placed.setdefault(id(node), _Placed(node, pages))
+        placed.pages = pages
+        self._hang(placed)
+        for lower in before & self._placed.keys():  # a split has put this node above it
+            self._hang(self._placed[lower])
+        self._queue(placed)
 
     def computed(self, keys: Sequence[bytes], pages: Numbers) -> None:
         """The tree has `pages`: those of a prefix, from its first token on, in token order.
@@ -144,8 +169,11 @@ class RadixDevice(Device):
         """These pages have left the tree. Call it before they are handed out."""
         for page in numbers(pages):
             if page < len(self._node):
-                self._placed.pop(id(self._node[page]), None)
+                left = self._placed.pop(id(self._node[page]), None)
                 self._node[page] = None
+                if left is not None:
+                    left.entry = None
+                    self._unhang(left)
             if (key := self._key.pop(page, None)) is not None:
                 del self._chunks[key]
 
@@ -166,6 +194,20 @@ class RadixDevice(Device):
     def num_blocks(self) -> int:
         return self._num_pages
 
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self._chunk_pages
+
+    def check_own(self, blocks: Sequence[int]) -> None:
+        free = set(numbers(self.free_pages()))
+        for page in blocks:
+            if page in free:
+                raise MisuseError(f"page {page} is free: pages that a load fills are allocated, for its request")
+            if page < len(self._node) and self._node[page] is not None:
+                raise MisuseError(f"page {page} is in the tree: others may read it while a load fills it")
+            if page in self._held and not self.shares_unfinished:
+                raise MisuseError(f"page {page} is being filled by another load: give each load pages of its own")
+
     def find(self, key: bytes) -> Sequence[int] | None:
         return self._chunks.get(key)
 
@@ -173,13 +215,13 @@ class RadixDevice(Device):
         return list(map(self._chunks.get, keys))
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
-        """As for every Device. Free pages come one by one; only behind them all nodes are gone through."""
+        """As for every Device. Free pages come one by one, and behind them nodes, as far as they are read."""
         for page in self._free_pages():
             yield page, None
         node_of, key_of = self._node, self._key.get
-        for node, pages in self._by_eviction():
-            for page in reversed(pages):
-                if node_of[page] is node:
+        for placed in self._by_eviction():
+            for page in reversed(placed.pages):
+                if node_of[page] is placed.node:
                     yield page, key_of(page)
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
@@ -250,16 +292,74 @@ class RadixDevice(Device):
                 f"page {page} is free, and a load is writing to it: call give_back(pages) in place of freeing them"
             )
 
+    def _hang(self, placed: _Placed) -> None:
+        """Note below which node this one hangs now."""
+        above = self.parent(placed.node)
+        if placed.above is not above:
+            self._unhang(placed)
+            placed.above = above
+            self._children[id(above)] += 1
+
+    def _unhang(self, placed: _Placed) -> None:
+        above, placed.above = placed.above, None
+        if above is None:
+            return
+        self._children[id(above)] -= 1
+        if not self._children[id(above)]:
+            del self._children[id(above)]
+            if (parent := self._placed.get(id(above))) is not None:
+                self._queue(parent)
+
+    def _queue(self, placed: _Placed) -> None:
+        """Put a leaf where it is evicted as of now. Its entry from before counts no more."""
+        use = self.last_use(placed.node)
+        if id(placed.node) in self._children or (placed.entry is not None and placed.entry[0] == use):
+            return
+        placed.entry = (use, id(placed.node), next(self._number), placed)
+        heappush(self._leaves, placed.entry)
+        if len(self._leaves) > SLACK * len(self._placed):
+            self._leaves = [entry for entry in self._leaves if entry[-1].entry is entry]
+            heapify(self._leaves)
+
+    def _next_leaf(self) -> _Entry | None:
+        """The leaf that is evicted first of those not read yet in this question. Locked ones are passed over."""
+        while self._leaves:
+            entry = heappop(self._leaves)
+            placed = entry[-1]
+            if placed.entry is not entry:
+                continue  # it has left the tree, or another entry counts
+            placed.entry = None
+            if self.last_use(placed.node) != entry[0]:
+                self._queue(placed)  # used since then
+            elif id(placed.node) not in self._children:  # else it comes back when it is a leaf again
+                self._read.append(placed)
+                if not self.locks(placed.node):
+                    return entry
+        return None
+
     def _by_eviction(self) -> Iterator[_Placed]:
-        """The unlocked nodes as the engine evicts them: leaves, and nodes that are leaves by then."""
-        waiting = {id: placed for id, placed in self._placed.items() if not self.locks(placed.node)}
-        children = Counter(id(self.parent(placed.node)) for placed in waiting.values())
-        leaves = [(self.last_use(each.node), id, each) for id, each in waiting.items() if not children[id]]
-        heapify(leaves)
-        while leaves:
-            _, _, leaf = heappop(leaves)
-            yield leaf
-            above = id(self.parent(leaf.node))
-            children[above] -= 1
-            if not children[above] and above in waiting:
-                heappush(leaves, (self.last_use(waiting[above].node), above, waiting[above]))
+        """The unlocked nodes as the engine evicts them: leaves, and nodes that are leaves by then.
+
+        Leaves that are read are put back when the order is asked for again. So this costs what is read, and what was
+        used, locked or evicted meanwhile, however many nodes there are.
+        """
+        back, read = self._read, list[_Placed]()
+        self._read = read
+        for placed in back:
+            if self._placed.get(id(placed.node)) is placed:
+                self._queue(placed)
+        left = dict[int, int]()  # of nodes above what is read: how many of their children are not
+        order = [] if (leaf := self._next_leaf()) is None else [leaf]
+        while order:
+            placed = heappop(order)[-1]
+            yield placed
+            if self._read is not read:
+                raise MisuseError("the order of eviction was asked for again: an earlier answer cannot be read on")
+            if id(placed.node) not in self._children and (leaf := self._next_leaf()) is not None:
+                heappush(order, leaf)
+            above = self._placed.get(id(placed.above))
+            if above is None:
+                continue
+            left[id(above)] = left.get(id(above), self._children[id(above.node)]) - 1
+            if not left[id(above)] and not self.locks(above.node):
+                heappush(order, (self.last_use(above.node), id(above.node), next(self._number), above))

@@ -41,8 +41,9 @@ class Trial(Protocol):
     def take(self, keys: Sequence[bytes], cached: int, tokens: Sequence[int]) -> Any:
         """A request begins: its chunks have these keys, and each of its blocks one of these tokens.
 
-        It uses the `cached` chunks that the device finds, from the first on, and takes blocks for the others. The
-        request; or None if the engine has not so many blocks to hand out.
+        It uses the `cached` chunks that the device finds, from the first on, and takes blocks for the others: but with
+        `shares_unfinished` it uses those of a request that has the same chunk and has not computed it yet. The request;
+        or None if the engine has not so many blocks to hand out.
         """
 
     def blocks(self, request: Any) -> Sequence[Sequence[int]]:
@@ -125,7 +126,9 @@ class _Machine(RuleBasedStateMachine):
         found = {block for key in keys[:cached] for block in self.device.find(key) or ()}
         order = [place for place in self.order() if place[0] not in found]
         first = {block for block, key in order if key is not None and block in (self.device.find(key) or ())}
-        wanted, room = (len(keys) - cached) * self.width, len(order) - self.device.num_promised
+        unfinished = self.unfinished() if self.device.shares_unfinished else {}
+        missing = sum(key not in unfinished for key in keys[cached:])
+        wanted, room = missing * self.width, len(order) - self.device.num_promised
         request = self.trial.take(keys, cached, tokens)
         self.stays.update(found)
         assert (request is None) == (wanted > room), f"{wanted} blocks were asked for while {room} can be handed out"
@@ -137,7 +140,13 @@ class _Machine(RuleBasedStateMachine):
         blocks = self.trial.blocks(request)
         for key, chunk in zip(keys, blocks[:cached], strict=False):
             assert self.has(chunk, key), f"chunk {key.hex()} was found in blocks {chunk}, which hold another"
-        self.handed_out([block for chunk in blocks[cached:] for block in chunk], wanted, order, first)
+        new: list[int] = []
+        for key, chunk in zip(keys[cached:], blocks[cached:], strict=True):
+            if (shared := unfinished.get(key)) is None:
+                new += chunk
+            else:
+                assert list(chunk) == shared, f"chunk {key.hex()} is unfinished in {shared}, and not shared: {chunk}"
+        self.handed_out(new, wanted, order, first)
 
     def handed_out(self, new: list[int], wanted: int, order: list[tuple[int, bytes | None]], first: set[int]) -> None:
         """These were taken from the front of the order. An engine that evicts a node gives up all of its chunks.
@@ -145,7 +154,10 @@ class _Machine(RuleBasedStateMachine):
         Those of `first` stood for a chunk that was found: the others with a key hold one that is found elsewhere, too.
         """
         assert len(set(new)) == wanted, f"{wanted} blocks were asked for, and {new} handed out"
-        assert set(new) <= {block for block, _ in order}, f"{new} were handed out, and some of them do not wait"
+        assert set(new) <= {block for block, _ in order}, (
+            f"{new} were handed out, and some of them do not wait. If another request has them and has not computed "
+            "them yet, and they are meant to be shared, the device says so: shares_unfinished"
+        )
         lost = {block for block, key in order if block in first and self.device.find(key or b"") is None}
         kept = {block for block, key in order if key is not None or block not in self.contents}.difference(new, lost)
         left = [block in kept for block, _ in order if block in kept or block in lost.union(new)]
@@ -301,6 +313,13 @@ class _Machine(RuleBasedStateMachine):
         """The blocks of a request that hold nothing yet."""
         blocks = self.trial.blocks(self.requests[at % len(self.requests)].request)
         return [block for chunk in blocks[self.depth(at) :] for block in chunk]
+
+    def unfinished(self) -> dict[bytes, list[int]]:
+        """The blocks of the chunks that requests have and nobody finds yet."""
+        chunks = (
+            pair for each in self.requests for pair in zip(each.keys, self.trial.blocks(each.request), strict=True)
+        )
+        return {key: list(blocks) for key, blocks in chunks if self.device.find(key) is None}
 
     def is_loading(self, at: int) -> bool:
         """Whether a load is filling blocks of the request."""

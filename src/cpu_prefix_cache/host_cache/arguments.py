@@ -1,0 +1,41 @@
+"""What an engine says of a request, checked before anything changes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.numbers import is_whole
+
+KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
+
+
+def check_tokens(name: str, tokens: object, most: int) -> None:
+    if not is_whole(tokens) or tokens > most:
+        raise MisuseError(f"{name} must be a whole number of tokens from 0 to {most}, got {tokens!r}")
+
+
+def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, persist: bool, every: bool) -> None:
+    """Keys are those of full chunks, and digests of one length. `every` one is looked at, or the first and the last.
+    What they lead to may `persist` beyond the process.
+    """
+    if len(keys) > num_tokens // chunk_tokens:
+        raise MisuseError(
+            f"{num_tokens} tokens fill {num_tokens // chunk_tokens} chunks of {chunk_tokens}, but {len(keys)} keys are "
+            "given: a key is that of chunk_tokens tokens, so hash as many at a time"
+        )
+    least = TIER_KEY_BYTES if persist else KEY_BYTES
+    for key in keys if every else [*keys[:1], *keys[-1:]]:
+        if not isinstance(key, bytes) or len(key) < least:
+            kind = ", and sha256 digests where a tier outlives the process" if persist else ""
+            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 17), got {key!r}")
+        if len(key) != len(keys[0]):
+            raise MisuseError(f"keys are digests of one length (rule 17), got {keys[0]!r} and {key!r}")
+
+
+def tokens_by_request(computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    try:
+        return dict(computed)
+    except (TypeError, ValueError) as error:
+        raise MisuseError(
+            f"computed is a mapping of requests to tokens, or pairs of both, got {computed!r}: {error}"
+        ) from error

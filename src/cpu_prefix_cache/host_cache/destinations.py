@@ -1,0 +1,93 @@
+"""Destinations of a load: the device blocks that an engine gives for it, in whichever form, as a list for each group.
+
+Whatever they are, they would be held and written to. So their numbers are checked before anything is held; with
+`strict` also that nobody else uses these blocks, which asks the device about each.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.numbers import Array, is_integer
+from cpu_prefix_cache.messages.request import Hit
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.kv_layout import KVGroup
+
+
+class Destinations:
+    """Those of the loads of one cache. Every call raises MisuseError for what cannot be meant."""
+
+    def __init__(self, cache: CPUPrefixCache, device: Device, groups: "Sequence[KVGroup]", *, strict: bool) -> None:
+        self._cache, self._device, self._strict = cache, device, strict
+        self._names = [each.group.name for each in groups]
+        self._num_blocks = [each.num_blocks for each in groups]
+
+    def of_table(self, table: Any, hit: Hit) -> list[list[int]]:
+        """Of blocks from the request's first token on the last ones before the boundary."""
+        planner, grid = self._cache.planner, self._cache.planner.grid_tokens
+        counts = planner.device_blocks(hit.start // grid, hit.boundary // grid)
+        ends = [hit.boundary // group.block_tokens * group.device_blocks for group in planner.groups]
+        tables = zip(self._by_group(table), ends, counts, strict=True)
+        return self._checked([blocks[end - count : end] for blocks, end, count in tables], hit)
+
+    def given(self, blocks: Any, hit: Hit) -> list[list[int]]:
+        """Of blocks that were allocated for this load."""
+        return self._checked(self._by_group(blocks), hit)
+
+    def _by_group(self, given: Any) -> list[list[Any]]:
+        """A list for each group. With one group a plain list of blocks will do."""
+        blocks, num_groups = _listed(given), len(self._names)
+        if num_groups == 1 and (not blocks or isinstance(blocks[0], Integral)):
+            return [blocks]
+        if len(blocks) != num_groups or any(isinstance(each, Integral) for each in blocks):
+            raise MisuseError(f"blocks are given as one list for each of {num_groups} groups, got {given!r}")
+        return [_listed(each) for each in blocks]
+
+    def _checked(self, by_group: list[list[Any]], hit: Hit) -> list[list[int]]:
+        destinations = [
+            _numbers(blocks, num_blocks, name)
+            for blocks, num_blocks, name in zip(by_group, self._num_blocks, self._names, strict=True)
+        ]
+        self._cache.check_destinations(destinations, hit.start, hit.boundary)
+        if self._strict:
+            self._check_own(list(chain.from_iterable(destinations)))
+        return destinations
+
+    def _check_own(self, blocks: list[int]) -> None:
+        # Requests that share a block that is not written yet may each load the same bytes into it.
+        filling = {} if self._device.shares_unfinished else self._cache.filling()
+        for block in blocks:
+            if block in filling:
+                raise MisuseError(
+                    f"block {block} is being filled by the load of request {filling[block]!r}: give each load blocks "
+                    "of its own, and hand out none again before end_step names the request or its holds end"
+                )
+        self._device.check_own(blocks)
+
+
+def _listed(given: Any) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    try:
+        listed = given.tolist() if isinstance(given, Array) else list(given)
+    except TypeError:
+        listed = None
+    if not isinstance(listed, list):
+        raise MisuseError(f"blocks are given as a list, a tensor or an array of their numbers, got {given!r}")
+    return listed
+
+
+def _numbers(blocks: list[Any], num_blocks: int, group: str) -> list[int]:
+    if not set(map(type, blocks)) <= {int}:
+        if odd := [block for block in blocks if not is_integer(block)]:
+            raise MisuseError(f"blocks of group {group!r} are given by their numbers, got {odd[0]!r}")
+        blocks = list(map(int, blocks))
+    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
+        wrong = next(block for block in blocks if not 0 <= block < num_blocks)
+        raise MisuseError(f"block {wrong} does not exist: the tensors of group {group!r} have 0 to {num_blocks - 1}")
+    return blocks
