@@ -25,6 +25,7 @@ import connector.atom.worker
 from cpu_prefix_cache import CacheStatistics
 from tests_engines.atom import mends
 from tests_engines.atom.engine import VOCABULARY, Engine, config_of, transfer_config
+from tests_engines.atom.pools import pools
 
 MOST_ALIVE, PATIENCE = 20, 30  # requests, steps
 RESETS = 0.03  # the chance of each step
@@ -50,6 +51,7 @@ class Variant:
     reset: bool = False  # now and then the weights change, and ATOM clears its cache
     max_tokens: int = 64
     defers: bool = False
+    pool: str = "lru"  # of POOLS
 
 
 def variants() -> dict[str, Variant]:
@@ -68,6 +70,16 @@ def variants() -> dict[str, Variant]:
             f"{offload}, small host, arc": replace(plain, host_blocks=100, policy="arc", aborts=0.02),
             f"{offload}, resets": replace(plain, reset=True, copies="late"),
             f"{offload}, shared contexts": replace(plain, dcp=2, ranks=2),
+        }
+        found |= {
+            f"{offload}, slru": replace(plain, pool="slru"),
+            f"{offload}, slru, late, arc": replace(plain, pool="slru", copies="late", policy="arc", host_blocks=100),
+            f"{offload}, slru, deferred tokens, answers": replace(plain, pool="slru", defers=True, max_output=40),
+            f"{offload}, slru, two ranks, late, resets": replace(
+                plain, pool="slru", ranks=2, copies="late", reset=True
+            ),
+            f"{offload}, slru, preempted": replace(found[f"{offload}, preempted"], pool="slru"),
+            f"{offload}, superblocks": replace(plain, pool="superblocks", copies="late"),
         }
     return found
 
@@ -220,7 +232,8 @@ def simulate(variant: Variant, requests: int, seed: int = 1, kind: type[Simulati
     choose = connector.atom.worker.choose_copier
     connector.atom.worker.choose_copier = troubled(choose, COPIERS[variant.copies])
     try:
-        return kind(variant, seed).run(requests)
+        with pools(variant.pool):
+            return kind(variant, seed).run(requests)
     finally:
         connector.atom.worker.choose_copier = choose
 

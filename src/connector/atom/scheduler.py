@@ -21,6 +21,7 @@ The sources of stores and the destinations of loads have references of their own
 blocks for them: `should_defer_free` always answers no.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,8 +30,8 @@ from typing import Any
 from atom.kv_transfer.disaggregation.base import KVConnectorSchedulerBase
 from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 
-from connector.atom import geometry
-from connector.atom.device import AtomDevice
+from connector.atom import geometry, touched
+from connector.atom.device import AtomDevice, UnorderedDevice
 from connector.atom.messages import StepMetadata, ready_blocks_of
 from connector.atom.requests import KnownRequests
 from connector.atom.settings import Settings
@@ -41,6 +42,8 @@ from cpu_prefix_cache.messages.request import MISS, Answer
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.prefix_cache import Resolved
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+
+logger = logging.getLogger(__name__)
 
 # ATOM's status of a request that should_park_for_load_after_alloc has stopped, and of one whose client has gone.
 WAITS, ABORTED = "WAITING_FOR_REMOTE_KVS", "ABORTED"
@@ -80,11 +83,13 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
     def bind(self, block_manager: Any, waiting: Any) -> None:
         """These are the blocks and the queue of ATOM's scheduler. When it clears its own prefix cache, this one is
         reset.
+
+        Raises ConfigurationError if they are not those of an ATOM that is known.
         """
+        touched.check_manager(block_manager)
         self._waiting = waiting
         self._states = States.of(block_manager)
-        pool = block_manager.kv
-        self._requests.device = StateDevice(pool, self._states) if self._states.units else AtomDevice(pool)
+        self._requests.device = self._device_of(block_manager.kv)
         block_manager.clear_cache = partial(self._clear_both, block_manager.clear_cache)
 
     def reset_cache(self) -> None:
@@ -186,6 +191,17 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             self._leave(seq, self.cache.finished)
 
     # Details
+
+    def _device_of(self, pool: Any) -> AtomDevice:
+        why_not_ordered = touched.why_not_ordered(pool)
+        if why_not_ordered is None:
+            return StateDevice(pool, self._states) if self._states.units else AtomDevice(pool)
+        if self._states.units:
+            raise ConfigurationError(f"{why_not_ordered}: its states cannot be kept; start ATOM without the host cache")
+        if self._settings.is_lazy:
+            logger.warning("%s: the host cache stores eagerly, as with the option offload: eager", why_not_ordered)
+        self._settings = self._settings.made_eager()
+        return UnorderedDevice(pool)
 
     def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
         """What can be loaded beyond what the device had when the request got its blocks."""
