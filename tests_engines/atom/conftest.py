@@ -16,6 +16,7 @@ from tests_engines.atom import source  # noqa: F401
 collect_ignore = [  # they import the real one
     "engine.py",
     "mends.py",
+    "pools.py",
     "simulation.py",
     "state_engine.py",
     "state_simulation.py",
