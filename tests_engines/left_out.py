@@ -24,9 +24,7 @@ def left_out(files: set[Path], why_not_atom: str | None, nano: Path) -> Counter[
         if why_not_atom and NEEDS_ATOM in file.read_text():
             counts[why_not_atom] += number_of_tests(file)
         if file.name == "test_nano_vllm.py" and not nano.exists():
-            counts[f"nano-vllm's source is not here: it is looked for in ../shared/engines/{nano.name}"] += (
-                number_of_tests(file)
-            )
+            counts[f"nano-vllm is looked for in ../shared/engines/{nano.name}"] += number_of_tests(file)
     return counts
 
 
