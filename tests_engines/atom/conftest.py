@@ -1,5 +1,7 @@
 """Every test here imports ATOM as `source.py` finds it, the real one or its double.
 
+ATOM_POOL names the pool of blocks that its schedulers have, of those in `pools.py`; default: ATOM's.
+
 Kernels run in Triton's interpreter. It must be told so before anything imports it, as ATOM does.
 """
 
@@ -23,6 +25,18 @@ collect_ignore = [  # they import the real one
     "tiered.py",
     "tiered_simulation.py",
 ]
+
+
+@pytest.fixture(autouse=True)
+def pool():
+    kind = os.environ.get("ATOM_POOL")
+    if kind is None:
+        yield
+        return
+    from tests_engines.atom.pools import pools  # the real ATOM, as those who say this have
+
+    with pools(kind):
+        yield
 
 
 @pytest.fixture
