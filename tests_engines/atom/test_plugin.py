@@ -1,6 +1,7 @@
 """ATOM finds the connector in all of its processes, and its scheduler tells the connector its blocks."""
 
 import multiprocessing
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from atom.model_engine.scheduler import Scheduler
 import connector.atom.plugin
 from connector.atom.plugin import register
 from connector.atom.scheduler import CPUPrefixCacheScheduler
+from connector.atom.worker import CPUPrefixCacheWorker
 from tests_engines.atom.engine import config_of, transfer_config
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +112,21 @@ def test_registered_twice_schedulers_are_told_once():
 def test_another_connector_is_left_alone():
     register()
     assert Scheduler(config_of(kv_transfer_config={})).kv_connector is None
+
+
+# What ATOM asks of a connector that offloads by chunks of its own, and goes on without.
+NOT_OURS = {"adjust_prefill_chunk_after_alloc", "should_park_partial_prefill_for_load"}
+# What releases after ffdf3bb5d ask besides, and take a default for.
+LATER = {
+    *("cancel_pending_load", "max_pending_saves", "release_stalled_save", "save_abandon_timeout_s"),
+    *("source_blocks_released", "take_source_safe_releases"),
+}
+
+
+def test_all_that_atom_asks_of_a_connector_is_known():
+    """ATOM asks by name and takes a default for what it does not find, so a name that is new is never noticed there."""
+    files = (unpacked() / "atom" / "model_engine").glob("*.py")
+    asks = re.compile(r'\b(?:kv_)?connector(?:\.|,\s*")(\w+)|_connector_flag\("(\w+)"')
+    asked = {"".join(found) for file in files for found in asks.findall(file.read_text())}
+    assert {"is_offload", "get_statistics", "should_defer_free"} <= asked
+    assert asked - {*dir(CPUPrefixCacheScheduler), *dir(CPUPrefixCacheWorker)} <= NOT_OURS | LATER
