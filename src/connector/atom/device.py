@@ -4,8 +4,7 @@
     waits      ref_count == 0, in `_free`; handed out first are those of `_vacant`, without a hash, the lowest number
                first; then those of `_cached`, in the order in which they were freed; then those of `_protected`: by its
                policy `slru` ATOM keeps apart what was used again, blocks that are in `_reused` when they are freed
-    held       a hold adds a reference, not by `claim`, which would count as a use: ATOM then changes neither the block
-               nor its hash
+    held       a hold adds a reference: ATOM then changes neither the block nor its hash
 
 A block has a hash from when its tokens are computed, or loaded, until it is handed out again. ATOM's hash has 64 bits
 and our keys at least 128, so what each block holds is remembered here under both: `remember` is told of a block and its
@@ -126,7 +125,7 @@ class AtomDevice(Device):
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
         waited = list(self._leave({block for block in blocks if not self._pool.is_used(block)}))
         places = {block for _, (block, _) in waited}
-        for block in blocks:
+        for block in blocks:  # not by `claim`, which drops the entry in the queue, and counts as a use
             self._pool.block(block).ref_count += 1
             self._pool._free.discard(block)
             self._pool._used.add(block)
