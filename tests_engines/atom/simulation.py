@@ -71,17 +71,16 @@ def variants() -> dict[str, Variant]:
             f"{offload}, resets": replace(plain, reset=True, copies="late"),
             f"{offload}, shared contexts": replace(plain, dcp=2, ranks=2),
         }
-        found |= {
-            f"{offload}, slru": replace(plain, pool="slru"),
-            f"{offload}, slru, late, arc": replace(plain, pool="slru", copies="late", policy="arc", host_blocks=100),
-            f"{offload}, slru, deferred tokens, answers": replace(plain, pool="slru", defers=True, max_output=40),
-            f"{offload}, slru, two ranks, late, resets": replace(
-                plain, pool="slru", ranks=2, copies="late", reset=True
-            ),
-            f"{offload}, slru, preempted": replace(found[f"{offload}, preempted"], pool="slru"),
-            f"{offload}, superblocks": replace(plain, pool="superblocks", copies="late"),
-        }
-    return found
+    lazy, eager = found["lazy"], found["eager"]
+    return found | {
+        "lazy, slru": replace(lazy, pool="slru"),
+        "lazy, slru, late, arc": replace(lazy, pool="slru", copies="late", policy="arc", host_blocks=100),
+        "lazy, slru, deferred tokens, answers": replace(lazy, pool="slru", defers=True, max_output=40),
+        "lazy, slru, two ranks, late, resets": replace(lazy, pool="slru", ranks=2, copies="late", reset=True),
+        "lazy, slru, preempted": replace(found["lazy, preempted"], pool="slru"),
+        "eager, slru, two ranks, late, resets": replace(eager, pool="slru", ranks=2, copies="late", reset=True),
+        "lazy, superblocks": replace(lazy, pool="superblocks", copies="late"),
+    }
 
 
 VARIANTS = variants()
