@@ -74,7 +74,7 @@ def variants() -> dict[str, Variant]:
     lazy, eager = found["lazy"], found["eager"]
     return found | {
         "lazy, slru": replace(lazy, pool="slru"),
-        "lazy, slru, late, arc": replace(lazy, pool="slru", copies="late", policy="arc", host_blocks=100),
+        "lazy, slru, late, arc": replace(lazy, pool="slru", copies="late", policy="arc", host_blocks=200),
         "lazy, slru, deferred tokens, answers": replace(lazy, pool="slru", defers=True, max_output=40),
         "lazy, slru, two ranks, late, resets": replace(lazy, pool="slru", ranks=2, copies="late", reset=True),
         "lazy, slru, preempted": replace(found["lazy, preempted"], pool="slru"),
