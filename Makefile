@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 
-.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -66,6 +66,11 @@ test-engines: $(VENV)/installed
 test-stores: $(VENV)/installed
 	$(BIN)/python -m pytest tests_stores
 
+# What people run beside what the other targets set up, a line each: right, refused, lost hits, wrong, not run. It loads
+# other releases from PyPI into .field, once. WORDS="fp8 LoRA" runs the rows with one of these words in their names.
+test-field: $(VENV)/installed $(VLLM_VENV)/installed
+	$(BIN)/python -m tests_field.run $(WORDS)
+
 # On a machine with a CUDA or HIP device, in an environment that has torch and Triton for it.
 test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu \
@@ -95,4 +100,4 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV)
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) .field

@@ -1,5 +1,7 @@
 """Every test here imports ATOM as `source.py` finds it, the real one or its double.
 
+ATOM_POOL names the pool of blocks that its schedulers have, of those in `pools.py`; default: ATOM's.
+
 Kernels run in Triton's interpreter. It must be told so before anything imports it, as ATOM does.
 """
 
@@ -16,12 +18,25 @@ from tests_engines.atom import source  # noqa: F401
 collect_ignore = [  # they import the real one
     "engine.py",
     "mends.py",
+    "pools.py",
     "simulation.py",
     "state_engine.py",
     "state_simulation.py",
     "tiered.py",
     "tiered_simulation.py",
 ]
+
+
+@pytest.fixture(autouse=True)
+def pool():
+    kind = os.environ.get("ATOM_POOL")
+    if kind is None:
+        yield
+        return
+    from tests_engines.atom.pools import pools  # the real ATOM, as those who say this have
+
+    with pools(kind):
+        yield
 
 
 @pytest.fixture

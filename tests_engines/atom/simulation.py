@@ -25,6 +25,7 @@ import connector.atom.worker
 from cpu_prefix_cache import CacheStatistics
 from tests_engines.atom import mends
 from tests_engines.atom.engine import VOCABULARY, Engine, config_of, transfer_config
+from tests_engines.atom.pools import pools
 
 MOST_ALIVE, PATIENCE = 20, 30  # requests, steps
 RESETS = 0.03  # the chance of each step
@@ -50,6 +51,7 @@ class Variant:
     reset: bool = False  # now and then the weights change, and ATOM clears its cache
     max_tokens: int = 64
     defers: bool = False
+    pool: str = "lru"  # of POOLS
 
 
 def variants() -> dict[str, Variant]:
@@ -69,7 +71,16 @@ def variants() -> dict[str, Variant]:
             f"{offload}, resets": replace(plain, reset=True, copies="late"),
             f"{offload}, shared contexts": replace(plain, dcp=2, ranks=2),
         }
-    return found
+    lazy, eager = found["lazy"], found["eager"]
+    return found | {
+        "lazy, slru": replace(lazy, pool="slru"),
+        "lazy, slru, late, arc": replace(lazy, pool="slru", copies="late", policy="arc", host_blocks=200),
+        "lazy, slru, deferred tokens, answers": replace(lazy, pool="slru", defers=True, max_output=40),
+        "lazy, slru, two ranks, late, resets": replace(lazy, pool="slru", ranks=2, copies="late", reset=True),
+        "lazy, slru, preempted": replace(found["lazy, preempted"], pool="slru"),
+        "eager, slru, two ranks, late, resets": replace(eager, pool="slru", ranks=2, copies="late", reset=True),
+        "lazy, superblocks": replace(lazy, pool="superblocks", copies="late"),
+    }
 
 
 VARIANTS = variants()
@@ -220,7 +231,8 @@ def simulate(variant: Variant, requests: int, seed: int = 1, kind: type[Simulati
     choose = connector.atom.worker.choose_copier
     connector.atom.worker.choose_copier = troubled(choose, COPIERS[variant.copies])
     try:
-        return kind(variant, seed).run(requests)
+        with pools(variant.pool):
+            return kind(variant, seed).run(requests)
     finally:
         connector.atom.worker.choose_copier = choose
 

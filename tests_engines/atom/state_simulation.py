@@ -2,7 +2,7 @@
 
     python -m tests_engines.atom.state_simulation VARIANT [REQUESTS] [SEED]        one outcome
 
-The variants are those of the simulation without states, but for shared contexts.
+The variants are those of the simulation without states, but for shared contexts and superblocks, which are refused.
 """
 
 import logging
@@ -18,7 +18,7 @@ from tests_engines.atom.state_engine import INTERVAL, StateEngine
 STATE_VARIANTS = {
     name: replace(variant, device_blocks=variant.device_blocks * 3 // 2, host_blocks=variant.host_blocks * 3 // 2)
     for name, variant in VARIANTS.items()
-    if variant.dcp == 1
+    if variant.dcp == 1 and variant.pool != "superblocks"
 }
 
 

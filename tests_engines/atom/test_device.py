@@ -11,9 +11,8 @@ from tests_engines.atom.source import WHY_NOT_REAL
 if WHY_NOT_REAL:
     pytest.skip(WHY_NOT_REAL, allow_module_level=True)
 
-from atom.model_engine.block_pool import BlockPool
-
 from connector.atom.device import AtomDevice
+from tests_engines.atom.pools import POOLS
 
 
 def hash_of(key):
@@ -25,9 +24,10 @@ class Trial:
 
     chunk_blocks = 1
     remembers = True
+    policy = "lru"
 
     def __init__(self, num_blocks):
-        self.pool = BlockPool(num_blocks)
+        self.pool = POOLS[self.policy](num_blocks)
         self.device = AtomDevice(self.pool)
 
     def take(self, keys, cached, tokens):
@@ -58,18 +58,89 @@ class Trial:
             self.pool.free(block)
 
 
-def test_a_block_pool_is_a_device():
-    check_device(lambda: Trial(7))
+class SlruTrial(Trial):
+    policy = "slru"
 
 
-def test_the_check_sees_a_device_that_puts_nothing_back():
-    class Forgetful(Trial):
+@pytest.mark.parametrize("trial", [Trial, SlruTrial])
+def test_a_block_pool_is_a_device(trial):
+    check_device(lambda: trial(7))
+
+
+@pytest.mark.parametrize("trial", [Trial, SlruTrial])
+def test_the_check_sees_a_device_that_forgets_where_blocks_waited(trial):
+    class Forgetful(trial):
         def __init__(self, num_blocks):
             super().__init__(num_blocks)
-            self.device._put_behind = lambda followers: None
+            self.device.hold, self.device.release = self.hold, self.release
+
+        def hold(self, blocks, parent=()):
+            for block in blocks:
+                self.pool.claim(block)
+            return blocks
+
+        def release(self, blocks):
+            for block in reversed(blocks):
+                self.pool.free(block)
 
     with pytest.raises(AssertionError, match="waited before"):
         check_device(lambda: Forgetful(7), shrink=False)
+
+
+@pytest.mark.parametrize("trial", [Trial, SlruTrial])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_held_is_at_the_front_again_when_all_before_it_is_gone(trial, seed):
+    """ATOM hands out what waits behind it meanwhile."""
+    draw, trial = random.Random(seed), two_prompts(trial(16))
+    while any(key is None for _, key in trial.device.soonest_evicted()):
+        trial.hand_out()
+    order = list(trial.device.soonest_evicted())
+    places = order[:5]
+    drawn = draw.sample(places, 5)
+    holds = [trial.device.hold([block]) for block, _ in drawn]
+    trial.hand_out()
+    draw.shuffle(holds)
+    for hold in holds:
+        trial.device.release(hold)
+    assert list(trial.device.soonest_evicted()) == places + order[6:]
+
+
+def two_prompts(trial):
+    """A device on which two prompts wait: of the second the first two blocks were used again."""
+    for name in (b"a", b"b"):
+        keys = [name * 15 + b"%d" % at for at in range(3)]
+        for cached in (0, 2) if name == b"b" else (0,):
+            request = trial.take(keys, cached, ())
+            trial.computed(request, 3)
+            trial.free(request)
+    return trial
+
+
+@pytest.mark.parametrize(("trial", "protected"), [(Trial, 0), (SlruTrial, 2)])
+def test_a_hold_is_no_use(trial, protected):
+    """What ATOM protects is what requests use again. All of it is seen, in the order in which it is handed out."""
+    trial = two_prompts(trial(8))
+    order = list(trial.device.soonest_evicted())
+    waiting = [block for block, key in order if key is not None]
+    assert len(order) == 8 and len(waiting) == 7  # the last block of the second prompt was computed twice
+    for held in (waiting, waiting[:3], waiting[-2:]):
+        trial.device.release(trial.device.hold(held))
+        assert list(trial.device.soonest_evicted()) == order
+    assert len(vars(trial.pool).get("_protected", ())) == protected
+    assert [trial.hand_out() for _ in order] == [block for block, _ in order]
+
+
+@pytest.mark.parametrize("trial", [Trial, SlruTrial])
+def test_what_is_used_while_it_is_held_is_used(trial):
+    """A request finds the block, and ends, while a store reads it: it is the last then."""
+    trial = two_prompts(trial(8))
+    (block,) = trial.device.find(b"a" * 15 + b"0")
+    hold = trial.device.hold([block])
+    request = trial.take([b"a" * 15 + b"0", b"c" * 16], 1, ())
+    trial.device.release(hold)
+    assert block not in [each for each, _ in trial.device.soonest_evicted()]
+    trial.free(request)
+    assert [each for each, _ in trial.device.soonest_evicted()][-1] == block
 
 
 def test_what_atom_holds_and_we_were_not_told_of_has_no_key():

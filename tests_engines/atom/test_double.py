@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests_engines.atom import source
 from tests_engines.atom.double.atom.kv_transfer.disaggregation import types as double_types
-from tests_engines.atom.source import ARCHIVE, unpacked
 
 DOUBLE = Path(__file__).parent / "double"
 PLACE = "atom/kv_transfer/disaggregation"
@@ -28,9 +28,9 @@ LEFT_OUT = {
 
 
 def real(path):
-    if not ARCHIVE.exists():
-        pytest.skip(f"ATOM's source is not here: {ARCHIVE.name} is looked for in ../shared/engines")
-    return (unpacked() / path).read_text()
+    if source.source() is None:
+        pytest.skip(source.why_not_real())
+    return (source.unpacked() / path).read_text()
 
 
 def members(source):

@@ -1,6 +1,7 @@
 """ATOM finds the connector in all of its processes, and its scheduler tells the connector its blocks."""
 
 import multiprocessing
+import re
 import runpy
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests_engines.atom.source import WHY_NOT_REAL, unpacked
+from tests_engines.atom.source import VARIABLE, WHY_NOT_REAL, unpacked
 
 if WHY_NOT_REAL:
     pytest.skip(WHY_NOT_REAL, allow_module_level=True)
@@ -16,8 +17,10 @@ if WHY_NOT_REAL:
 from atom.kv_transfer.disaggregation.factory import KVConnectorFactory
 from atom.model_engine.scheduler import Scheduler
 
+import connector.atom.plugin
 from connector.atom.plugin import register
 from connector.atom.scheduler import CPUPrefixCacheScheduler
+from connector.atom.worker import CPUPrefixCacheWorker
 from tests_engines.atom.engine import config_of, transfer_config
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +57,8 @@ def test_processes_that_atom_spawns_know_the_connector(tmp_path, registers):
     main = tmp_path / "main.py"
     main.write_text(MAIN.format(register="from connector.atom.plugin import register; register()" if registers else ""))
     path = ":".join(map(str, (ROOT, ROOT / "src", unpacked())))
-    ran = subprocess.run([sys.executable, main], capture_output=True, text=True, env={"PYTHONPATH": path, "PATH": ""})
+    env = {"PYTHONPATH": path, "PATH": "", VARIABLE: str(unpacked())}
+    ran = subprocess.run([sys.executable, main], capture_output=True, text=True, env=env)
     assert ran.stdout.splitlines()[-1] == str([(depth, registers) for depth in range(3)]), ran.stderr
 
 
@@ -62,6 +66,32 @@ def test_the_server_registers_where_spawned_processes_import_it():
     KVConnectorFactory._registry.pop("cpu_prefix_cache", None)
     runpy.run_module("connector.atom.serve", run_name="__mp_main__")
     assert is_known()
+
+
+class Asked:
+    """A factory, of which a release asks for all that we say of the connector, or for less."""
+
+    @classmethod
+    def with_flags(
+        cls, name, *, worker_module, worker_class, scheduler_module, scheduler_class, requires_pd_staging=True,
+        reads_block_regions=True, offload=False,
+    ):  # fmt: skip
+        cls.said = dict(staging=requires_pd_staging, regions=reads_block_regions, offload=offload)
+
+    @classmethod
+    def before_flags(cls, name, *, worker_module, worker_class, scheduler_module, scheduler_class):
+        cls.said = {}
+
+
+@pytest.mark.parametrize(
+    ("register_of", "said"),
+    [("with_flags", dict(staging=False, regions=True, offload=True)), ("before_flags", {})],
+)
+def test_it_says_what_it_is_where_atom_asks(monkeypatch, register_of, said):
+    """By the defaults it would be one that sends KV to other instances, and does not offload."""
+    monkeypatch.setattr(connector.atom.plugin.KVConnectorFactory, "register", getattr(Asked, register_of))
+    register()
+    assert Asked.said == said
 
 
 def test_it_asks_for_no_staging_pool():
@@ -82,3 +112,21 @@ def test_registered_twice_schedulers_are_told_once():
 def test_another_connector_is_left_alone():
     register()
     assert Scheduler(config_of(kv_transfer_config={})).kv_connector is None
+
+
+# What ATOM asks of a connector that offloads by chunks of its own, and goes on without.
+NOT_OURS = {"adjust_prefill_chunk_after_alloc", "should_park_partial_prefill_for_load"}
+# What releases after ffdf3bb5d ask besides, and take a default for.
+LATER = {
+    *("cancel_pending_load", "max_pending_saves", "release_stalled_save", "save_abandon_timeout_s"),
+    *("source_blocks_released", "take_source_safe_releases"),
+}
+
+
+def test_all_that_atom_asks_of_a_connector_is_known():
+    """ATOM asks by name and takes a default for what it does not find, so a name that is new is never noticed there."""
+    files = (unpacked() / "atom" / "model_engine").glob("*.py")
+    asks = re.compile(r'\b(?:kv_)?connector(?:\.|,\s*")(\w+)|_connector_flag\("(\w+)"')
+    asked = {"".join(found) for file in files for found in asks.findall(file.read_text())}
+    assert {"is_offload", "get_statistics", "should_defer_free"} <= asked
+    assert asked - {*dir(CPUPrefixCacheScheduler), *dir(CPUPrefixCacheWorker)} <= NOT_OURS | LATER

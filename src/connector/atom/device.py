@@ -2,33 +2,50 @@
 
     in use     ref_count > 0, in `_used`
     waits      ref_count == 0, in `_free`; handed out first are those of `_vacant`, without a hash, the lowest number
-               first; then those of `_cached`, in the order in which they were freed
-    held       a hold adds a reference, by `claim`: ATOM then changes neither the block nor its hash
+               first; then those of `_cached`, in the order in which they were freed; then those of `_protected`: by its
+               policy `slru` ATOM keeps apart what was used again, blocks that are in `_reused` when they are freed
+    held       a hold adds a reference: ATOM then changes neither the block nor its hash
 
 A block has a hash from when its tokens are computed, or loaded, until it is handed out again. ATOM's hash has 64 bits
 and our keys at least 128, so what each block holds is remembered here under both: `remember` is told of a block and its
 key, and the key counts for as long as the block keeps the hash that it had then.
 
-Held blocks come back to where they waited. ATOM frees a block to the end of `_cached`, so those before it are moved to
-the front again, in one pass over them: lazy offload holds what is next to be handed out, near the front.
+A held block that waited keeps its entry in its queue. ATOM skips entries of blocks that are not free, and drops those
+that it meets at the front. So held blocks come back to where they waited, or to the front if all before them is gone.
+
+`touched.py` checks at start that ATOM's pool is as described here. Where its order is not known, `UnorderedDevice`
+holds blocks by ATOM's public methods, which is enough for eager offload.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop
+from itertools import chain
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache import Device
+from cpu_prefix_cache import Device, MisuseError
 from cpu_prefix_cache.offload.places import FRONT, Places
 
 NO_HASH = -1  # ATOM's
+
+QUEUES = ("_cached", "_protected")  # the blocks of the first are handed out first
+REUSED = "_reused"
 
 Place = tuple[int, bytes | None]  # a block, and the key of what it holds there
 
 
 class _Hold(NamedTuple):
     in_use: list[int]  # blocks, the deepest chunk first
-    waited: list[Place]
+    waited: list[tuple[Places, Place]]
+    reused: set[int]  # of those that waited, by ATOM's word
     parent: Sequence[int]
+
+
+class _Queue(NamedTuple):
+    """Waiting blocks with a hash, in the order in which they are handed out; and the places of those held."""
+
+    blocks: OrderedDict[int, None]  # ATOM's
+    places: Places
 
 
 class AtomDevice(Device):
@@ -36,9 +53,10 @@ class AtomDevice(Device):
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._queues = [_Queue(vars(pool)[name], Places(self._is_place)) for name in QUEUES if name in vars(pool)]
+        self._reused: set[int] = vars(pool).get(REUSED, set())
         self._held: dict[int, tuple[int, bytes]] = {}  # block -> ATOM's hash of its contents, and our key
         self._block_of: dict[bytes, int] = {}
-        self._places = Places(self._is_place)
 
     def holds(self, block: int, tokens: Sequence[int]) -> bool:
         """Whether this block has a hash, and by ATOM's word holds these tokens."""
@@ -88,8 +106,9 @@ class AtomDevice(Device):
     def soonest_evicted(self) -> Iterator[Place]:
         for block in self._vacant():
             yield block, None
-        for block in self._pool._cached:
-            yield block, self.key(block)
+        for block in chain.from_iterable(queue.blocks for queue in self._queues):
+            if block in self._pool._free:
+                yield block, self.key(block)
 
     def _vacant(self) -> Iterator[int]:
         """The waiting blocks without a hash. ATOM's heap also has blocks that wait no longer, or have got a hash."""
@@ -103,76 +122,121 @@ class AtomDevice(Device):
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         return block in self._pool._free and self.key(block) == key
 
-    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _Hold:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
         waited = list(self._leave({block for block in blocks if not self._pool.is_used(block)}))
-        places = {block for block, _ in waited}
-        for block in blocks:
-            self._pool.claim(block)
-        return _Hold([block for block in reversed(blocks) if block not in places], waited, parent)
+        places = {block for _, (block, _) in waited}
+        for block in blocks:  # not by `claim`, which drops the entry in the queue, and counts as a use
+            self._pool.block(block).ref_count += 1
+            self._pool._free.discard(block)
+            self._pool._used.add(block)
+        in_use = [block for block in reversed(blocks) if block not in places]
+        return _Hold(in_use, waited, self._reused & places, parent)
 
-    def _leave(self, left: set[int]) -> Iterator[Place]:
+    def _leave(self, left: set[int]) -> Iterator[tuple[Places, Place]]:
         """The places of blocks that will be held, front first. Each waits behind one that will not, or at the front."""
-        before: Hashable = FRONT
-        for block in self._pool._cached if left else ():
-            place = block, self.key(block)
-            if block not in left:
-                before = place
-                continue
-            self._places.leave(place, before)
-            yield place
-            left.remove(block)
-            if not left:
-                return
+        for queue in self._queues:
+            here = left.intersection(queue.blocks)
+            before: Hashable = FRONT
+            for block in queue.blocks if here else ():
+                if block not in self._pool._free:
+                    continue
+                place = block, self.key(block)
+                if block not in here:
+                    before = place
+                    continue
+                queue.places.leave(place, before)
+                yield queue.places, place
+                here.remove(block)
+                if not here:
+                    break
 
-    def release(self, hold: _Hold) -> None:
-        last = list(hold.in_use)
-        followers: dict[int | None, list[int]] = {}  # block, or None for the front -> those that wait right behind it
-        for place in hold.waited:
+    def release(self, hold: Any) -> None:
+        last, dropped = list(hold.in_use), []
+        for places, place in hold.waited:
             block = place[0]
-            if self._pool.block(block).ref_count > 1 or self.key(block) != place[1]:  # used or written anew meanwhile
-                self._places.forget(place)
+            if self._was_used(place, hold):
+                places.forget(place)
+                for queue in self._queues:
+                    queue.blocks.pop(block, None)
                 last.append(block)
                 continue
-            behind = self._places.back(place)
-            self._pool.free(block)
-            followers.setdefault(behind[0] if isinstance(behind, tuple) else None, []).insert(0, block)
-        self._put_behind(followers)
+            behind = places.back(place)
+            self._pool.block(block).ref_count = 0
+            self._pool._used.remove(block)
+            self._pool._free.add(block)
+            if not any(block in queue.blocks for queue in self._queues):
+                dropped.append((block, behind[0] if isinstance(behind, tuple) else None))
+        for queue in self._queues:
+            _put_back(queue.blocks, [each for each in dropped if self._queue_of(each[0]) is queue])
         for block in last:
             self._pool.free(block)
         self._put_before(hold.parent, set(last))
 
-    def _put_behind(self, followers: dict[int | None, list[int]]) -> None:
-        """Blocks that were freed to the end of `_cached` now wait behind others."""
-        cached = self._pool._cached
-        left = sum(map(len, followers.values()))
-        order = [*_with_followers(None, followers)]
-        left -= len(order)
-        for block in cached if left else ():
-            found = _with_followers(block, followers)
-            order += (block, *found)
-            left -= len(found)
-            if not left:
-                break
-        for block in reversed(order):
-            cached.move_to_end(block, last=False)
+    def _queue_of(self, block: int) -> _Queue:
+        """Where ATOM puts this block when it is freed."""
+        return self._queues[-1 if block in self._reused else 0]
+
+    def _was_used(self, place: Place, hold: _Hold) -> bool:
+        """Whether a held block is used, or was used or written anew, since the hold began."""
+        block, key = place
+        is_used_again = block in self._reused and block not in hold.reused
+        return self._pool.block(block).ref_count > 1 or is_used_again or self.key(block) != key
 
     def _put_before(self, parent: Iterable[int], freed: set[int]) -> None:
-        """Blocks that were freed to the end of `_cached` now wait right before their parent, if it waits."""
-        cached = self._pool._cached
-        after = next((block for block in parent if block in cached), None)
-        if after is None or not any(block in cached for block in freed):
-            return
-        tail: list[int] = []
-        for block in reversed(cached):
-            if block not in freed:
-                tail.append(block)
-            if block == after:
-                break
-        for block in reversed(tail):
-            cached.move_to_end(block)
+        """Blocks that were freed to the end of a queue now wait right before their parent, if it waits there."""
+        for queue in (queue.blocks for queue in self._queues):
+            after = next((block for block in parent if block in queue and block in self._pool._free), None)
+            if after is None or freed.isdisjoint(queue):
+                continue
+            tail: list[int] = []
+            for block in reversed(queue):
+                if block not in freed:
+                    tail.append(block)
+                if block == after:
+                    break
+            for block in reversed(tail):
+                queue.move_to_end(block)
 
     def _is_place(self, place: Hashable) -> bool:
         return isinstance(place, tuple) and self.is_waiting(*place)
+
+
+class UnorderedDevice(AtomDevice):
+    """A pool of which it is not known what it hands out next, so blocks that were held become the last in the order.
+
+    Its order is not to be asked for.
+    """
+
+    def soonest_evicted(self) -> Iterator[Place]:
+        raise MisuseError("the order in which ATOM hands out these blocks is not known")
+
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
+        for block in blocks:
+            self._pool.claim(block)
+        return list(blocks)
+
+    def release(self, hold: Any) -> None:
+        for block in reversed(hold):
+            self._pool.free(block)
+
+
+def _put_back(queue: OrderedDict[int, None], blocks: Sequence[tuple[int, int | None]]) -> None:
+    """Each of these blocks waits right behind another, if that waits in this queue, or at its front."""
+    queue.update((block, None) for block, _ in blocks)
+    followers: dict[int | None, list[int]] = {}  # block, or None for the front -> those that wait right behind it
+    for block, behind in blocks:
+        followers.setdefault(behind if behind in queue else None, []).insert(0, block)
+    left = len(blocks)
+    order = [*_with_followers(None, followers)]
+    left -= len(order)
+    for block in queue if left else ():
+        found = _with_followers(block, followers)
+        order += (block, *found)
+        left -= len(found)
+        if not left:
+            break
+    for block in reversed(order):
+        queue.move_to_end(block, last=False)
 
 
 def _with_followers(block: int | None, followers: dict[int | None, list[int]]) -> list[int]:

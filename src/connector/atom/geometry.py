@@ -7,6 +7,8 @@ reports of all ranks only if they are equal.
     dense (MHA, GQA, MLA, with or without an indexer)    pages           one prefix group
     pages and slots (DeepSeek-V4)                        pages, slots    a prefix group, and a state group for each unit
 
+No group has a lookahead, with a drafter neither: ATOM reuses the last block of a hit as it is, and so do we.
+
 A block has the tokens of ATOM's own hash block: `kv_cache_block_size` on each of the ranks that share a context. ATOM
 copies a slot into *units*, ordinary blocks (states.py). How many only the scheduler side knows, so each unit is a group
 with the bytes of a page: host blocks are the same for any number of them, and ranks copy them all as one group.

@@ -7,14 +7,17 @@
     a transfer's id                  it is done; else it has failed, if any rank says so
     "block bytes 2097152"            always: what blocks take (geometry.py), until the first plan has come
     "ready blocks 4096"              always: so many host blocks are ready, until the metadata says so
-    a TierReport                     always: what one rank says of its tier, passed on as it is (unjoined.py)
+    an Unpinned                      always: what one rank could not pin of its host memory, with its last ready blocks
+    a TierReport                     always: what one rank says of its tier
+
+What one rank says of itself is passed on as it is (unjoined.py).
 
 A rank repeats what has not been answered, since ATOM drops reports when a rank takes long. The blocks of different
 ranks become ready at different times, so each reports the same numbers, READY_PARTS of them, as it reaches them.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from atom.kv_transfer.disaggregation.types import ConnectorMetadata
 
@@ -23,6 +26,13 @@ from cpu_prefix_cache.messages.tier import TierPlan
 
 READY_PARTS = 16
 _READY = "ready blocks "
+
+
+class Unpinned(NamedTuple):
+    """How many bytes of its host memory the driver would not pin for this rank: they are copied more slowly."""
+
+    rank: int
+    num_bytes: int
 
 
 class StepMetadata(ConnectorMetadata):

@@ -16,28 +16,39 @@ therefore extends `Scheduler.__init__`: when it has ended, a connector of ours i
 """
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from atom.kv_transfer.disaggregation.aggregator import KVOutputAggregator
 from atom.kv_transfer.disaggregation.factory import KVConnectorFactory
 from atom.model_engine.scheduler import Scheduler
+from atom.model_engine.sequence import Sequence
 
 from connector.atom.geometry import CHANNEL
 from connector.atom.scheduler import CPUPrefixCacheScheduler
+from connector.atom.touched import SCHEDULER, check_names, check_sequence
 from connector.atom.unjoined import passing_on
+
+# What kind of connector it is. Releases of ATOM ask for some of this.
+TRAITS = {
+    "requires_pd_staging": False,  # it sends nothing to other instances
+    "offload": True,
+    "reads_block_regions": True,  # what is in no tensor of a layer is in a region (tensors.py)
+}
 
 _extended: list[type] = []
 
 
 def register() -> None:
     """Make `{"kv_connector": "cpu_prefix_cache"}` known to ATOM in this process. A second call changes nothing."""
+    known = signature(KVConnectorFactory.register).parameters
     KVConnectorFactory.register(
         CHANNEL,
         worker_module="connector.atom.worker",
         worker_class="CPUPrefixCacheWorker",
         scheduler_module="connector.atom.scheduler",
         scheduler_class="CPUPrefixCacheScheduler",
-        requires_pd_staging=False,
+        **{name: value for name, value in TRAITS.items() if name in known},
     )
     if Scheduler not in _extended:
         _extended.append(Scheduler)
@@ -51,7 +62,9 @@ def _binding(init: Any) -> Any:
     @wraps(init)
     def init_and_bind(scheduler: Any, *arguments: Any, **options: Any) -> None:
         init(scheduler, *arguments, **options)
+        check_names(scheduler, SCHEDULER)
         if isinstance(scheduler.kv_connector, CPUPrefixCacheScheduler):
+            check_sequence(Sequence, scheduler.block_manager.block_size)
             scheduler.kv_connector.bind(scheduler.block_manager, scheduler.waiting)
 
     return init_and_bind

@@ -8,6 +8,7 @@
     process_completions                  cache.report
     should_defer_free                    cache.preempted: ATOM asks right before it frees the blocks of a request
     request_finished                     cache.finished
+    get_statistics                       cache.statistics
 
 The life of a request that is loaded:
 
@@ -21,6 +22,7 @@ The sources of stores and the destinations of loads have references of their own
 blocks for them: `should_defer_free` always answers no.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +31,9 @@ from typing import Any
 from atom.kv_transfer.disaggregation.base import KVConnectorSchedulerBase
 from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 
-from connector.atom import geometry
-from connector.atom.device import AtomDevice
-from connector.atom.messages import StepMetadata, ready_blocks_of
+from connector.atom import geometry, touched
+from connector.atom.device import AtomDevice, UnorderedDevice
+from connector.atom.messages import StepMetadata, Unpinned, ready_blocks_of
 from connector.atom.requests import KnownRequests
 from connector.atom.settings import Settings
 from connector.atom.state_device import StateDevice
@@ -41,6 +43,8 @@ from cpu_prefix_cache.messages.request import MISS, Answer
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.prefix_cache import Resolved
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+
+logger = logging.getLogger(__name__)
 
 # ATOM's status of a request that should_park_for_load_after_alloc has stopped, and of one whose client has gone.
 WAITS, ABORTED = "WAITING_FOR_REMOTE_KVS", "ABORTED"
@@ -75,16 +79,19 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         self._block_bytes: tuple[int, ...] | None = None  # as the ranks have reported them
         self._states = States()
         self._ready_blocks = 0
+        self._unpinned: dict[int, int] = {}  # rank -> bytes of its host memory
         self._sent: tuple[Any, ...] = ()  # what the last metadata said beside its transfers
 
     def bind(self, block_manager: Any, waiting: Any) -> None:
         """These are the blocks and the queue of ATOM's scheduler. When it clears its own prefix cache, this one is
         reset.
+
+        Raises ConfigurationError if they are not those of an ATOM that is known.
         """
+        touched.check_manager(block_manager)
         self._waiting = waiting
         self._states = States.of(block_manager)
-        pool = block_manager.kv
-        self._requests.device = StateDevice(pool, self._states) if self._states.units else AtomDevice(pool)
+        self._requests.device = self._device_of(block_manager.kv)
         block_manager.clear_cache = partial(self._clear_both, block_manager.clear_cache)
 
     def reset_cache(self) -> None:
@@ -173,6 +180,22 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         is_opening = self.tier is not None and self.tier.tier_statistics().state == "opening"
         return not self._sent or is_opening or (self.cache is not None and self.cache.has_transfers)
 
+    def get_statistics(self) -> dict[str, int]:
+        """What ATOM shows of a connector that offloads: counts since the start, of all ranks alike, and what is under
+        way. Beside that, how many bytes of host memory could not be pinned on all ranks together.
+        """
+        said = {"unpinned_bytes": sum(self._unpinned.values())}
+        if self.cache is None:
+            return said
+        statistics = self.cache.statistics()
+        return said | {
+            "loaded_tokens": statistics.chunks_loaded * self._block_tokens,
+            "load_failures": statistics.loads_failed,
+            "saved_tokens": statistics.chunks_stored * self._block_tokens,
+            "loads_pending": statistics.loading,
+            "saves_pending": statistics.storing,
+        }
+
     # A request ends
 
     def should_defer_free(self, seq: Any) -> bool:
@@ -186,6 +209,17 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             self._leave(seq, self.cache.finished)
 
     # Details
+
+    def _device_of(self, pool: Any) -> AtomDevice:
+        why_not_ordered = touched.why_not_ordered(pool)
+        if why_not_ordered is None:
+            return StateDevice(pool, self._states) if self._states.units else AtomDevice(pool)
+        if self._states.units:
+            raise ConfigurationError(f"{why_not_ordered}: its states cannot be kept; start ATOM without the host cache")
+        if self._settings.is_lazy:
+            logger.warning("%s: the host cache stores eagerly, as with the option offload: eager", why_not_ordered)
+        self._settings = self._settings.made_eager()
+        return UnorderedDevice(pool)
 
     def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
         """What can be loaded beyond what the device had when the request got its blocks."""
@@ -257,6 +291,8 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         """What ranks report besides transfers: of their tiers, how many host blocks are ready, what a block takes."""
         if isinstance(operation, TierReport) and self.tier is not None:
             self.tier.report_below(operation)
+        if isinstance(operation, Unpinned):
+            self._hear_of_memory(operation)
         self._ready_blocks = max(self._ready_blocks, ready_blocks_of(operation))
         block_bytes = geometry.block_bytes_of(operation)
         if block_bytes is None or block_bytes == self._block_bytes:
@@ -276,6 +312,14 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         self._states.check_bytes(block_bytes)
         self.cache = self._settings.build(self._settings.planner(block_bytes, self._states.units), device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
+
+    def _hear_of_memory(self, unpinned: Unpinned) -> None:
+        if unpinned.rank not in self._unpinned:
+            logger.warning(
+                "rank %d could not pin %d bytes of its host memory, and copies them more slowly (see `ulimit -l`)",
+                *unpinned,
+            )
+        self._unpinned[unpinned.rank] = unpinned.num_bytes
 
     def _clear_both(self, clear_cache: Callable[[], None]) -> None:
         clear_cache()

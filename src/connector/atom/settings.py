@@ -7,7 +7,7 @@ work. So does an ATOM that cannot work with this connector. No value is rounded 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from connector.atom import geometry
@@ -60,6 +60,14 @@ class Settings:
     def hash(self) -> str:
         """What keys are digests by."""
         return FASTEST if self.tier is None else HASH
+
+    @property
+    def is_lazy(self) -> bool:
+        return self.options.get("offload", OFFLOAD_MODES[0]) == "lazy"
+
+    def made_eager(self) -> "Settings":
+        """The same for a device whose order of eviction is not known."""
+        return replace(self, options={**self.options, "offload": "eager"})
 
     def planner(self, block_bytes: Sequence[int], units: int = 1) -> HybridChunkPlanner:
         """As `geometry.planner`. Raises ConfigurationError for a tier below a model with states."""

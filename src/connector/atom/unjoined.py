@@ -13,13 +13,14 @@ from typing import Any
 from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnectorOutput
 
 from connector.atom.geometry import block_bytes_of
+from connector.atom.messages import Unpinned
 from cpu_prefix_cache.messages.tier import TierReport
 
 Aggregate = Callable[[Any, Sequence[KVConnectorOutput]], KVConnectorOutput]
 
 
 def passing_on(aggregate: Aggregate) -> Aggregate:
-    """ATOM's `KVOutputAggregator.aggregate`, around reports of tiers."""
+    """ATOM's `KVOutputAggregator.aggregate`, around what each rank says of itself."""
 
     @wraps(aggregate)
     def aggregate_and_pass_on(aggregator: Any, outputs: Sequence[KVConnectorOutput]) -> KVConnectorOutput:
@@ -38,4 +39,4 @@ def _take(output: KVConnectorOutput) -> set[ConnectorCompletion]:
 
 
 def _is_of_one_rank(operation: object) -> bool:
-    return isinstance(operation, TierReport) or block_bytes_of(operation) is not None
+    return isinstance(operation, (TierReport, Unpinned)) or block_bytes_of(operation) is not None

@@ -16,7 +16,7 @@ from atom.kv_transfer.disaggregation.base import KVConnectorBase
 from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnectorOutput
 
 from connector.atom import geometry
-from connector.atom.messages import StepMetadata, ready_operations
+from connector.atom.messages import StepMetadata, Unpinned, ready_operations
 from connector.atom.rank_tier import TierOfRank, rank_here
 from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
@@ -112,8 +112,16 @@ class CPUPrefixCacheWorker(KVConnectorBase):
         yield from ((id, False) for id in report.failed)
         if self._told is None:
             yield geometry.as_operation(self._bound.block_bytes), True
-        for ready in ready_operations(self._told or 0, report.ready_blocks or 0, self._arena.blocks.shape[0]):
-            yield ready, True
+        yield from ((operation, True) for operation in self._news_of_memory(self._arena, report.ready_blocks or 0))
         below = None if self._tier is None or self._told is None else self._tier.news()
         if below is not None:
             yield below, True
+
+    def _news_of_memory(self, arena: HostArena, ready: int) -> Iterator[Hashable]:
+        """How many host blocks are ready. With the last of them, how much of them is not pinned."""
+        told, blocks = self._told or 0, arena.blocks.shape[0]
+        is_whole = ready == blocks and arena.wait_until_ready(0)
+        yield from ready_operations(told, ready if is_whole else min(ready, blocks - 1), blocks)
+        unpinned = 0 if arena.registration is None else arena.blocks.nbytes - arena.pinned_bytes
+        if is_whole and told < blocks and unpinned:
+            yield Unpinned(rank_here(self._config), unpinned)

@@ -1,0 +1,123 @@
+"""The rows of `make test-field`: what they select, and what they come to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests_field import environments, run
+from tests_field.environments import ENVIRONMENTS, Environment
+from tests_field.outcomes import Outcome, Report, State, outcome
+from tests_field.rows import KINDS, Row, rows_of
+
+SKIPPED = "there is no such server"
+TESTS = """
+import pytest
+def test_passes(): pass
+def test_fails(): assert False
+def test_is_skipped(): pytest.skip("there is no such server")
+@pytest.fixture
+def broken(): raise OSError
+def test_has_an_error(broken): pass
+def test_has_no_end():
+    while True: pass
+"""
+
+
+@pytest.fixture
+def tests_here(tmp_path, monkeypatch):
+    """Rows run here, in this Python."""
+    (tmp_path / "tests_here.py").write_text(TESTS)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setitem(ENVIRONMENTS, "here", Environment("FIELD_PYTHON", Path(sys.executable)))
+    monkeypatch.delenv("FIELD_PYTHON", raising=False)
+    return "tests_here.py::test_"
+
+
+@pytest.mark.parametrize(
+    ("tests", "state", "detail"),
+    [
+        (dict(bytes="passes"), State.RIGHT, "1 tests"),
+        (
+            dict(bytes="passes", hits="is_skipped"),
+            State.RIGHT,
+            "1 tests, and some are left out: there is no such server",
+        ),
+        (dict(bytes="fails"), State.WRONG, "test_fails"),
+        (dict(bytes="passes", hits="fails"), State.LOST_HITS, "test_fails"),
+        (dict(bytes="fails", hits="fails"), State.WRONG, "test_fails"),
+        (dict(hits="has_an_error"), State.WRONG, "hits: test_has_an_error does not run"),
+        (dict(hits="has_no_end"), State.WRONG, "hits: no end within 20 s"),
+        (dict(refusals="passes"), State.REFUSED, "1 tests"),
+        (dict(refusals="fails"), State.WRONG, "test_fails"),
+        (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),
+    ],
+)
+def test_a_row_comes_to_what_its_tests_say(tests_here, tests, state, detail):
+    seconds = 20 if "has_no_end" in tests.values() else 600
+    row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
+    assert run.run(row) == Outcome(state, detail)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (dict(bytes="tests_vllm/test_not_yet.py"), "there is no tests_vllm/test_not_yet.py"),
+        (dict(bytes="tests_here.py -k nothing"), "no test is selected by: tests_here.py -k nothing"),
+        (dict(bytes="tests_here.py", needs=("NO_SUCH_SOURCE",)), "NO_SUCH_SOURCE names nothing that is here"),
+    ],
+)
+def test_a_row_that_cannot_run_says_why(tests_here, said, why):
+    assert run.run(Row("a row", "here", **said)) == Outcome(State.NOT_RUN, why)
+
+
+def test_an_environment_that_is_not_there_is_named(tests_here, monkeypatch):
+    monkeypatch.setenv("FIELD_PYTHON", "/nowhere/python")
+    result = run.run(Row("a row", "here", bytes=f"{tests_here}passes"))
+    assert result.state is State.NOT_RUN and result.detail.startswith("/nowhere/python is not there")
+
+
+def test_a_folder_that_cannot_be_made_is_no_fault_of_the_row(tests_here, monkeypatch, tmp_path):
+    def make(python, folder):
+        environments.subprocess.run(
+            [python, "-c", "raise SystemExit('no such release')"], check=True, capture_output=True, text=True
+        )
+
+    monkeypatch.setattr(environments, "FOLDERS", tmp_path / ".field")
+    monkeypatch.setitem(ENVIRONMENTS, "here", Environment("FIELD_PYTHON", Path(sys.executable), make))
+    assert run.run(Row("a row", "here", bytes=f"{tests_here}passes")).detail == (
+        "here cannot be installed: no such release"
+    )
+    assert list((tmp_path / ".field").iterdir()) == []
+
+
+def test_bytes_count_before_hits():
+    reports = {"hits": Report(failed=("test_hits",)), "bytes": Report(failed=("test_one", "test_two"))}
+    assert outcome(reports) == Outcome(State.WRONG, "test_one and 1 more")
+
+
+def test_the_exit_status_says_whether_anything_is_bad(monkeypatch, capsys):
+    rows = [Row(name, "here", bytes=name) for name in ("right", "lost hits", "not run")]
+    monkeypatch.setattr(run, "rows_of", lambda: rows)
+    monkeypatch.setattr(run, "run", lambda row: Outcome(State(row.name)))
+    assert run.main([]) == 1 and run.main(["right", "not"]) == 0
+    assert "3 rows: 1 right, 0 refused, 1 lost hits, 0 wrong, 1 not run" in capsys.readouterr().out
+
+
+def test_every_row_has_an_environment_and_only_suites_of_this_repository():
+    rows = rows_of()
+    assert {row.environment for row in rows} <= set(ENVIRONMENTS)
+    for row in rows:
+        for kind, said in row.selections.items():
+            files = [each for each in said.split() if each.endswith(".py") or each.startswith("tests")]
+            assert kind in KINDS and files
+            assert all(Path(run.ROOT / each.partition("/")[0]).is_dir() for each in files)
+
+
+def test_a_row_without_tests_and_a_name_that_stands_twice_are_refused(tmp_path):
+    file = tmp_path / "rows.toml"
+    file.write_text('[[row]]\nname = "empty"\nenvironment = "base"\n')
+    with pytest.raises(ValueError, match="'empty' has no tests"):
+        rows_of(file)
+    file.write_text('[[row]]\nname = "one"\nenvironment = "base"\nbytes = "tests"\n' * 2)
+    with pytest.raises(ValueError, match="two rows 'one'"):
+        rows_of(file)

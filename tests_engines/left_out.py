@@ -1,0 +1,36 @@
+"""Which engines are not here, and how many tests a run leaves out because of that.
+
+A module whose engine is not here is skipped as a whole, without being imported. So its tests are counted by their
+`def`s: one with parameters counts as one.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+NEEDS_ATOM = "pytest.skip(WHY_NOT_REAL, allow_module_level=True)"
+
+
+def number_of_tests(file: Path) -> int:
+    """How many test functions this file has."""
+    defined = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
+    return sum(node.name.startswith("test_") for node in defined)
+
+
+def left_out(files: set[Path], why_not_atom: str | None, nano: Path) -> Counter[str]:
+    """By the reason, how many tests of these files are left out. `nano` is the source of nano-vllm."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        if why_not_atom and NEEDS_ATOM in file.read_text():
+            counts[why_not_atom] += number_of_tests(file)
+        if file.name == "test_nano_vllm.py" and not nano.exists():
+            counts[f"nano-vllm is looked for in ../shared/engines/{nano.name}"] += number_of_tests(file)
+    return counts
+
+
+def last_line(counts: Counter[str]) -> str:
+    """What a run says at its end."""
+    if not counts:
+        return ""
+    reasons = "; ".join(f"{number} tests ({why})" for why, number in counts.items())
+    return f"NOT A FULL RUN, left out: {reasons}"

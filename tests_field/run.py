@@ -1,0 +1,76 @@
+"""`make test-field`: one line for each row, and one for all.
+
+python -m tests_field.run [WORD ...]     only the rows that have one of these words in their names
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests_field.environments import ROOT, NotRun, prepared
+from tests_field.outcomes import Outcome, Report, State, outcome
+from tests_field.rows import Row, rows_of
+
+NO_TESTS = 5  # pytest's exit status when it has selected none
+BAD = (State.LOST_HITS, State.WRONG)
+
+
+def main(words: list[str]) -> int:
+    """The exit status: 1 if a row has lost hits or is wrong."""
+    counts: Counter[State] = Counter()
+    for row in rows_of():
+        if words and not any(word in row.name for word in words):
+            continue
+        result = run(row)
+        counts[result.state] += 1
+        print(f"{row.name:40} {result.state.value:10} {result.detail}", flush=True)
+    print(f"{counts.total()} rows: " + ", ".join(f"{counts[state]} {state.value}" for state in State))
+    return int(any(counts[state] for state in BAD))
+
+
+def run(row: Row) -> Outcome:
+    """Run its selections, one after the other."""
+    try:
+        _check(row)
+        python, variables = prepared(row.environment)
+        return outcome({kind: selected(said, row, python, variables) for kind, said in row.selections.items()})
+    except NotRun as why:
+        return Outcome(State.NOT_RUN, str(why))
+
+
+def _check(row: Row) -> None:
+    """Raises NotRun if something that the row needs is not here."""
+    for name in row.needs:
+        if not os.environ.get(name) or not Path(os.environ[name]).exists():
+            raise NotRun(f"{name} names nothing that is here")
+    for said in row.selections.values():
+        for file in (each.partition("::")[0] for each in shlex.split(said) if each.startswith("tests")):
+            if not (ROOT / file).exists():
+                raise NotRun(f"there is no {file}")
+
+
+def selected(said: str, row: Row, python: Path, variables: dict[str, str]) -> Report:
+    """Run what is said, with pytest. Raises NotRun if it selects nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={file}", *shlex.split(said)]
+        try:
+            ran = subprocess.run(
+                command, cwd=ROOT, env=variables | row.variables, timeout=row.seconds, capture_output=True, text=True
+            )
+        except subprocess.TimeoutExpired:
+            return Report(error=f"no end within {row.seconds} s")
+        if ran.returncode == NO_TESTS:
+            raise NotRun(f"no test is selected by: {said}")
+        if not file.exists():
+            last = (ran.stderr or ran.stdout).strip().splitlines() or ["nothing was said"]
+            return Report(error=f"pytest ends with {ran.returncode}: {last[-1]}")
+        return Report.read(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
