@@ -40,7 +40,7 @@ def tier_of(said: Mapping[str, Any], config: Any) -> FileTier | SharedTier:
 def tier_settings(said: Mapping[str, Any], config: Any, planner: HybridChunkPlanner) -> TierSettings:
     """Each rank has bytes of its own. Raises ConfigurationError."""
     tier = tier_of(said, config)
-    return settings_of(said, tier, _namespace(tier, config, planner), config.tp_world_size)
+    return settings_of(tier, _namespace(tier, config, planner), config.tp_world_size)
 
 
 def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPlanner) -> Namespace:

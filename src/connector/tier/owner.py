@@ -45,6 +45,10 @@ class Owner:
     def statistics(self) -> SlotStatistics:
         return self._tier.statistics()
 
+    def drain(self) -> None:
+        """Wait until all transfers have ended."""
+        self._tier.drain()
+
     def close(self) -> None:
         self._tier.close()
 

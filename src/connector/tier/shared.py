@@ -13,7 +13,7 @@ from cpu_prefix_cache.slab.namespace import Value
 from cpu_prefix_cache.stores.settings import SharedTier
 
 if TYPE_CHECKING:
-    from connector.tier.owner import Owner
+    from cpu_prefix_cache.slab.opening import TierOfRank
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SharedTierSettings(TierSettings):
     def cache_options(self) -> Mapping[str, Any]:
         return {"below_offload": self.said.offload, "ask_seconds": self.said.ask_seconds}
 
-    def open(self, own: Mapping[str, Value], part: RankPart) -> "Owner":
+    def open(self, own: Mapping[str, Value], part: RankPart) -> "TierOfRank":
         from connector.tier.owner import Owner
         from cpu_prefix_cache.stores.rank_tier import tier_of_store
 

@@ -71,7 +71,7 @@ class Refusal(NamedTuple):
 class TierReport(NamedTuple):
     """What the tier of one rank has finished, cumulatively.
 
-    No record of this rank has `next_generation` or a larger one when it opens.
+    No record of this rank has `next_generation` or a larger one when it opens. None: it is not open.
 
     What a restart has found comes in portions, the youngest last: portion number `portion` is `found`, repeated until a
     plan says it was taken in. With `is_scanned` it is the last one. `told` is repeated until nobody waits for it; asks
@@ -80,7 +80,7 @@ class TierReport(NamedTuple):
 
     transfers: RankReport
     refused: tuple[Refusal, ...] = ()
-    next_generation: int = 0
+    next_generation: int | None = 0
     portion: int = 0
     found: tuple[Found, ...] = ()
     is_scanned: bool = False

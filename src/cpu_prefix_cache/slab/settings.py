@@ -11,7 +11,8 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can
 
 @dataclass(frozen=True, slots=True)
 class FileTier:
-    """`nbytes` bytes on disk under the folder `path`, for all ranks of this machine together.
+    """`nbytes` bytes on disk under the folder `path`, for all ranks of this machine together. What other models or
+    releases have left there gives up its room, unless `keep_others`.
 
     `model` and `revision` say whose KV it is; a `revision` changes with the weights. `hash` is what the keys are
     digests by. `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the end
@@ -28,6 +29,8 @@ class FileTier:
     offload: str | None = None
     policy: str = "lru"
     flush_seconds: float = 10.0
+    keep_others: bool = False
+    engine: int = 0  # engines with the same path: each above 0 has a folder of its own there
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -42,6 +45,16 @@ class FileTier:
         if not self.flush_seconds >= 0:
             raise ConfigurationError(f"flush_seconds must be at least 0, got {self.flush_seconds!r}")
         check_hash(self.hash)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Below `path`, one in the other, in which the folders of models are."""
+        return (f"engine-{self.engine}",) if self.engine else ()
+
+    @property
+    def folder(self) -> str:
+        """The last of them, for people."""
+        return "/".join((self.path, *self.folders))
 
 
 def check_hash(name: str) -> None:

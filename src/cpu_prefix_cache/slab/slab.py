@@ -21,9 +21,11 @@ from collections.abc import Iterator, Sequence
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab.durable import remove_durably, write_durably
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.records import SIZE, Record
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slots import address_of
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,25 @@ class Slab:
     `next_generation`: no record had it or a larger one when this was opened. Any number of threads may read and write,
     different slots at a time.
 
-    Raises ConfigurationError, and leaves the files as they are, when another process uses them, they were made for
-    something else, or the path or the disk does not have what they need.
+    Their folder is in the folders `below`, which are made where they are missing. Folders of other namespaces there
+    give up their room unless `keep_others`.
+
+    Raises TierUnavailable, and leaves the files as they are, when another process uses them, they are another user's,
+    or the path or the disk does not have what they need.
     """
 
     def __init__(
-        self, path: str, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
+        self,
+        path: str,
+        namespace: Namespace,
+        *,
+        rank: int,
+        ranks: int,
+        slots: int,
+        slot_bytes: int,
+        nbytes: int,
+        below: Sequence[str] = (),
+        keep_others: bool = True,
     ) -> None:
         if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
             raise ConfigurationError(
@@ -52,13 +67,28 @@ class Slab:
             )
         self.slots, self.slot_bytes = slots, slot_bytes
         self._seed = records.seed_of(namespace.digest, rank, ranks)
-        sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
-        self._folder = Folder(path, namespace, rank=rank, ranks=ranks, **sizes)
+        self._folder = Folder(
+            path,
+            namespace,
+            rank=rank,
+            ranks=ranks,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            nbytes=nbytes,
+            below=below,
+            keep_others=keep_others,
+        )
         self._generations = self._folder.generations
         self.next_generation = self._generations.first
         self.records = mmap.mmap(self._folder.records, slots * SIZE)
         self.is_direct = False
         self._begin_direct()
+
+    @classmethod
+    def of(cls, tier: FileTier, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int) -> "Slab":
+        """One rank's part of the tier that a user has described."""
+        sizes = {"rank": rank, "ranks": ranks, "slots": slots, "slot_bytes": slot_bytes, "nbytes": tier.nbytes}
+        return cls(tier.path, namespace, below=tier.folders, keep_others=tier.keep_others, **sizes)
 
     @property
     def folder(self) -> str:
@@ -129,6 +159,17 @@ class Slab:
         """Clear their records."""
         for slot in slots:
             self.records[slot * SIZE : slot * SIZE + len(records.EMPTY)] = records.EMPTY
+
+    def leave_mark(self, name: str) -> None:
+        """A file that later processes find, when this returns. Raises OSError."""
+        write_durably(self._folder.opened, name, b"")
+
+    def has_mark(self, name: str) -> bool:
+        return name in os.listdir(self._folder.opened)
+
+    def remove_mark(self, name: str) -> None:
+        """Raises OSError."""
+        remove_durably(self._folder.opened, name)
 
     def stop_direct(self, reason: str) -> None:
         """Read and write through the system's cache from now on, and say so."""
