@@ -56,9 +56,11 @@ class FileTierSettings(TierSettings):
         mark = Path(slab.folder) / MARK
         if mark.exists():
             slab.advance(slab.next_generation)
+            slab.keep()
             mark.unlink()
+        slab.mark_resets(partial(write_durably, mark, b""))
         tier = RankTier.of_slab(slab, part.region, part.pieces, part.rank)
-        return Owner(tier, part.region, part.absent, was_reset=partial(write_durably, mark, b""))
+        return Owner(tier, part.region, part.absent)
 
     def __str__(self) -> str:
         return f"a tier of {self.said.nbytes / 2**30:,.1f} GiB in {self.said.path}"

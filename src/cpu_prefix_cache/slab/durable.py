@@ -23,6 +23,12 @@ def write_durably(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
+def remove_durably(path: Path) -> None:
+    """The file is gone once this has returned, and does not come back. It may be gone already."""
+    path.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
 def _sync_folder(path: Path) -> None:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
