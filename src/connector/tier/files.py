@@ -40,9 +40,11 @@ class FileTierSettings(TierSettings):
         slab = Slab.of(self.said, RankNamespace.of(self.namespace, own), rank=part.number, **sizes)
         if slab.has_mark(MARK):
             slab.advance(slab.next_generation)
+            slab.keep()
             slab.remove_mark(MARK)
+        slab.mark_resets(partial(slab.leave_mark, MARK))
         tier = RankTier.of_slab(slab, part.region, part.pieces, part.rank)
-        return Owner(tier, part.region, part.absent, was_reset=partial(slab.leave_mark, MARK))
+        return Owner(tier, part.region, part.absent)
 
     def __str__(self) -> str:
         return f"a tier of {self.said.nbytes / 2**30:,.1f} GiB in {self.said.folder}"

@@ -33,7 +33,7 @@ class SharedTierSettings(TierSettings):
         namespace = RankNamespace.of(self.namespace, own)
         owner = {"number": part.number, "owners": self.owners, "slots": part.slots}
         tier = tier_of_store(self.said.open(), namespace, part.region, part.pieces, rank=part.rank, **owner)
-        return Owner(tier, part.region, part.absent, was_reset=lambda: None)
+        return Owner(tier, part.region, part.absent)
 
     def __str__(self) -> str:
         return f"a tier in {self.said.address}"

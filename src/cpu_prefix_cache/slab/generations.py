@@ -2,11 +2,12 @@
 
 A generation is 64 bits: the decider numbers what it writes, and begins a range of 2**32 of them at each start and each
 reset. `last` is the highest range that a record may be of; records below `floor` are never served again. Both only
-grow, and have grown on disk before anything relies on it.
+grow. The floor holds at once in this process. It is on disk, as `last` is, before a record of a later range is written.
 """
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,30 +28,39 @@ class Kept(NamedTuple):
 
 class Generations:
     """In an open `folder`, which says what is `kept`. `first` is the first generation that no record had when this was
-    opened, and the range that it begins is taken."""
+    opened, and the range that it begins is taken. `mark` is called before a floor is kept.
+    """
 
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self.floor, self._last = kept
         self.first = self._last + 1 << RANGE_BITS
-        self._keep(self.floor, self._last + 1)
+        self.mark: Callable[[], object] = lambda: None
+        self._kept = self.floor
+        self._write(self.floor, self._last + 1)
+
+    @property
+    def is_floor_kept(self) -> bool:
+        """Whether the floor is on disk."""
+        return self._kept == self.floor
 
     def advance(self, floor: int) -> None:
-        """Serve nothing below `floor` any more, also after a restart."""
+        """Serve nothing below `floor` any more. In memory alone, and without the lock: another thread may have it, and
+        wait for the disk."""
+        self.floor = max(self.floor, floor)
+
+    def keep(self, generation: int = 0) -> None:
+        """On disk are the floor, and a range that `generation` is not beyond: other ranks may be at a later one."""
         with self._lock:
-            if floor > self.floor:
-                self.floor = floor  # at once, whether or not it can be kept
-                self._keep(floor, max(self._last, floor >> RANGE_BITS))
+            floor, last = self.floor, max(self._last, max(self.floor, generation) >> RANGE_BITS)
+            if floor > self._kept:
+                self.mark()
+            if floor > self._kept or last > self._last:
+                self._write(floor, last)
 
-    def admit(self, generation: int) -> None:
-        """Called before a record has this generation: other ranks may be at a later range."""
-        if generation >> RANGE_BITS > self._last:
-            with self._lock:
-                self._keep(self.floor, max(self._last, generation >> RANGE_BITS))
-
-    def _keep(self, floor: int, last: int) -> None:
+    def _write(self, floor: int, last: int) -> None:
         write_durably(self._folder, NAME, json.dumps({"floor": floor, "last": last}).encode())
-        self._last = last
+        self._kept, self._last = floor, last
 
 
 def read_generations(folder: int, where: Path) -> Kept | None:

@@ -66,6 +66,7 @@ class RankTier:
             floor = max(floor, self._slots.next_generation)
         if floor > self._slots.floor:
             self._slots.advance(floor)
+            self._copier.keep_floor()
         if self._source is not None:
             self._source.begin(plan)
         for transfer in plan.step.transfers:

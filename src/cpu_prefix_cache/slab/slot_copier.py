@@ -8,6 +8,7 @@ Of a store, what lies behind a piece in its last host block is zeroed first: byt
 another tenant's, are not written to a file.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -116,6 +117,10 @@ class SlotCopier(Copier):
         if len(written) != len(entries):
             raise MisuseError(f"a {direction.value} writes a slot or a host block twice")
         return entries
+
+    def keep_floor(self) -> None:
+        """A thread lets later processes know the floor of the slots, which was raised."""
+        self._jobs.put(Direction.STORE, [partial(_keep, self._slots)])
 
     @property
     def read_bytes_per_second(self) -> float | None:
@@ -254,6 +259,11 @@ def _load(
     lost = set(from_.read(slots, [region.view(block) for block in blocks], labels))
     refuse([(slot, label.generation) for slot, _, label in entries if slot in lost])
     return (len(entries) - len(lost)) * from_.slot_bytes
+
+
+def _keep(slots: Slots) -> None:
+    with contextlib.suppress(OSError):  # which the slots have logged, and every write meets again
+        slots.keep()
 
 
 def _check_range(what: str, ids: Sequence[int], limit: int) -> None:

@@ -25,7 +25,10 @@ class Slots(Protocol):
         """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
 
     def advance(self, floor: int) -> None:
-        """Raise the floor."""
+        """Raise the floor, at once: it waits for no disk and no server, and does not fail."""
+
+    def keep(self) -> None:
+        """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Write `views[i]`, which is what `labels[i]` says. When it raises, none of these slots holds anything."""
