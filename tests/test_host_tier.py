@@ -201,4 +201,33 @@ def test_a_second_engine_at_the_same_time_is_refused(tmp_path):
 
 def test_a_tier_smaller_than_twice_the_host_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="at least"):
-        engine_with(FileTier(str(tmp_path), HOST_BLOCKS * BLOCK_BYTES))
+        engine_with(FileTier(str(tmp_path), HOST_BLOCKS * BLOCK_BYTES, model="tiny", revision="1"))
+
+
+@pytest.mark.parametrize(
+    ("whose", "missing"), [({}, "model"), ({"model": "tiny"}, "revision"), ({"revision": "1"}, "model")]
+)
+def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, missing):
+    with pytest.raises(ConfigurationError, match=rf"{missing} is missing: give it model=.* or weights="):
+        engine_with(FileTier(str(tmp_path), 2 << 20, **whose))
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
+    """The same shapes and the same keys: nothing but the weights differs."""
+
+    def found_by(weights):
+        engine = engine_with(FileTier(str(tier), 2 << 20, weights=weights, offload="eager"))
+        _, seen = serve(engine, number=10)
+        engine.host.close()
+        return seen.found
+
+    tier, base, tuned = (tmp_path / name for name in ("tier", "base", "tuned"))
+    for folder in tier, base, tuned:
+        folder.mkdir()
+    for at, folder in enumerate((base, tuned)):
+        (folder / "model.safetensors").write_bytes(bytes([at]))
+    assert found_by(base) == 0 < found_by(base)
+    for each in tier.iterdir():
+        each.rename(tmp_path / each.name)  # the first has all bytes of the path
+    assert found_by(tuned) == 0

@@ -54,6 +54,12 @@ def test_whose_it_is_may_be_said(tmp_path):
     assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
 
 
+def test_a_name_alone_does_not_say_which_weights(tmp_path):
+    store = MemoryStore()
+    first, other, again = (answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))
+    assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
+
+
 def test_a_revision_changes_with_weights_and_configuration_alone():
     same, other, changed = model(), model(seed=1), model()
     assert weights_revision(same) == weights_revision(model())
@@ -81,8 +87,8 @@ def test_another_generator_finds_the_prefix_in_a_store_that_both_share():
     torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
 
 
-def answered_from(store, of):
-    below = SharedTier(store, ask_seconds=10.0)
+def answered_from(store, of, **said):
+    below = SharedTier(store, ask_seconds=10.0, **said)
     options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
     with PrefixCachedGenerator(of, below=below, **options) as generator:
         return generator.answer(PROMPT, 4)

@@ -58,6 +58,12 @@ def test_other_settings_are_checked_too(fields):
         FileTier("/nvme", 1, **fields)
 
 
+@pytest.mark.parametrize("fields", [{"model": ""}, {"revision": 7}, {"revision": "1", "weights": "/models/tiny"}])
+def test_what_names_no_weights_is_refused(fields):
+    with pytest.raises(ConfigurationError, match=r"of a tier is a text|leave one of them out"):
+        FileTier("/nvme", 1, **fields)
+
+
 def test_a_path_is_a_text():
     with pytest.raises(ConfigurationError, match="path of a folder"):
         FileTier("", 1)

@@ -761,9 +761,8 @@ def _take_in(host: HostCache) -> None:
 
 def _named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
     """The tier of this model, unless it is said whose it is."""
-    if below.model:
-        return below
-    return replace(below, model=model_name(model), revision=below.revision or weights_revision(model))
+    named = below if below.model or below.weights else replace(below, model=model_name(model))
+    return named if named.revision or named.weights else replace(named, revision=weights_revision(model))
 
 
 def _max_model_len(model: PreTrainedModel, given: int | None) -> int:

@@ -22,7 +22,7 @@ class StoreUnderTest(SlotsUnderTest):
     def __init__(self, store: KeyedStore, where: str, num_bytes: int, slot_bytes: int) -> None:
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
         own = os.urandom(16).hex()
-        named = namespace_of(planner, model="bench", revision=own, dtype="", hash="sha256", ranks=1)
+        named = namespace_of(planner, model="bench", revision=own, dtype="none", hash="sha256", ranks=1)
         keyed = KeyedSlots(store, named, number=0, owners=1, slots=slots, slot_bytes=slot_bytes)
         self._store = store
         self._names = [keyed.names.of(key_of(slot), 0, 0, CHUNK) for slot in range(slots)]

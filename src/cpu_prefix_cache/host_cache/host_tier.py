@@ -55,15 +55,17 @@ class HostTier:
     ) -> None:
         if not isinstance(said, FileTier | SharedTier):
             raise ConfigurationError(
-                "below a HostCache is a FileTier(path, nbytes), or a SharedTier(store, model=..., revision=...), since "
-                f"a store does not say whose KV it is; got {said!r}"
+                "below a HostCache is a FileTier(path, nbytes, model=..., revision=...), or a SharedTier(store, "
+                f"model=..., revision=...), since neither files nor a store tell whose KV they hold; got {said!r}"
             )
         from cpu_prefix_cache.slab.namespace import namespace_of
         from cpu_prefix_cache.slab.opening import OpeningTier
 
         layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
+        model, revision = said.identity
+        dtype = "in each group's layout"
         namespace = namespace_of(
-            planner, model=said.model, revision=said.revision, dtype="", hash=said.hash, ranks=1, extra=layouts
+            planner, model=model, revision=revision, dtype=dtype, hash=said.hash, ranks=1, extra=layouts
         )
         parts = namespace, planner, region
         below = _files(said, *parts) if isinstance(said, FileTier) else _store(said, *parts)
