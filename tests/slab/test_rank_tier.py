@@ -161,7 +161,7 @@ def test_a_reset_does_not_wait_for_the_disk(decider, monkeypatch):
 
 
 def test_a_reset_does_not_fail_with_the_disk(decider, monkeypatch, caplog):
-    def breaks(*_):
+    def breaks(*_, **__):
         raise OSError(30, "read-only")
 
     decider.put("ab")
