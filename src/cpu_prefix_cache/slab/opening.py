@@ -11,7 +11,6 @@ keep an engine from starting, or hold its thread. So until it is open, this says
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -104,7 +103,7 @@ class _Attempts(threading.Thread):
         self.tier: TierOfRank | None = None
         self._what, self._open = name, open
         self._lock, self._over, self._tried = threading.Lock(), threading.Event(), threading.Event()
-        self._epoch, self._missed = 0, deque[TierPlan]()
+        self._missed: TierPlan | None = None  # the first that follows the last reset
         self._first_error: Exception | None = None
         self._said = ""
         self.start()
@@ -117,9 +116,8 @@ class _Attempts(threading.Thread):
     def missed(self, plan: TierPlan) -> TierOfRank | None:
         """The tier, if it is open by now. If not, it is given the plan before it is, if that follows a reset."""
         with self._lock:
-            if self.tier is None and plan.step.epoch > self._epoch:
-                self._epoch = plan.step.epoch
-                self._missed.append(plan)
+            if self.tier is None and plan.step.epoch > (self._missed.step.epoch if self._missed else 0):
+                self._missed = plan
             return self.tier
 
     def give_up(self) -> None:
@@ -157,15 +155,17 @@ class _Attempts(threading.Thread):
 
     def _hand_over(self, tier: TierOfRank) -> bool:
         """Whether anybody wants it. No plan is carried out with the lock, for which the engine's thread may wait."""
+        carried_out: TierPlan | None = None
         while True:
             with self._lock:
                 if self._over.is_set():
                     return False
-                if not self._missed:
+                plan = self._missed
+                if plan is None or plan is carried_out:
                     self.tier = tier
                     return True
-                plan = self._missed.popleft()
             tier.run(plan)
+            carried_out = plan
 
     def _failed(self, error: Exception) -> None:
         if not self._tried.is_set():
