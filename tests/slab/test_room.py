@@ -46,19 +46,8 @@ def test_after_an_upgrade_the_new_release_has_the_room_of_the_old_one(tmp_path, 
     assert len(lines) == 2 and "removed to make room" in lines[0] and "of 'a', revision 'r'" in lines[0]
 
 
-def test_the_oldest_goes_first_and_what_fits_stays(tmp_path):
-    for model, days in ("a", 1), ("b", 3), ("c", 2):
-        opened(tmp_path, model, 300_000, keep_others=True).close()
-        ages(tmp_path, model, days * 86_400)
-    opened(tmp_path, "d", 300_000 + BYTES, keep_others=True).close()
-    assert models(tmp_path) == ["a", "b", "c", "d"]
-    ages(tmp_path, "d", 9 * 86_400)
-    opened(tmp_path, "e", 300_000).close()
-    assert models(tmp_path) == ["e"], "a tier takes all of its bytes, so nothing fits beside it"
-
-
-@pytest.mark.parametrize(("free", "left"), [(0, ["d"]), (1, ["a", "d"]), (2, ["a", "c", "d"]), (3, ["a", "b", "c", "d"])])
-def test_no_more_is_removed_than_is_needed(tmp_path, monkeypatch, free, left):
+@pytest.mark.parametrize(("free", "left"), [(0, "d"), (1, "ad"), (2, "acd"), (3, "abcd")])
+def test_the_oldest_goes_first_and_no_more_than_is_needed(tmp_path, free, left):
     for model, days in ("a", 1), ("b", 3), ("c", 2):
         opened(tmp_path, model, 300_000, keep_others=True).close()
         ages(tmp_path, model, days * 86_400)
@@ -72,7 +61,7 @@ def test_no_more_is_removed_than_is_needed(tmp_path, monkeypatch, free, left):
         has_room=lambda: len(models(tmp_path)) <= 1 + free,
     )
     os.close(folder)
-    assert models(tmp_path) == left
+    assert "".join(models(tmp_path)) == left
 
 
 def test_one_that_a_process_has_keeps_its_room(tmp_path):
@@ -118,7 +107,7 @@ def test_no_link_below_a_folder_of_ours_is_followed(tmp_path):
     rank.rename(elsewhere)
     os.symlink(elsewhere, rank)
     opened(tmp_path, "b").close()
-    assert sorted(each.name for each in elsewhere.iterdir()) == ["blocks", "generations", "lock", "manifest.json", "records"]
+    assert {"blocks", "generations", "manifest.json", "records"} <= {each.name for each in elsewhere.iterdir()}
 
 
 def test_where_the_disk_has_no_room_all_the_same_it_says_so(tmp_path):

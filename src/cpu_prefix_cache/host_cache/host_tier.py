@@ -143,7 +143,7 @@ def _store(said: SharedTier, namespace: "Namespace", planner: HybridChunkPlanner
     slots = said.num_remembered(region.shape[0])
     options = {"slots": slots, "below_offload": said.offload, "ask_seconds": said.ask_seconds}
 
-    def open_store() -> RankTier:
+    def open_store() -> "RankTier":
         return tier_of_store(said.open(), namespace, region, planner.pieces, slots=slots)
 
     return _Below(options, f"the tier at {said.address}", open_store)
