@@ -18,7 +18,7 @@ import fcntl
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,8 @@ class Folder:
                 self.records = _kept(open_file(self.opened, "records", self.path), undo)
                 self.blocks = _kept(open_file(self.opened, "blocks", self.path), undo)
                 if not keep_others:
-                    self._make_room(folders[-3], namespace.folder, wanted)
+                    with _one_rank_at_a_time(folders[-2]):  # the others find it made
+                        self._make_room(folders[-3], namespace.folder, wanted)
                 self._fill(there, wanted, undo)
             except TierUnavailable:
                 raise
@@ -154,6 +155,16 @@ def _folders(path: str, names: Sequence[str], undo: ExitStack) -> list[int]:
             undo.callback(_quietly, partial(os.rmdir, name, dir_fd=folders[-1]))
         folders.append(_kept(open_folder(folders[-1], name, where), undo))
     return folders
+
+
+@contextlib.contextmanager
+def _one_rank_at_a_time(folder: int) -> Iterator[None]:
+    """Of those that have folders in this one."""
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # also for a child that has it for a moment
 
 
 def _kept(opened: int, until: ExitStack) -> int:
