@@ -1,6 +1,8 @@
 """What is refused of a tier, what identifies the bytes in it, and how ranks share it."""
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -439,6 +441,28 @@ def test_groups_that_a_stage_lacks_are_written_as_zeros(tmp_path, path):
     assert opened.report().transfers.done == {0}
     assert not region[3].any() and region[4].all()
     opened.close()
+
+
+def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, path, monkeypatch):
+    """No mark can be left, so nothing is written or served any more; and once it can be, all goes on."""
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "the disk is read-only")
+
+    worker = worker_of(configure(tmp_path, tier(path)))
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    later = first + (1 << 32)
+    transfers = moving(1, Direction.STORE, 2, 3, later), moving(2, Direction.LOAD, 1, 5, first)
+    with monkeypatch.context() as broken:
+        for call in ("fsync", "unlink", "pwrite", "pwritev"):
+            broken.setattr(os, call, read_only)
+        report = carry_out(worker, TierPlan(StepPlan(1, transfers), first_generation=later), {1, 2})
+    assert report.transfers.failed == {1} and [each.slots for each in report.refused] == [(1,)]
+    assert not list(path.rglob(MARK))
+    again = TierPlan(StepPlan(1, (moving(3, Direction.STORE, 2, 3, later),)), first_generation=later)
+    assert 3 in carry_out(worker, again, {3}).transfers.done and list(path.rglob(MARK))
+    worker.close()
 
 
 def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):

@@ -258,7 +258,7 @@ def test_nothing_is_written_before_the_floor_is_kept(letters, tmp_path):
     letters.slab.close()
     shutil.copytree(kept, letters.slab.folder, dirs_exist_ok=True)
     letters.slab = Letters(tmp_path).slab
-    assert letters.get("abc") == "..c"
+    assert letters.kept[:3] == "..c"
 
 
 def test_a_floor_is_kept_at_the_end(letters, tmp_path):
@@ -376,6 +376,7 @@ def test_a_store_that_fails_leaves_no_record(letters, monkeypatch, tmp_path, res
     with pytest.raises(OSError, match=r"disk|room"):
         letters.put("ef", slot=1)
     monkeypatch.undo()
+    assert letters.kept[:4] == "a..d"
     letters.reopen(tmp_path)
     assert letters.kept[:4] == "a..d"
     assert letters.get("ef", slot=1) == ".."
@@ -423,6 +424,13 @@ def test_a_slot_is_storable_again_after_a_failure(letters, monkeypatch):  # S8.2
     monkeypatch.undo()
     letters.put("a")
     assert letters.get("a") == "a"
+
+
+def test_what_is_refused_on_a_disk_that_takes_no_writes_is_a_miss_all_the_same(letters, monkeypatch):
+    letters.put("abc")
+    letters.damage(1)
+    read_only(monkeypatch)
+    assert letters.get("abc") == "a.c" and letters.kept[:3] == "a.c"
 
 
 def test_a_disk_that_cannot_be_read_is_said(letters, monkeypatch):
