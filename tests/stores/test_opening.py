@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.opening import GROUP, check_kind, open_store
 from tests.stores.example_store import FolderStore
 
@@ -55,6 +55,19 @@ def test_an_entry_point_that_is_none_is_told(installed, value, told):
     installed(other=value)
     with pytest.raises(ConfigurationError, match=told):
         open_store("other://address")
+
+
+class NobodyThere:
+    def __init__(self, url):
+        raise ConnectionRefusedError("nobody there")
+
+
+def test_a_store_that_cannot_be_reached_may_be_reached_later(installed):
+    """So its error is not that of a configuration, which nobody would try again."""
+    installed(other=f"{__name__}:NobodyThere")
+    with pytest.raises(TierUnavailable, match="nobody there") as raised:
+        open_store("other://address")
+    assert not isinstance(raised.value, ConfigurationError)
 
 
 def test_the_url_of_a_kind_begins_with_it():

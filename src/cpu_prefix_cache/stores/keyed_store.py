@@ -14,7 +14,10 @@ Buffers = Sequence[memoryview]  # of one value: its bytes are those of the first
 
 
 class KeyedStore(ABC):
-    """Keys are texts of at most 255 ASCII letters, digits and ":.-". A value has as many bytes as its buffers.
+    """A store made from a URL raises ConfigurationError where the operator must change the URL, or what it names; and
+    OSError where the server may answer later: then the tier is paused, and the store is made again.
+
+    Keys are texts of at most 255 ASCII letters, digits and ":.-". A value has as many bytes as its buffers.
 
     `timeout` is in seconds, for the whole call. A method raises OSError (TimeoutError, ConnectionError) when the server
     did not answer in time or refused the call as a whole. When it has returned or raised, it does not touch the buffers

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.slab.slots import address_of
 from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
@@ -48,7 +48,9 @@ NODE_SILENT = "a machine of the cluster that has these values, or should take th
 
 
 class MooncakeStore(KeyedStore):
-    """A client of the cluster at `url`. Raises ConfigurationError if it cannot become one."""
+    """A client of the cluster at `url`. Raises ConfigurationError for a wrong URL, and TierUnavailable if it cannot
+    become one: Mooncake does not say whether that will change.
+    """
 
     def __init__(self, url: str) -> None:
         settings = _settings(url)
@@ -58,7 +60,7 @@ class MooncakeStore(KeyedStore):
                 host = settings.host or link.getsockname()[0]
             self._native = _set_up(settings, host)
         except OSError as failed:
-            raise ConfigurationError(
+            raise TierUnavailable(
                 f"no Mooncake master can be used at {_text(self._master)}: {failed}. Start one there "
                 f"(mooncake_master --rpc_port={self._master[1]}), or correct the URL: {FORM}"
             ) from failed

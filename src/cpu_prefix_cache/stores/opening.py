@@ -6,7 +6,7 @@ myscheme = "my_package:MyStore"  # called with the URL
 
 from importlib.metadata import EntryPoint, entry_points
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
 
 GROUP = "cpu_prefix_cache.stores"
@@ -18,7 +18,7 @@ OURS = {"redis": REDIS, "rediss": REDIS, "unix": REDIS, "mooncake": MOONCAKE}
 
 
 def open_store(url: str) -> KeyedStore:
-    """Raises ConfigurationError."""
+    """Raises ConfigurationError where the URL is wrong, TierUnavailable where what it names does not answer now."""
     scheme, _, rest = url.partition("://")
     known = _known()
     if not rest or scheme not in known:
@@ -30,7 +30,12 @@ def open_store(url: str) -> KeyedStore:
         make = known[scheme].load()
     except ImportError as missing:
         raise ConfigurationError(f"the store for {scheme}:// cannot be imported: {missing}") from missing
-    store = make(url)
+    try:
+        store = make(url)
+    except TierUnavailable:
+        raise
+    except OSError as failed:
+        raise TierUnavailable(f"the store at {scheme}:// cannot be opened: {failed}") from failed
     if not isinstance(store, KeyedStore):
         raise ConfigurationError(f"{known[scheme].value}, which {scheme}:// names, made no KeyedStore but {store!r}")
     return store
