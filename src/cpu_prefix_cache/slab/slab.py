@@ -43,6 +43,8 @@ class Slab:
     something else, or the path or the disk does not have what they need.
     """
 
+    kept = 0  # a slot with wrong bytes is free
+
     def __init__(
         self, path: str, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
     ) -> None:
