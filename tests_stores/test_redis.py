@@ -1,5 +1,6 @@
 """RedisStore with real servers: logins, refusals, eviction, and servers that are frozen, killed and started again."""
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,41 @@ def test_no_password_a_wrong_one_and_a_user_who_may_not(start):
     assert "WRONGPASS" in wrong and "another-secret" not in wrong
     limited = start(RedisServer, *USER, "+get")
     assert "NOPERM" in told(limited.url("kv:secret@"))
+
+
+def test_a_password_that_is_not_in_the_url(start, tmp_path, monkeypatch):
+    server, file = start(RedisServer, "--requirepass", "hun/ter#2"), tmp_path / "password"
+    file.write_text("hun/ter#2\n")
+    monkeypatch.setenv("CACHE_PASSWORD", "hun/ter#2")
+    for option in f"password_file={file}", "password_env=CACHE_PASSWORD", "password=hun%2Fter%232":
+        assert RedisStore(server.url(query=f"?{option}")).exists(["key"], 5.0) == [False]
+    file.write_text("another-secret")
+    said = told(server.url(query=f"?password_file={file}"))
+    assert "WRONGPASS" in said and "another-secret" not in said
+
+
+def test_a_new_password_is_taken_for_the_next_connection(start, tmp_path):
+    server, file = start(RedisServer, "--requirepass", "first"), tmp_path / "password"
+    file.write_text("first")
+    store = RedisStore(server.url(query=f"?password_file={file}"))
+    server.options = ["--requirepass", "second"]
+    server.restart()
+    with pytest.raises(ConnectionError, match="WRONGPASS"):
+        store.exists(["key"], 5.0)
+    file.write_text("second")
+    assert store.exists(["key"], 5.0) == [False]
+
+
+def test_a_password_where_none_is_known_and_a_database_that_is_not_there(redis_server):
+    said = told(redis_server.url(":hunter2@"))
+    assert "-ERR" in said and "hunter2" not in said
+    assert "DB index is out of range" in told(redis_server.url(query="/99"))
+
+
+def test_a_server_that_has_too_many_clients_may_have_fewer_later(start):
+    server = start(RedisServer, "--maxclients", "1")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert "max number of clients" in told(server.url(), TierUnavailable)
 
 
 def test_a_server_of_another_kind():
