@@ -46,7 +46,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 from cpu_prefix_cache.stores.settings import SharedTier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -66,6 +66,7 @@ __all__ = [
     "Direction",
     "EngineSteps",
     "FileTier",
+    "Got",
     "Group",
     "GroupCopy",
     "GroupKind",

@@ -30,7 +30,7 @@ TEXTS = ("kind", "path", "url", "offload", "model", "revision")
 def check_options(said: Any) -> None:
     """Raises ConfigurationError for a key that is missing, unknown or of another type."""
     if not isinstance(said, Mapping):
-        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(FILES.required)}; got {said!r}")
+        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(FILES.required)}; got {type(said).__name__}")
     if "kind" in said and type(said["kind"]) is str and said["kind"] != FILE:
         check_kind(said["kind"], said.get("url"))
     required, optional = FILES if said.get("kind", FILE) == FILE else STORE
@@ -43,7 +43,8 @@ def check_options(said: Any) -> None:
         raise ConfigurationError(f"{TIER} needs {missing[0]}; its keys are {', '.join(required)}, and optional others")
     for name in TEXTS:
         if name in said and (type(said[name]) is not str or not said[name]):
-            raise ConfigurationError(f"{name} of the tier is a text, got {said[name]!r}")
+            got = type(said[name]).__name__ if name == "url" else repr(said[name])  # a URL may have a password
+            raise ConfigurationError(f"{name} of the tier is a text, got {got}")
     for name in ("bytes", "ask_milliseconds"):
         if name in said and (type(said[name]) is not int or said[name] < 1):
             raise ConfigurationError(f"{name} of the tier is a whole number, at least 1; got {said[name]!r}")

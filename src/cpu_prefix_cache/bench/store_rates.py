@@ -4,14 +4,14 @@ Values have a namespace of their own. What is put replaces nothing: all is delet
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from cpu_prefix_cache.bench.slot_rates import Run, SlotsUnderTest, key_of, planner_for
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.stores.keyed_slots import DELETE_SECONDS, GET_SECONDS, PUT_SECONDS, KeyedSlots
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 DELETED_AT_ONCE = 64  # values
 
@@ -45,7 +45,9 @@ class StoreUnderTest(SlotsUnderTest):
         with suppress(OSError):
             self._delete(self._names + self._plain)
 
-    def _each(self, call: Callable[..., list[bool]], seconds: float, what: str) -> Callable[[int, memoryview], None]:
+    def _each(
+        self, call: Callable[..., Sequence[Got | bool]], seconds: float, what: str
+    ) -> Callable[[int, memoryview], None]:
         def move(slot: int, view: memoryview) -> None:
             if not all(call([self._plain[slot]], [[view]], seconds)):
                 raise OSError(f"the store {what} a value of {len(view)} bytes")

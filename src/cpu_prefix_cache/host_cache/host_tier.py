@@ -105,7 +105,12 @@ class HostTier:
 
     def statistics(self) -> TierStatistics:
         seen = self._rank.statistics()
-        return replace(self.cache.tier_statistics(), read_seconds=seen.read_seconds, write_seconds=seen.write_seconds)
+        return replace(
+            self.cache.tier_statistics(),
+            read_seconds=seen.read_seconds,
+            write_seconds=seen.write_seconds,
+            kept=seen.kept,
+        )
 
     def drain(self) -> None:
         self._rank.drain()

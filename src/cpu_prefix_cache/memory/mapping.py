@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.memory import claims
+from cpu_prefix_cache.memory.limits import check_fits, groups
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 SHARED = Path("/dev/shm")
@@ -15,8 +16,10 @@ MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 
 def private(num_bytes: int) -> mmap.mmap:
     """Raises ConfigurationError like `check_fits`."""
-    check_fits(num_bytes)
-    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with claims.turn():
+        check_fits(num_bytes)
+        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        claims.claim(region, groups())
     if sys.platform == "linux":
         # A page that a forked child shares is copied when either writes to it, and the pinned page may be the child's
         # then. So the child gets zeros at these addresses, or nothing at all from an older kernel.

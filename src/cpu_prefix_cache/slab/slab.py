@@ -53,6 +53,8 @@ class Slab:
     or the path or the disk does not have what they need.
     """
 
+    kept = 0  # a slot with wrong bytes is free
+
     def __init__(
         self,
         path: str,

@@ -49,6 +49,7 @@ class SlotStatistics(NamedTuple):
     read_seconds: float
     write_seconds: float
     refused: int  # slots
+    kept: int  # of these, values with wrong bytes that were not deleted from a store
     read_bytes_per_second: float | None  # lately; None: not enough was read
     write_bytes_per_second: float | None
 
@@ -129,7 +130,9 @@ class SlotCopier(Copier):
     def statistics(self) -> SlotStatistics:
         loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
         moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
-        return SlotStatistics(*moved, self._num_refused, loads.bytes_per_second, stores.bytes_per_second)
+        return SlotStatistics(
+            *moved, self._num_refused, self._slots.kept, loads.bytes_per_second, stores.bytes_per_second
+        )
 
     def close(self) -> None:
         """Wait until all transfers have ended, and end the threads. May be called again."""

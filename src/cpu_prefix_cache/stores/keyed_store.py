@@ -9,8 +9,20 @@ All methods block, and are called by several threads at once, never by the one t
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import Enum
 
 Buffers = Sequence[memoryview]  # of one value: its bytes are those of the first buffer, then of the second, and so on
+
+
+class Got(Enum):
+    """What a store answers for a value that it was asked for. True if the value was read."""
+
+    READ = "read"
+    MISSING = "missing"
+    OTHER_SIZE = "other size"  # or another kind: there is something under this key, which is no value of ours
+
+    def __bool__(self) -> bool:
+        return self is Got.READ
 
 
 class KeyedStore(ABC):
@@ -33,10 +45,11 @@ class KeyedStore(ABC):
         """Whether the store has a value for each key now. It may be gone a moment later."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
-        """Copy the value of each key into its buffers. Whether it was there and had exactly their size.
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[Got]:
+        """Copy the value of each key into its buffers, if it is there and has exactly their size.
 
-        Where it was not, the buffers hold anything.
+        Where it is not READ, the buffers hold anything. What has another size is deleted by the cache, which would find
+        it for ever; what is missing is not, since another process may be putting it at that moment.
         """
 
     @abstractmethod

@@ -18,13 +18,15 @@ OURS = {"redis": REDIS, "rediss": REDIS, "unix": REDIS, "mooncake": MOONCAKE}
 
 
 def open_store(url: str) -> KeyedStore:
-    """Raises ConfigurationError where the URL is wrong, TierUnavailable where what it names does not answer now."""
+    """Raises ConfigurationError where the URL is wrong, TierUnavailable where what it names does not answer now. No
+    message has more of the URL than its scheme: the rest may be a password.
+    """
     scheme, _, rest = url.partition("://")
     known = _known()
     if not rest or scheme not in known:
         raise ConfigurationError(
             f"a store is SCHEME://ADDRESS, and its scheme one of {', '.join(sorted(known))} (ours, and what installed "
-            f"packages have as entry points of {GROUP}); got {scheme!r}"
+            f"packages have as entry points of {GROUP}); got {f'{scheme}://' if rest else 'no such text'}"
         )
     try:
         make = known[scheme].load()
@@ -46,7 +48,8 @@ def check_kind(kind: str, url: object) -> None:
     if kind not in _known():
         raise ConfigurationError(f"unknown kind of tier {kind!r}; known are file, {', '.join(sorted(_known()))}")
     if isinstance(url, str) and not url.startswith(kind):
-        raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {url[:12]!r}")
+        begin = f"{url.partition('://')[0]}://" if "://" in url else "anything else"  # which may be a password
+        raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {begin}")
 
 
 def _known() -> dict[str, EntryPoint]:

@@ -40,8 +40,9 @@ class SharedTier:
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, KeyedStore) and (not isinstance(self.store, str) or "://" not in self.store):
+            got = "another text" if isinstance(self.store, str) else type(self.store).__name__  # it may be a password
             raise ConfigurationError(
-                f"the store of a SharedTier is a KeyedStore or a URL, such as redis://host:6379; got {self.store!r}"
+                f"the store of a SharedTier is a KeyedStore or a URL, such as redis://host:6379; got {got}"
             )
         if self.offload not in ("lazy", "eager"):
             raise ConfigurationError(f"offload must be lazy or eager, got {self.offload!r}")
@@ -60,11 +61,16 @@ class SharedTier:
 
     @property
     def address(self) -> str:
-        """Where the store is, without a password."""
+        """Where the store is, without a password; how the URL begins, where a password may be anywhere in it."""
         if isinstance(self.store, KeyedStore):
             return type(self.store).__name__
-        parts = urlsplit(self.store)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        try:
+            parts = urlsplit(self.store)
+            elsewhere = f"{parts.path}{parts.query}{parts.fragment}{parts.port or ''}"
+        except ValueError:  # the port is no number
+            elsewhere = "@"
+        scheme = self.store.partition("://")[0]
+        return f"{scheme}://" if "@" in elsewhere else f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def open(self) -> KeyedStore:
         """The store. Raises ConfigurationError where there is none."""
