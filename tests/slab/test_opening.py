@@ -133,13 +133,14 @@ def test_whatever_a_store_raises_is_no_reason_to_fall(caplog):
     tier.close()
 
 
-def test_nobody_waits_for_what_hangs(monkeypatch):
+def test_nobody_waits_for_what_hangs(monkeypatch, caplog):
     monkeypatch.setattr(opening, "PATIENCE_SECONDS", 0.001)
     monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.001)
     answers, inner = threading.Event(), Tier()
     tier, attempts = opening_tier(answers, inner)
     tier.run(plan())
     assert not is_open(tier) and attempts.made == 1
+    assert caplog.text.count("nothing has answered") == 1
     tier.close()
     answers.set()
     assert inner.closed.wait(SECONDS), "what opens although nobody wants it any more is closed"

@@ -110,7 +110,8 @@ class _Attempts(threading.Thread):
 
     def first_error(self, seconds: float) -> Exception | None:
         """What the first attempt has raised, waiting so long for it."""
-        self._tried.wait(seconds)
+        if not self._tried.wait(seconds):
+            self._say(f"nothing has answered within {seconds:.0f} s")
         return self._first_error
 
     def missed(self, plan: TierPlan) -> TierOfRank | None:
@@ -172,10 +173,13 @@ class _Attempts(threading.Thread):
             self._first_error = error
             if isinstance(error, ConfigurationError):  # said by whoever waits for it, or next time
                 return
-        if str(error) != self._said:
-            self._said = str(error)
+        self._say(str(error), None if isinstance(error, OSError | ConfigurationError) else error)
+
+    def _say(self, reason: str, unexpected: Exception | None = None) -> None:
+        if reason != self._said:
+            self._said = reason
             logger.error(
-                "%s cannot be opened: %s. The cache goes on without it, and tries again, every %.0f s at least",
-                *(self._what, error, LONGEST_PAUSE_SECONDS),
-                exc_info=None if isinstance(error, OSError | ConfigurationError) else error,
+                "%s cannot be opened: %s. The cache goes on without it, and tries again at least every %.0f s",
+                *(self._what, reason, LONGEST_PAUSE_SECONDS),
+                exc_info=unexpected,
             )
