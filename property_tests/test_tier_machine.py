@@ -588,9 +588,9 @@ class WithTier(PrefixCacheMachine):
     def what_moves_is_held(self) -> None:
         host, slots = set(self.cache.pool.free), set(self.cache.below.pool.free)
         for transfer in self.cache.below._ledger:
-            has_landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
+            landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
             for copy in transfer.plan.copies:
-                assert has_landed or host.isdisjoint(copy.device_blocks), (
+                assert landed or host.isdisjoint(copy.device_blocks), (
                     "a host block that a tier copies can be reused"
                 )
                 assert slots.isdisjoint(copy.host_blocks), "a slot that is copied can be reused"
