@@ -590,9 +590,7 @@ class WithTier(PrefixCacheMachine):
         for transfer in self.cache.below._ledger:
             landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
             for copy in transfer.plan.copies:
-                assert landed or host.isdisjoint(copy.device_blocks), (
-                    "a host block that a tier copies can be reused"
-                )
+                assert landed or host.isdisjoint(copy.device_blocks), "a host block that a tier copies can be reused"
                 assert slots.isdisjoint(copy.host_blocks), "a slot that is copied can be reused"
 
     @invariant()

@@ -110,6 +110,14 @@ def test_no_link_below_a_folder_of_ours_is_followed(tmp_path):
     assert {"blocks", "generations", "manifest.json", "records"} <= {each.name for each in elsewhere.iterdir()}
 
 
+def test_what_cannot_be_removed_is_said_and_left(tmp_path, caplog):
+    opened(tmp_path, "a").close()
+    [rank] = tmp_path.glob("*/rank-*")
+    (rank / "a folder").mkdir()
+    opened(tmp_path, "b").close()
+    assert models(tmp_path) == ["a", "b"] and "cannot be removed" in caplog.text
+
+
 def test_where_the_disk_has_no_room_all_the_same_it_says_so(tmp_path):
     opened(tmp_path, "a").close()
     with pytest.raises(TierUnavailable, match="the disk has or allows less"):

@@ -4,7 +4,6 @@ Another model, another revision, another release of the engine has a folder of i
 bytes that nobody may ever ask for again. A folder that a process has locked keeps its room, and is not counted.
 """
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -46,7 +45,11 @@ def make_room(folder: int, where: Path, own: str, *, allowed: int, has_room: Cal
         for other in others:
             if taken <= allowed and has_room():
                 return
-            _remove(folder, other)
+            try:
+                _remove(folder, other)
+            except OSError as error:
+                logger.warning("%s is to make room, and cannot be removed: %s", where / other.name, error)
+                continue
             taken -= other.num_bytes
             logger.warning(
                 "%s was removed to make room: %.2f GB%s, last used %s. With keep_others such folders stay",
@@ -78,12 +81,11 @@ def _idle(folder: int, where: Path, name: str, held: ExitStack) -> _Other | None
 
 
 def _remove(folder: int, other: _Other) -> None:
-    with contextlib.suppress(OSError):  # what is left has its room still, and is found next time
-        for rank, inside in other.ranks.items():
-            for file in sorted(os.listdir(inside), key=lambda name: (name == LOCK, name)):
-                os.unlink(file, dir_fd=inside)
-            os.rmdir(rank, dir_fd=other.folder)
-        os.rmdir(other.name, dir_fd=folder)
+    for rank, inside in other.ranks.items():
+        for file in sorted(os.listdir(inside), key=lambda name: (name == LOCK, name)):
+            os.unlink(file, dir_fd=inside)
+        os.rmdir(rank, dir_fd=other.folder)
+    os.rmdir(other.name, dir_fd=folder)
 
 
 def _model(made_for: manifest.Manifest | None) -> str:
