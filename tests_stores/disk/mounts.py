@@ -25,6 +25,10 @@ def missing():
     return found
 
 
+class MountError(Exception):
+    """What seems to be there cannot be mounted. Says what, and why."""
+
+
 class Ext4:
     """At `path`. With errors=remount-ro, as installers of distributions set it."""
 
@@ -34,7 +38,10 @@ class Ext4:
         with image.open("wb") as file:
             file.truncate(EXT4_MIB << 20)
         run("mkfs.ext4", "-q", image)
-        run("mount", "-o", "loop,errors=remount-ro", image, self.path)
+        mount = ["mount", "-o", "loop,errors=remount-ro", image, self.path]
+        made = subprocess.run(mount, capture_output=True, text=True, timeout=SECONDS)
+        if made.returncode:
+            raise MountError(f"ext4 on a loop device ({made.stderr.strip().splitlines()[0]})")
         device = os.stat(self.path).st_dev
         self._settings = (
             Path("/sys/fs/ext4") / Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").readlink().name
@@ -104,7 +111,9 @@ class Faulty:
             each.mkdir()
         program = _built(folder)
         self._process = subprocess.Popen([program, shown, self.control, "-f", self.path])
-        wait_for(lambda: os.path.ismount(self.path))
+        wait_for(lambda: os.path.ismount(self.path) or self._process.poll() is not None)
+        if self._process.returncode:
+            raise MountError(f"a file system in user space (mounting it ended with {self._process.returncode})")
 
     @contextmanager
     def told(self, fault):

@@ -1,7 +1,8 @@
 """What happens to a disk below an engine that serves: it costs hits of the tier, and nothing else.
 
 In every story the engine takes its steps, the host's hits go on, every block that a load brought is compared, and a
-reset in the middle is one more step. DISK_SECONDS is how long a disk is frozen, or hangs.
+reset in the middle is one more step. DISK_SECONDS is how long a disk is frozen, or hangs; where it is given, nothing is
+left out (`make test-long`).
 """
 
 import os
@@ -78,6 +79,7 @@ def test_a_disk_that_is_frozen(ext4, on_ext4):
     later.end()
 
 
+@pytest.mark.on("patience")
 @pytest.mark.on("ext4")
 def test_control_an_engine_that_writes_to_a_mapped_file_stops_with_the_disk(ext4, on_ext4):
     engine = on_ext4.engine(control="mapped")
@@ -89,6 +91,7 @@ def test_control_an_engine_that_writes_to_a_mapped_file_stops_with_the_disk(ext4
         assert engine.seen["steps"] == before
 
 
+@pytest.mark.on("patience")
 @pytest.mark.on("ext4")
 def test_a_disk_that_is_full(ext4, on_ext4):
     engine = on_ext4.engine().warm_up()
@@ -105,7 +108,7 @@ def test_a_disk_that_is_full(ext4, on_ext4):
 
 
 @pytest.mark.on("ext4")
-@pytest.mark.parametrize("fault", ["fail", "shut_down"])
+@pytest.mark.parametrize("fault", ["fail", pytest.param("shut_down", marks=pytest.mark.on("patience"))])
 def test_a_disk_that_is_read_only_or_gone(ext4, on_ext4, fault):
     engine = on_ext4.engine().warm_up()
     what = {"fail": "read-only after an error of ext4", "shut_down": "a disk that is gone"}[fault]
