@@ -303,6 +303,7 @@ class PrefixCachedGenerator:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         self._check_open()
         self.pool.reset()
+        self._weights = Weights(self.model, self.reset)
         if self._host is not None:
             self._host.reset()
 
