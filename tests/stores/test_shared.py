@@ -144,10 +144,11 @@ def test_a_value_that_is_overwritten_while_it_is_got_is_refused(filled):
 
 def test_what_was_put_and_evicted_is_a_miss(filled):
     """tiers 26, 27: a put that went well, and a restart, say nothing about what is there later"""
-    engine = engine_on(MemoryStore(20 * SLOT_BYTES))
+    store = MemoryStore(20 * SLOT_BYTES)
+    engine = engine_on(store)
     wrong, seen = serve(engine, number=24)
     assert wrong == [] and seen.cache.chunks_stored > 20 and seen.refused > 0
-    engine.host._tier._rank._slots.store.values.clear()
+    store.values.clear()
     wrong, seen = serve(engine, number=12)
     engine.host.close()
     assert wrong == [] and seen.state == "open"
