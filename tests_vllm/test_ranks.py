@@ -15,7 +15,7 @@ from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
-from cpu_prefix_cache.memory import limits, mapping
+from cpu_prefix_cache.memory import claims, limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
 from tests_vllm.two_processes import said_by
 
@@ -95,7 +95,8 @@ def refuse(*arguments):
 
 
 def shared_files():
-    return [file.name for file in mapping.SHARED.iterdir() if "cpu-prefix-cache" in file.name]
+    """Files that outlive a process. Claims do (`memory/claims.py`), until somebody reads them."""
+    return [file.name for file in claims.SHARED.iterdir() if "cpu-prefix-cache" in file.name and not file.is_dir()]
 
 
 def test_what_one_rank_refuses_all_refuse(tmp_path):
