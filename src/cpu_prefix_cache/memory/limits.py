@@ -1,4 +1,4 @@
-"""How much memory a host region may take, by what the system, the control groups and /dev/shm say.
+"""How much memory a host region may take, by what the system and the control groups say.
 
 A control group limits all that is below it, so every group from this process's own up to the root counts, of both
 versions of cgroup. Files that were read and not used lately do not count as used: the kernel takes their pages back
@@ -35,19 +35,12 @@ VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def check_fits(num_bytes: int, shared: int | None = None) -> None:
-    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use.
-
-    `shared` is the file descriptor of a shared region that has no pages yet.
-    """
+def check_fits(num_bytes: int) -> None:
+    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use."""
     usable = usable_bytes()
-    if shared is not None:
-        room = os.fstatvfs(shared)
-        usable = min(usable, room.f_bavail * room.f_frsize)
     if num_bytes > usable:
-        where = "of host memory" if shared is None else "of shared host memory"
         raise ConfigurationError(
-            f"{num_bytes / 1e9:.2f} GB {where} were asked for, but this process may use {usable / 1e9:.2f} GB; "
+            f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
             f"ask for at most {usable} bytes"
         )
 
