@@ -74,8 +74,11 @@ class Slab:
         if self.is_direct and address_of(memory) % ALIGNMENT:
             self.stop_direct(f"host memory does not begin at a multiple of {ALIGNMENT}")
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor. On disk, too, when this returns: if it cannot be kept, the records below it are cleared."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor. On disk, too, when this returns: if it cannot be kept, the records below it are cleared.
+
+        Files are this process's alone, whatever the revision.
+        """
         try:
             self._generations.advance(floor)
         except OSError:

@@ -24,8 +24,8 @@ class Slots(Protocol):
     def bind(self, memory: memoryview) -> None:
         """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor. From now on the weights have this revision, or one that nobody knows."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Write `views[i]`, which is what `labels[i]` says. When it raises, none of these slots holds anything."""

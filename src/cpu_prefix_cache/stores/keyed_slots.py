@@ -3,8 +3,9 @@
     write   the frame is made of the label and of the bytes' checksum, and put with the bytes
     read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
             else the slot is refused, and the value deleted: a store that keeps old values would keep it for ever
-    floor   after a reset nobody knows which weights others have. So names begin anew, under a digest that no other
-            process has: what is stored from then on is found by this process alone
+    floor   after a reset that names a revision, names are those of all who have named the same, at a reset or at their
+            start. After another one nobody knows which weights others have: names begin anew, under a digest that no
+            other process has, and what is stored from then on is found by this process alone
 
 Every value is one host block. Frames lie in memory of their own, beside the host region.
 """
@@ -57,8 +58,8 @@ class KeyedSlots:
         self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slots: int, slot_bytes: int
     ) -> None:
         self.store, self.slots, self.slot_bytes = store, slots, slot_bytes
-        digest = hashlib.sha256(namespace.digest + f"owner {number} of {owners}".encode()).digest()
-        self._era = _Era(0, Names(digest))
+        self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
+        self._era = _Era(0, self._names_in(namespace))
         self._memory = memoryview(b"")
         self._address, self._registered, self._lock = 0, set[int](), threading.Lock()
         self._arena = memoryview(mmap.mmap(-1, CALLS * CALL_VALUES * frame.SIZE))
@@ -80,8 +81,9 @@ class KeyedSlots:
         self._memory, self._address = memory, address_of(memory)
         self.store.register(self._arena)
 
-    def advance(self, floor: int) -> None:
-        self._era = _Era(floor, Names(os.urandom(32)))
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        names = Names(os.urandom(32)) if revision is None else self._names_in(self._namespace.of_revision(revision))
+        self._era = _Era(floor, names)
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Raises OSError when the store does, or does not take all of it."""
@@ -114,6 +116,9 @@ class KeyedSlots:
 
     def close(self) -> None:
         self.store.close()
+
+    def _names_in(self, namespace: Namespace) -> Names:
+        return Names(hashlib.sha256(namespace.digest + self._owner).digest())
 
     def _put(self, names: Names, views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         frames = self._frames.get()
