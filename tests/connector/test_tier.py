@@ -49,6 +49,21 @@ def test_whose_it_is_may_be_said(tmp_path):
     assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
 
 
+def test_generators_whose_weights_have_changed_alike_share_again():
+    """Nobody resets them."""
+    store, found = MemoryStore(), []
+    for _ in range(2):
+        of, below = model(), SharedTier(store, ask_seconds=10.0)
+        options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
+        with PrefixCachedGenerator(of, below=below, **options) as generator:
+            generator.answer(PROMPT, 4)
+            with torch.no_grad():
+                for parameter in of.parameters():
+                    parameter.mul_(1.05)
+            found.append(generator.answer(PROMPT, 4).tier_hit_tokens)
+    assert found[0] == 0 < found[1]
+
+
 def test_a_name_alone_does_not_say_which_weights(tmp_path):
     store = MemoryStore()
     first, other, again = (answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))

@@ -305,7 +305,7 @@ class PrefixCachedGenerator:
         self.pool.reset()
         self._weights = Weights(self.model, self.reset)
         if self._host is not None:
-            self._host.reset()
+            self._host.reset(weights_revision(self.model) if self._has_tier else None)
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.

@@ -82,8 +82,9 @@ class HostTier:
         self.cache.passed(self._began)
         self._rank.run(self.cache.plan_below())
 
-    def reset(self) -> None:
+    def reset(self, revision: str | None) -> None:
         """The files hear of it at once, because the process may end before the next step."""
+        self.cache.reset(revision)
         self._rank.run(self.cache.plan_below())
 
     def report(self) -> None:

@@ -40,7 +40,8 @@ class Told(NamedTuple):
 class TierPlan(NamedTuple):
     """What every rank does with its tier in one engine step. Follows the step's other transfers.
 
-    Records of generations below `first_generation` are never served again, also after a restart. `taken` is how many
+    Records of generations below `first_generation` are never served again, also after a restart; what is shared from
+    it on is of `revision`, or of a revision that nobody else has (None). `taken` is how many
     portions of what the restart has found were taken in. Nobody waits for answers to asks below `told_below`.
     """
 
@@ -49,6 +50,7 @@ class TierPlan(NamedTuple):
     taken: int = 0
     asks: tuple[Ask, ...] = ()
     told_below: int = 0
+    revision: str | None = None
 
 
 class Found(NamedTuple):

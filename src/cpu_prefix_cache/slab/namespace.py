@@ -8,7 +8,7 @@ finds an empty one.
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -46,6 +46,10 @@ class Namespace:
     def folder(self) -> str:
         """The name of its folder: 32 hexadecimal digits."""
         return self.digest[:16].hex()
+
+    def of_revision(self, revision: str) -> "Namespace":
+        """The same with other weights."""
+        return replace(self, fields=(*((each, revision if each == "revision" else v) for each, v in self.fields),))
 
     @property
     def spelled(self) -> dict[str, Value]:

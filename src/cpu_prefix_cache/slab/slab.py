@@ -112,8 +112,11 @@ class Slab:
         if self.is_direct and address_of(memory) % ALIGNMENT:
             self.stop_direct(f"host memory does not begin at a multiple of {ALIGNMENT}")
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor, at once. `keep` brings it to the disk, and `write` does so before it writes anything."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor, at once. `keep` brings it to the disk, and `write` does so before it writes anything.
+
+        Files are this process's alone, whatever the revision.
+        """
         self._generations.advance(floor)
 
     def mark_resets(self, mark: Callable[[], object]) -> None:

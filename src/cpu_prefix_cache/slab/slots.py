@@ -28,8 +28,10 @@ class Slots(Protocol):
     def bind(self, memory: memoryview) -> None:
         """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor, at once: it waits for no disk and no server, and does not fail."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor, at once: it waits for no disk and no server, and does not fail. From now on the weights have
+        this revision, or one that nobody knows.
+        """
 
     def keep(self) -> None:
         """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""

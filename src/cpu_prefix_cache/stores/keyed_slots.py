@@ -6,8 +6,9 @@
             store that keeps old values would keep it for ever. What is not there is not deleted: another process may
             be putting it. (A right value may take a wrong one's place between our read and our DEL, and is put again
             then. A delete that compares would need more rights on the server, and happens too rarely to pay for.)
-    floor   after a reset nobody knows which weights others have. So names begin anew, under a digest that no other
-            process has: what is stored from then on is found by this process alone
+    floor   after a reset that names a revision, names are those of all who have named the same, at a reset or at their
+            start. After another one nobody knows which weights others have: names begin anew, under a digest that no
+            other process has, and what is stored from then on is found by this process alone
 
 Every value is one host block. Frames lie in memory of their own, beside the host region.
 """
@@ -62,8 +63,8 @@ class KeyedSlots:
         self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slots: int, slot_bytes: int
     ) -> None:
         self.store, self.slots, self.slot_bytes = store, slots, slot_bytes
-        digest = hashlib.sha256(namespace.digest + f"owner {number} of {owners}".encode()).digest()
-        self._era = _Era(0, Names(digest))
+        self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
+        self._era = _Era(0, self._names_in(namespace))
         self._deletions = Deletions()
         self._memory = memoryview(b"")
         self._address, self._registered, self._lock = 0, set[int](), threading.Lock()
@@ -90,8 +91,9 @@ class KeyedSlots:
         self._memory, self._address = memory, address_of(memory)
         self.store.register(self._arena)
 
-    def advance(self, floor: int) -> None:
-        self._era = _Era(floor, Names(os.urandom(32)))
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        names = Names(os.urandom(32)) if revision is None else self._names_in(self._namespace.of_revision(revision))
+        self._era = _Era(floor, names)
 
     def keep(self) -> None:
         """Later processes have the names from before, under which nobody knows what this one's weights were."""
@@ -127,6 +129,9 @@ class KeyedSlots:
 
     def close(self) -> None:
         self.store.close()
+
+    def _names_in(self, namespace: Namespace) -> Names:
+        return Names(hashlib.sha256(namespace.digest + self._owner).digest())
 
     def _put(self, names: Names, views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         frames = self._frames.get()

@@ -99,6 +99,7 @@ class TierCache(CPUPrefixCache):
         self._first = self._next = 0  # generations: the first that is served, the next that is given
         self._ranges: dict[int, int] = {}  # rank -> the first generation that it has never used
         self._was_reset = False  # before all ranks had reported
+        self._revision: str | None = None  # as the last reset has named it
         self._taken = 0  # portions
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
@@ -203,7 +204,8 @@ class TierCache(CPUPrefixCache):
         step = self.step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
-        return TierPlan(step, self._first, self._taken, self._questions.take_new(), self._questions.told_below)
+        asks = self._questions.take_new()
+        return TierPlan(step, self._first, self._taken, asks, self._questions.told_below, self._revision)
 
     def report_tier(self, report: TierReport) -> list[Resolved]:
         """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
@@ -241,8 +243,9 @@ class TierCache(CPUPrefixCache):
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 
-    def reset(self) -> None:
+    def reset(self, revision: str | None = None) -> None:
         super().reset()
+        self._revision = revision
         self._found.clear()
         self._questions.reset()
         self._was_reset = len(self._ranges) < self._ranks
