@@ -270,9 +270,10 @@ def test_of_ranks_that_share_a_region_the_first_has_the_slab(tmp_path, path, tog
     for rank in range(4):
         size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
         config = configure(tmp_path, tier(path), host=HOST, **size)
-        config.instance_id = f"test-{rank}"  # their shared memory is none of this test
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "as_on_the_first_stage", lambda numbers: numbers)
+            patch.setattr(ranks, "place_in_the_group", lambda: (0, 1))  # their shared memory is none of this test
+            patch.setattr(ranks, "as_on_the_first_of_the_group", lambda word: word)
             halves.append(worker_of(config, latent()))
     assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
     assert [isinstance(each._tier, Onlooker) for each in halves] == [False, True, False, True]
