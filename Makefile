@@ -15,12 +15,14 @@ test: $(VENV)/installed
 
 # What is slow and strong, and not in CI: the state machines run a million steps, eight times as many as in `make test`,
 # and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
-# are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants.
+# are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants; disks below an
+# engine are frozen and hang for 8 s, and fill up and go.
 test-long: $(VENV)/installed
 	EXAMPLES=8 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
+	DISK_SECONDS=8 $(BIN)/python -m pytest tests_stores/disk
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -61,8 +63,9 @@ test-vllm: $(VLLM_VENV)/installed
 test-engines: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_engines
 
-# Stores with real servers: redis-server, and mooncake_master of `pip install '.[mooncake]'`. What is not installed is
-# named in the last line.
+# Stores with real servers: redis-server, and mooncake_master of `pip install '.[mooncake]'`; and files on disks that
+# fail: ext4 on loop devices (root), and a file system in user space (root, gcc, Debian's libfuse3-dev). What is missing
+# is named in the last lines.
 test-stores: $(VENV)/installed
 	$(BIN)/python -m pytest tests_stores
 

@@ -143,7 +143,7 @@ class RealEngine(ThreeTierEngine):
     def new_cache(self, planner: Any, device: Any, options: dict[str, Any]) -> Any:
         cache = super().new_cache(planner, device, options)
         self._arena = HostArena(cache.pool.capacity, BLOCK_BYTES)
-        named = namespace_of(planner, model="benchmark", revision="", dtype="", hash="sha256", ranks=1)
+        named = namespace_of(planner, model="benchmark", revision="none", dtype="none", hash="sha256", ranks=1)
         sizes = {"slots": FILE, "slot_bytes": BLOCK_BYTES, "nbytes": FILE * BLOCK_BYTES}
         self._slab = Slab(str(self._path), named, rank=0, ranks=1, **sizes)
         self._tier = RankTier.of_slab(self._slab, self._arena.blocks, planner.pieces, 0)

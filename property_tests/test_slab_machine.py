@@ -1,13 +1,17 @@
 """Slab against a dict from slots to what was written last.
 
-Files are damaged, swapped, truncated and reopened in between. Whatever happens, what is served is what was written
-under that label; and what was written and left alone is served.
+Files are damaged, swapped, truncated and reopened in between, and the disk fails while a reset is kept or a process
+ends. Whatever happens, what is served is what was written under that label, and is not below the floor: at once in this
+process, and in later ones once the floor is kept. What was written and left alone is served.
 """
 
+import errno
 import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -28,6 +32,24 @@ letters = st.sampled_from("abc")
 slot_numbers = st.integers(0, SLOTS - 1)
 
 
+@contextmanager
+def failing(call: str, number: int) -> Iterator[None]:
+    """A call to the system that fails."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "the disk is read-only" if number == errno.EROFS else "the disk fails")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fails)
+        yield
+
+
+@contextmanager
+def read_only() -> Iterator[None]:
+    with failing("fsync", errno.EROFS), failing("unlink", errno.EROFS):
+        yield
+
+
 @dataclass
 class Written:
     """What a slot was given last. `intact`: nothing has happened to it since."""
@@ -44,7 +66,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.path = tempfile.mkdtemp()
         self.written: dict[int, Written] = {}
         self.history: list[tuple[int, Written]] = []  # what slots had before
-        self.floor, self.count = 0, 0
+        self.floor, self.kept, self.count = 0, 0, 0  # kept: the floor that is on disk
         self.open()
 
     def open(self) -> None:
@@ -74,6 +96,15 @@ class SlabMachine(RuleBasedStateMachine):
             self.written[slot] = Written(label, (self.count * 7 + label.place) % 255)
         views = [self.page(self.written[slot].byte) for slot in slots]
         self.slab.write(slots, views, labels)
+        self.kept = self.floor
+
+    @precondition(lambda self: self.floor > self.kept)
+    @rule(slots=runs)
+    def write_before_the_floor_is_kept(self, slots: list[int]) -> None:
+        """It fails if the floor cannot be kept, and changes nothing."""
+        labels = [Label(b"k", b"", 0, 0, CHUNK, self.first)] * len(slots)
+        with read_only(), pytest.raises(OSError, match="read-only"):
+            self.slab.write(slots, [self.page(255)] * len(slots), labels)
 
     @rule(slots=runs)
     def read(self, slots: list[int]) -> None:
@@ -123,14 +154,39 @@ class SlabMachine(RuleBasedStateMachine):
         self.slab.advance(self.first)
         self.floor = max(self.floor, self.first)
 
+    @rule()
+    def keep(self) -> None:
+        self.slab.keep()
+        self.kept = self.floor
+
     # what happens to it
 
     @rule()
     def reopen(self) -> None:
         self.slab.close()
         self.open()
-        self.count = 0
+        self.count, self.kept = 0, self.floor
         assert self.slab.floor == self.floor
+
+    @rule()
+    def end_on_a_read_only_disk(self) -> None:
+        """The next process goes by the floor that was kept last."""
+        with read_only():
+            self.slab.close()
+        self.open()
+        self.count, self.floor = 0, self.kept
+        assert self.slab.floor == self.floor
+
+    @precondition(lambda self: self.floor > self.kept)
+    @rule()
+    def end_on_a_full_disk(self) -> None:
+        """The floor cannot be kept, but a file can be deleted: the next process begins anew."""
+        with failing("fsync", errno.ENOSPC):
+            self.slab.close()
+        self.written, self.history = {}, []
+        self.open()
+        self.floor, self.kept, self.count = 0, 0, 0
+        assert self.slab.floor == 0 and not any(map(self.slab.record, range(SLOTS)))
 
     @rule(slot=slot_numbers, at=st.integers(0, BLOCK - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, slot: int, at: int, bit: int) -> None:

@@ -4,14 +4,23 @@ The host has room for a fifth of the documents, so prefixes go to the files and 
 what the first one left. Logits are compared, and a copier that damages what it loads must be seen.
 """
 
-import logging
+import errno
+import os
+import shutil
+import sys
+import threading
+import time
 from functools import cache
 
 import pytest
 import torch
 
 from batching_engine import BLOCK_TOKENS, Engine, Request, prompts
-from cpu_prefix_cache import ChainHasher, ConfigurationError, FileTier, MisuseError
+from cpu_prefix_cache import ChainHasher, ConfigurationError, FileTier, MisuseError, SharedTier, TierUnavailable
+from cpu_prefix_cache.memory import claims
+from cpu_prefix_cache.slab import allocation, opening
+from cpu_prefix_cache.stores import opening as stores_opening
+from cpu_prefix_cache.stores.memory_store import MemoryStore
 from tests.troubled_copiers import COPIERS
 from tiny_model import answer_alone
 
@@ -107,20 +116,6 @@ def test_a_tier_is_told_what_each_step_has_computed(tmp_path, monkeypatch):
     assert sum(told) == len(request.tokens) - 1, "all but the last one, which nobody asks for"
 
 
-def test_an_engine_with_other_weights_finds_nothing(tmp_path, caplog):
-    """S8.15"""
-    first = engine_with(tier(tmp_path))
-    serve(first)
-    first.host.close()
-    other = FileTier(str(tmp_path), 4 << 20, model="tiny", revision="2")
-    with caplog.at_level(logging.WARNING):
-        second = engine_with(other)
-    assert "revision '1'" in caplog.text, "the folder of the old weights is named, and counts"
-    wrong, seen = serve(second)
-    second.host.close()
-    assert wrong == [] and seen.found == 0
-
-
 @pytest.mark.parametrize("copies", ["late", "fails"])
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_stay_right_whatever_happens_to_copies(tmp_path, mode, copies):
@@ -191,14 +186,215 @@ def test_keys_that_are_no_cryptographic_digests_are_refused(tmp_path):
         tier(tmp_path, hash="xxh3_128")
 
 
-def test_a_second_engine_at_the_same_time_is_refused(tmp_path):
-    """S8.22"""
-    first = engine_with(tier(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"another process|in use"):
-        engine_with(tier(tmp_path))
-    first.host.close()
-
-
 def test_a_tier_smaller_than_twice_the_host_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="at least"):
-        engine_with(FileTier(str(tmp_path), HOST_BLOCKS * BLOCK_BYTES))
+        engine_with(FileTier(str(tmp_path), HOST_BLOCKS * BLOCK_BYTES, model="tiny", revision="1"))
+
+
+@pytest.mark.parametrize(
+    ("whose", "missing"), [({}, "model"), ({"model": "tiny"}, "revision"), ({"revision": "1"}, "model")]
+)
+def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, missing):
+    with pytest.raises(ConfigurationError, match=rf"{missing} is missing: give it model=.* or weights="):
+        engine_with(FileTier(str(tmp_path), 2 << 20, **whose))
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
+    """The same shapes and the same keys: nothing but the weights differs."""
+
+    def found_by(weights):
+        engine = engine_with(FileTier(str(tier), 2 << 20, weights=weights, offload="eager"))
+        _, seen = serve(engine, number=10)
+        engine.host.close()
+        return seen.found
+
+    tier, base, tuned = (tmp_path / name for name in ("tier", "base", "tuned"))
+    for folder in tier, base, tuned:
+        folder.mkdir()
+    for at, folder in enumerate((base, tuned)):
+        (folder / "model.safetensors").write_bytes(bytes([at]))
+    assert found_by(base) == 0 < found_by(base)
+    for each in tier.iterdir():
+        each.rename(tmp_path / each.name)  # the first has all bytes of the path
+    assert found_by(tuned) == 0
+
+
+# What an engine starts with, whatever its tier comes to
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """What an engine has left: to be copied."""
+    folder = tmp_path_factory.mktemp("left")
+    first = engine_with(tier(folder, offload="eager"))
+    serve(first, number=4)
+    first.host.close()
+    return folder
+
+
+@pytest.fixture
+def path(left, tmp_path):
+    return shutil.copytree(left, tmp_path / "tier")
+
+
+def starts(below, state="open"):
+    """An engine with this tier, which answers right and comes to this state. How many chunks it has found."""
+    engine = engine_with(below)
+    until(engine, state)
+    wrong, seen = serve(engine, number=1)
+    engine.host.close()
+    assert wrong == [] and seen.state == state
+    return seen.found
+
+
+def until(engine, state):
+    for _ in range(5_000):
+        engine.step()
+        if engine.host.statistics().tier.state == state:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"the tier does not come to be {state}")
+
+
+def of_rank(path):
+    [rank] = path.glob("*/rank-0-of-1")
+    return rank
+
+
+def test_control_the_same_again_finds_all(path):
+    assert starts(tier(path)) > 20
+
+
+def test_after_an_upgrade_an_engine_starts_with_all_of_its_bytes(path, caplog):
+    """S8.15. The path and the bytes are as before, and the folder of the old weights or release has all of them."""
+    [old] = path.iterdir()
+    assert starts(FileTier(str(path), 2 << 20, model="tiny", revision="2")) == 0
+    [new] = path.iterdir()
+    assert new != old and "of 'tiny', revision '1'" in caplog.text
+
+
+def test_and_beside_it_if_it_is_to_stay(path):
+    assert starts(FileTier(str(path), 2 << 20, model="tiny", revision="2", keep_others=True)) == 0
+    assert len(list(path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("nbytes", [3 << 20, 1 << 20])
+def test_with_other_bytes_what_fits_is_kept(path, nbytes):
+    assert starts(FileTier(str(path), nbytes, model="tiny", revision="1")) > 20
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "generations"])
+@pytest.mark.parametrize("text", ["", "NaN", "[" * 100_000], ids=["empty", "nan", "deep"])
+def test_with_a_damaged_file_it_begins_anew(path, name, text, caplog):
+    (of_rank(path) / name).write_text(text)
+    assert starts(tier(path)) == 0
+    assert caplog.text.count("begins anew") == 1 and "Traceback" not in caplog.text
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(opening, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+def opens_later(below, mend, caplog):
+    """It starts paused, serves, and finds what is there once somebody has mended it."""
+    engine = engine_with(below)
+    until(engine, "paused")
+    wrong, seen = serve(engine, number=1, seed=5)
+    assert wrong == [] and seen.state == "paused" and seen.cache.chunks_stored == 0
+    assert caplog.text.count("cannot be opened") == 1
+    mend()
+    until(engine, "open")
+    wrong, seen = serve(engine, number=4)
+    engine.host.close()
+    assert wrong == [] and seen.found > 5 and seen.hit_tokens > 0
+
+
+def test_a_disk_that_is_not_there_yet(path, impatient, caplog):
+    away = path.rename(path.with_name("away"))
+    opens_later(tier(path), lambda: away.rename(path), caplog)
+
+
+def test_a_folder_that_another_engine_has(path, impatient, caplog):
+    """S8.22"""
+    first = engine_with(tier(path))
+    opens_later(tier(path), first.host.close, caplog)
+
+
+def test_a_disk_without_room(path, impatient, caplog, monkeypatch):
+    def is_full(file, num_bytes):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(allocation, "reserve", is_full)
+    opens_later(tier(path), monkeypatch.undo, caplog)
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(path, monkeypatch):
+    """Neither the start, nor a step, nor a reset, nor the end."""
+    monkeypatch.setattr(opening, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 0.01)
+    hangs, reserve = threading.Event(), allocation.reserve
+    monkeypatch.setattr(allocation, "reserve", lambda *args: hangs.wait(60) and reserve(*args))
+    engine = engine_with(tier(path))
+    until(engine, "paused")
+    engine.host.reset()
+    wrong, _ = serve(engine, number=1)
+    engine.host.close()
+    assert wrong == [] and not hangs.is_set()
+    hangs.set()
+
+
+def test_the_engines_thread_opens_and_syncs_nothing(path, monkeypatch):
+    threads = dict.fromkeys(("open", "fsync", "mkdir", "replace", "unlink", "pwrite", "pwritev", "preadv"), None)
+    for name in threads:
+        threads[name] = set()
+        monkeypatch.setattr(os, name, recorded(getattr(os, name), threads[name]))
+    engine = engine_with(tier(path, offload="eager"))
+    until(engine, "open")
+    serve(engine, number=4)
+    engine.host.reset()
+    serve(engine, number=4, seed=1)
+    assert all(threads[name] for name in ("open", "fsync", "pwrite", "preadv")), "nothing was seen: this says nothing"
+    here = threading.current_thread().name
+    assert [name for name, seen in threads.items() if here in seen] == []
+    engine.host.close()
+
+
+def recorded(call, threads):
+    """By which threads it is called; but for what engines of a host have claimed of its memory, which is no disk's."""
+
+    def instead(*args, **more):
+        if sys._getframe(1).f_globals["__name__"] != claims.__name__:
+            threads.add(threading.current_thread().name)
+        return call(*args, **more)
+
+    return instead
+
+
+def test_a_store_that_is_down_at_the_start(impatient, caplog, monkeypatch):
+    values = MemoryStore()
+    first = engine_with(SharedTier(values, "tiny", "1", ask_seconds=5.0))
+    serve(first, number=4)
+    first.host.close()
+    answers = []
+
+    def open_store(url):
+        if not answers:
+            raise TierUnavailable(f"nobody answers at {url}")
+        store = MemoryStore()
+        store.values |= values.values
+        return store
+
+    monkeypatch.setattr(stores_opening, "open_store", open_store)
+    opens_later(SharedTier("redis://host", "tiny", "1", ask_seconds=5.0), lambda: answers.append(True), caplog)
+
+
+def test_a_store_with_another_password_is_refused(monkeypatch):
+    def open_store(url):
+        raise ConfigurationError("wrong password")
+
+    monkeypatch.setattr(stores_opening, "open_store", open_store)
+    with pytest.raises(ConfigurationError, match="wrong password"):
+        engine_with(SharedTier("redis://host", "tiny", "1"))

@@ -11,7 +11,6 @@ from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
@@ -148,13 +147,21 @@ def test_without_batches_blocks_go_one_by_one(monkeypatch):
 
 
 RANK = """
-import sys, torch
+import os, sys, torch
 from cpu_prefix_cache import Direction
 from tests_gpu.stage import Stage, DEVICE
 import tests_gpu.stage as stage_module
-from functools import partial
+from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.arena import HostArena
-stage_module.HostArena = partial(HostArena, shared_as=sys.argv[1])
+
+
+def shared(num_blocks, block_bytes, **options):
+    file, num_bytes = int(sys.argv[1]), num_blocks * block_bytes
+    os.ftruncate(file, num_bytes)  # by the first one
+    return HostArena(num_blocks, block_bytes, region=mapping.map_shared(file, num_bytes), **options)
+
+
+stage_module.HostArena = shared
 stage = Stage(blocks=300)
 wanted = stage.rows(range(300)).clone()
 if sys.argv[2] == "store":
@@ -171,19 +178,23 @@ stage.arena.close()
 
 
 def test_what_one_rank_stores_in_a_shared_region_another_loads():
-    name = f"cpu-prefix-cache-gpu-{os.getpid()}"
+    file = os.memfd_create("cpu-prefix-cache-gpu")
     ranks = []
     try:
         for what in ("store", "load"):
             rank = subprocess.Popen(
-                [sys.executable, "-c", RANK, name, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", RANK, str(file), what],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[file],
             )
             ranks.append(rank)
             assert rank.stdout.readline() == "ready\n"
     finally:
         for rank in ranks:
             rank.communicate("\n", timeout=60)
-        mapping.forget(name)
+        os.close(file)
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 

@@ -41,7 +41,7 @@ class Stage:
             host_bytes=HOST_PROMPTS * CHUNKS * BLOCK_BYTES,
             max_model_len=CHUNKS * TOKENS * 2,
             offload="eager",
-            below=FileTier(folder, TIER_BYTES, model="pattern", offload="lazy"),
+            below=FileTier(folder, TIER_BYTES, model="pattern", revision="1", offload="lazy"),
         )
         self.host.prepare()
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.mooncake_store import MooncakeStore
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.testing import check_store
@@ -58,8 +58,8 @@ def test_a_value_that_was_taken_may_be_gone(master):  # tiers 26
 # One sentence at start
 
 
-def told(url):
-    with pytest.raises(ConfigurationError) as raised:
+def told(url, error=ConfigurationError):
+    with pytest.raises(error) as raised:
         open_store(url)
     return str(raised.value)
 
@@ -74,11 +74,11 @@ def test_what_is_no_url(rest):
 
 
 def test_nobody_there():
-    assert "mooncake_master --rpc_port=" in told(f"mooncake://127.0.0.1:{free_port()}")
+    assert "mooncake_master --rpc_port=" in told(f"mooncake://127.0.0.1:{free_port()}", TierUnavailable)
 
 
 def test_a_server_of_another_kind():
-    assert "no Mooncake master can be used" in told(f"mooncake://127.0.0.1:{serve_http()}")
+    assert "no Mooncake master can be used" in told(f"mooncake://127.0.0.1:{serve_http()}", TierUnavailable)
 
 
 def test_without_its_package_or_the_libraries_of_the_system(master, monkeypatch):

@@ -1,6 +1,6 @@
 """RedisStore with real servers: logins, refusals, eviction, and servers that are frozen, killed and started again."""
 
-import sys
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
+from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.testing import check_store
@@ -17,12 +18,6 @@ from tests_stores.traffic import HANG_SECONDS, Traffic, Under
 
 pytestmark = pytest.mark.needs("redis")
 USER = ["--user", "kv", "on", ">secret", "~*"]
-
-
-def by_hand(server, **options):
-    import redis
-
-    return redis.Redis(port=server.port, **options)
 
 
 # The contract
@@ -51,7 +46,7 @@ def test_control_a_byte_changed_on_the_server_is_noticed(redis_server):
     traffic = Traffic(RedisStore(redis_server.url()))
     traffic.put()
     assert traffic.get_all()
-    by_hand(redis_server).setrange(traffic.keys[3], 500_000, b"\0\1\2\3")
+    redis_server.ask("SETRANGE", traffic.keys[3], "500000", "\t\v\b!")
     with pytest.raises(AssertionError, match="wrong bytes"):
         traffic.get()
 
@@ -75,30 +70,67 @@ def serve_http():
     return server.server_port
 
 
-def told(url):
-    with pytest.raises(ConfigurationError) as raised:
+def told(url, error=ConfigurationError):
+    """ConfigurationError is final; TierUnavailable is tried again."""
+    with pytest.raises(error) as raised:
         open_store(url)
     return str(raised.value)
 
 
 def test_nobody_there():
-    assert "no Redis server can be used at 127.0.0.1:" in told(f"redis://127.0.0.1:{free_port()}")
-    assert "/nowhere/redis.sock" in told("unix:///nowhere/redis.sock")
+    assert "no Redis server can be used at 127.0.0.1:" in told(f"redis://127.0.0.1:{free_port()}", TierUnavailable)
+    assert "/nowhere/redis.sock" in told("unix:///nowhere/redis.sock", TierUnavailable)
 
 
 def test_no_password_a_wrong_one_and_a_user_who_may_not(start):
     server = start(RedisServer, "--requirepass", "secret")
     assert "NOAUTH" in told(server.url())
     wrong = told(server.url(":another-secret@"))
-    assert "invalid" in wrong and "another-secret" not in wrong
+    assert "WRONGPASS" in wrong and "another-secret" not in wrong
     limited = start(RedisServer, *USER, "+get")
     assert "NOPERM" in told(limited.url("kv:secret@"))
 
 
+def test_a_password_that_is_not_in_the_url(start, tmp_path, monkeypatch):
+    server, file = start(RedisServer, "--requirepass", "hun/ter#2"), tmp_path / "password"
+    file.write_text("hun/ter#2\n")
+    monkeypatch.setenv("CACHE_PASSWORD", "hun/ter#2")
+    for option in f"password_file={file}", "password_env=CACHE_PASSWORD", "password=hun%2Fter%232":
+        assert RedisStore(server.url(query=f"?{option}")).exists(["key"], 5.0) == [False]
+    file.write_text("another-secret")
+    said = told(server.url(query=f"?password_file={file}"))
+    assert "WRONGPASS" in said and "another-secret" not in said
+
+
+def test_a_new_password_is_taken_for_the_next_connection(start, tmp_path):
+    server, file = start(RedisServer, "--requirepass", "first"), tmp_path / "password"
+    file.write_text("first")
+    store = RedisStore(server.url(query=f"?password_file={file}"))
+    server.options = ["--requirepass", "second"]
+    server.restart()
+    with pytest.raises(ConnectionError, match="WRONGPASS"):
+        store.exists(["key"], 5.0)
+    file.write_text("second")
+    assert store.exists(["key"], 5.0) == [False]
+
+
+def test_a_password_where_none_is_known_and_a_database_that_is_not_there(redis_server):
+    said = told(redis_server.url(":hunter2@"))
+    assert "-ERR" in said and "hunter2" not in said
+    assert "DB index is out of range" in told(redis_server.url(query="/99"))
+
+
+def test_a_server_that_has_too_many_clients_may_have_fewer_later(start):
+    server = start(RedisServer, "--maxclients", "1")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert "max number of clients" in told(server.url(), TierUnavailable)
+
+
 def test_a_server_of_another_kind():
     port = serve_http()
-    assert f"127.0.0.1:{port}" in told(f"redis://127.0.0.1:{port}")
-    assert f"127.0.0.1:{port}" in told(f"redis://:secret@127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in told(f"redis://127.0.0.1:{port}", TierUnavailable)
+    said = told(f"redis://:secret@127.0.0.1:{port}", TierUnavailable)
+    assert f"127.0.0.1:{port}" in said and "secret" not in said
 
 
 @pytest.mark.parametrize("slots", [None, (0, 8191), (8192, 16383), (0, 16383)])
@@ -108,30 +140,25 @@ def test_a_server_of_a_cluster(start, slots, login):
     user = *USER, "+get", "+set", "+exists", "+del", "+ping"
     server = start(RedisServer, "--cluster-enabled", "yes", "--cluster-port", str(free_port()), *user)
     if slots is not None:
-        by_hand(server).execute_command("CLUSTER ADDSLOTSRANGE", *slots)
+        server.ask("CLUSTER", "ADDSLOTSRANGE", *map(str, slots))
     assert "one of a Redis Cluster (" in (said := told(server.url(login))) and "cluster-enabled no" in said
 
 
 def test_a_server_that_is_frozen(redis_server):
     redis_server.freeze()
-    assert "no Redis server can be used" in told(redis_server.url())
+    assert "no Redis server can be used" in told(redis_server.url(), TierUnavailable)
 
 
 @pytest.mark.needs("tls")
 def test_tls_where_there_is_none_none_where_there_is_and_an_unknown_authority(redis_server, tls_server):
-    assert "rediss:// where it speaks TLS" in told(redis_server.url(scheme="rediss"))
-    assert "rediss:// where it speaks TLS" in told(tls_server.url())
+    assert "it speaks without TLS" in told(redis_server.url(scheme="rediss"), TierUnavailable)
+    assert "rediss:// where it speaks TLS" in told(tls_server.url(), TierUnavailable)
     assert "certificate" in told(tls_server.url(scheme="rediss"))
 
 
 @pytest.mark.parametrize("rest", ["127.0.0.1:port", "127.0.0.1?max_connections=7", "127.0.0.1?db=first"])
 def test_what_is_no_url(rest):
     assert "a store is redis://" in told(f"redis://{rest}")
-
-
-def test_without_redis_py(monkeypatch):
-    monkeypatch.setitem(sys.modules, "redis", None)
-    assert ": pip install redis" in told("redis://127.0.0.1")
 
 
 # What a server may do
@@ -170,11 +197,11 @@ def test_a_user_who_may_read_only_is_told(start):
 
 def test_a_key_of_another_type_is_no_value(redis_server):
     store = RedisStore(redis_server.url())
-    by_hand(redis_server).lpush("list", b"x")
+    redis_server.ask("LPUSH", "list", "x")
     into = memoryview(bytearray(1))
-    assert store.get_into(["list"], [[into]], 5.0) == [False]
+    assert store.get_into(["list"], [[into]], 5.0) == [Got.OTHER_SIZE]
     assert store.put_from(["list"], [[into]], 5.0) == [True]
-    assert store.get_into(["list"], [[into]], 5.0) == [True]
+    assert store.get_into(["list"], [[into]], 5.0) == [Got.READ]
 
 
 # Frozen, killed, started again

@@ -28,17 +28,11 @@ def server(start):
     return server
 
 
-def fill(server):
-    import redis
-
-    redis.Redis(port=server.port).config_set("maxmemory", "1mb")  # it uses more already
-
-
 @pytest.mark.parametrize("why", ["it is full", "the user may not write"])
 def test_what_a_server_has_is_read_although_it_takes_nothing(server, why, caplog, monkeypatch):
     monkeypatch.setattr(tier_cache, "STORE_PAUSE_SECONDS", 1e6)
     if why == "it is full":
-        fill(server)
+        server.ask("CONFIG", "SET", "maxmemory", "1mb")  # it uses more already
     engine = engine_on(server.url("reader:secret@" if why == "the user may not write" else ""))
     wrong, _ = serve(engine, number=20, seed=1)  # which nobody has stored
     seen = engine.host.statistics().tier

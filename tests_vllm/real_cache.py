@@ -40,7 +40,7 @@ GROUPS = {"llama": ["prefix-0"], "qwen3": ["prefix-0"], "gemma3": ["window-0", "
 
 def ours(**options: object) -> dict[str, object]:
     """The configuration of our connector as one of several."""
-    extra = dict(cpu_bytes_to_use=HOST_BYTES, offload="eager") | options
+    extra = dict(cpu_bytes_to_use=HOST_BYTES, offload="eager", reset="with_connector") | options
     return dict(
         kv_connector=CONNECTOR,
         kv_connector_module_path="connector.vllm",

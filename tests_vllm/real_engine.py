@@ -101,12 +101,13 @@ class RealEngine:
         self.finished: dict[str, Answer | None] = {}
         self._loaded: dict[str, int] = {}
         self._numbers = count()
+        ours = {"reset": "with_connector"} if module == "connector.vllm" else {}  # `forget` keeps the host then
         transfer = dict(
             kv_connector=connector,
             kv_connector_module_path=module,
             kv_role="kv_both",
             kv_load_failure_policy=load_failure_policy,
-            kv_connector_extra_config=extra or {},
+            kv_connector_extra_config=ours | (extra or {}),
         )
         arguments = dict(
             model=str(folder),

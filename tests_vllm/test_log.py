@@ -46,16 +46,16 @@ def test_one_line_says_how_much_and_how(tmp_path, log):
     chunk = 2 * 2 * BLOCK * 2 * 16 * 4
     assert lines == [
         f"the host cache has 1.0 GiB, {2**30 // chunk:,} blocks: {2**30 // chunk * BLOCK:,} tokens in prompts of 256; "
-        "lazy, lru, no tier; reference copies (the device tensors are in host memory, where there is no link to keep "
-        "busy)"
+        "lazy, lru, no tier; emptied with the device; reference copies (the device tensors are in host memory, where "
+        "there is no link to keep busy)"
     ]
 
 
 def test_it_says_what_the_operator_has_chosen(tmp_path, log):
     tier = {"kind": "file", "path": str(tmp_path), "bytes": 3 * 2**20, "revision": "random"}
-    chosen = dict(cpu_bytes_to_use=2**20, offload="eager", policy="arc", tier=tier)
+    chosen = dict(cpu_bytes_to_use=2**20, offload="eager", policy="arc", tier=tier, reset="never")
     (line,) = lines_of_start(tmp_path, log, one_group(BLOCKS), **chosen)
-    assert f"; eager, arc, a tier of 0.0 GiB in {tmp_path}; reference" in line
+    assert f"; eager, arc, a tier of 0.0 GiB in {tmp_path}; never emptied, also by new weights; reference" in line
 
 
 def test_tokens_are_those_that_fit_with_their_checkpoints(tmp_path, log):

@@ -15,7 +15,7 @@ from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
-from cpu_prefix_cache.memory import limits, mapping
+from cpu_prefix_cache.memory import claims, limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
 from tests_vllm.two_processes import said_by
 
@@ -52,11 +52,15 @@ def meet(rank, file, as_stages=False):
     ranks.get_pp_group = lambda: both if as_stages else alone
 
 
-def begins(rank, folder, file, told):
-    """In a process of its own: register one of two ranks, of which the second cannot have its region."""
+def begins(rank, folder, file, told, cannot=1):
+    """In a process of its own: register one of two ranks, of which the second cannot have its region, or the first
+    cannot make it.
+    """
     meet(rank, file)
-    if rank == 1:
+    if rank == cannot == 1:
         mapping.check_fits = regions.check_fits = refuse
+    if rank == cannot == 0:
+        mapping.make_shared = refuse
     group = latent()
     try:
         half(folder, group, 2, rank).register_kv_caches(latent_caches(group))
@@ -95,7 +99,8 @@ def refuse(*arguments):
 
 
 def shared_files():
-    return [file.name for file in mapping.SHARED.iterdir() if "cpu-prefix-cache" in file.name]
+    """Files that outlive a process. Claims do (`memory/claims.py`), until somebody reads them."""
+    return [file.name for file in claims.SHARED.iterdir() if "cpu-prefix-cache" in file.name and not file.is_dir()]
 
 
 def test_what_one_rank_refuses_all_refuse(tmp_path):
@@ -104,6 +109,15 @@ def test_what_one_rank_refuses_all_refuse(tmp_path):
     said = said_by(begins, tmp_path, tmp_path / "meeting")
     assert said == {0: "there is no room", 1: "there is no room"}
     assert shared_files() == before
+
+
+def begins_where_the_first_cannot(rank, folder, file, told):
+    begins(rank, folder, file, told, cannot=0)
+
+
+def test_a_region_that_the_first_rank_cannot_make_is_one_that_no_rank_has(tmp_path):
+    said = said_by(begins_where_the_first_cannot, tmp_path, tmp_path / "meeting")
+    assert said[0] == "there is no room" and "the first rank of this tensor-parallel group could not" in said[1]
 
 
 @pytest.mark.parametrize("as_stages", [False, True])

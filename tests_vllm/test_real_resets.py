@@ -212,3 +212,58 @@ def test_with_new_weights_nothing_of_the_old_ones_is_found(tmp_path, model):
         stale = engine.answer(PROMPTS)
     assert [answer.loaded_tokens for answer in stale] == [ALL] * 8
     assert sum(difference > TOLERANCE for difference in differences(stale, expected)) >= 7
+
+
+@both_schedulers
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+@on_two_models
+def test_a_trainer_resets_vllm_alone_and_gets_answers_of_the_new_weights(tmp_path, model, offload, asynchronous):
+    """As trainers call it. The control is above: a host that vLLM's reset leaves as it is."""
+    new = MODELS[model](tmp_path, seed=1)
+    expected = cold_answers(new, PROMPTS)
+    engine_options = dict(asynchronous=asynchronous, step_tokens=128)
+    with CachedEngine(folder_of(model), offload=offload, reset="with_device", engine=engine_options) as engine:
+        engine.answer(PROMPTS)
+        engine.flood()
+        assert engine.on_host(PROMPT) == ALL
+        load_weights(engine, new)
+        assert engine.core.reset_prefix_cache()
+        answers = engine.answer(PROMPTS)
+        engine.rest()
+        assert engine.core.reset_prefix_cache(reset_connector=True)
+        assert (engine.cache.epoch, engine.on_host(PROMPT)) == (2, 0), "one reset of ours for each of vLLM's"
+        engine.step()
+        assert engine.cache.epoch == 2
+        answers += engine.answer(PROMPTS)
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected * 2)) <= TOLERANCE
+
+
+@on_two_models
+def test_a_host_that_is_never_emptied_is_there_after_a_sleep(model):
+    """With the same weights, as a sleep at level 1 brings them back."""
+    with CachedEngine(folder_of(model), offload="eager", reset="never") as engine:
+        engine.answer([PROMPT])
+        engine.rest()
+        engine.llm.sleep(level=1)
+        assert engine.llm.wake_up()
+        answers = engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+    assert answers[0].loaded_tokens == answers[0].cached_tokens == ALL
+    assert max(differences(answers, expected_of(model)[:1])) <= TOLERANCE
+
+
+def test_a_reset_that_preempts_what_runs_empties_the_host_too():
+    """What ran before it has KV of before it, and stores nothing of that."""
+    with CachedEngine(folder_of("llama"), offload="eager", reset="with_device") as engine:
+        engine.answer(PROMPTS[:1])
+        names = [engine.submit(prompt, max_tokens=40) for prompt in PROMPTS[:2]]
+        engine.step_until(lambda: engine.request(names[1]).num_output_tokens > 2 and not engine.statistics.storing)
+        assert engine.core.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        assert (engine.cache.epoch, engine.on_host(PROMPT)) == (1, 0)
+        engine.rest()
+        answers = [engine.finished.pop(name) for name in names]
+        assert [answer.loaded_tokens for answer in answers] == [0, 0]
+        assert engine.on_host(PROMPT) == ALL
+        engine.check_nothing_leaked()

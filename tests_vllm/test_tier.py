@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_prefix_cache.slab import records
+from connector.vllm import tier_namespace
+from cpu_prefix_cache.slab import opening, records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.tiers import tiered_cache
 from tests_vllm.models import some_tokens
@@ -231,10 +232,48 @@ def found_by(path, of="llama", **options):
     ids=["revision", "model", "dtype", "blocks", "hash", "configuration"],
 )
 def test_an_engine_that_differs_finds_nothing(path, other):
-    """The folder has room for two namespaces."""
-    written, _ = write_prompts(path, bytes=SIZE // 2)
-    assert found_by(path, bytes=SIZE, **other) == 0
-    assert found_by(path, bytes=SIZE // 2) == written
+    written, _ = write_prompts(path)
+    assert found_by(path, keep_others=True, **other) == 0
+    assert found_by(path) == written
+
+
+def test_an_upgraded_engine_starts_with_all_of_its_bytes_and_serves(path, monkeypatch):
+    """The folder of the release before has all of them, since they are allocated at its start."""
+    with monkeypatch.context() as before:
+        before.setattr(tier_namespace.vllm, "__version__", "0.31.9")
+        write_prompts(path)
+    [old] = path.iterdir()
+    with started(path) as engine:
+        assert engine.half.tier.tier_statistics().state == "open"
+        answers = engine.answer(PROMPTS[:2])
+        assert [answer.loaded_tokens for answer in answers] == [0, 0]
+        engine.rest()
+    [new] = path.iterdir()
+    assert new != old
+    assert max(differences(answers, expected_of("llama")[:2])) <= TOLERANCE
+    assert found_by(path) == 2 * BLOCKS
+
+
+def test_an_engine_starts_without_its_disk_and_finds_what_is_there_later(path, monkeypatch):
+    monkeypatch.setattr(opening, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "LONGEST_PAUSE_SECONDS", 0.01)
+    write_prompts(path, prompts=PROMPTS[:1])
+    away = path.rename(path.with_name("away"))
+    with started(path) as engine:
+        assert engine.half.tier.tier_statistics().state == "paused"
+        answers = engine.answer(PROMPTS[1:2])
+        engine.forget()
+        [again] = engine.answer(PROMPTS[1:2])
+        assert again.loaded_tokens == BLOCKS * BLOCK, "hits on the host go on"
+        away.rename(path)
+        engine.halves[0][1]._tier._attempts.join(PATIENCE)
+        answers += engine.answer(PROMPTS[2:3])  # an idle engine does not step, so it does not hear of it
+        engine.rest()
+        tier = engine.half.tier.tier_statistics()
+        assert (tier.state, tier.found) == ("open", BLOCKS)
+        [first] = engine.answer(PROMPTS[:1])
+        assert first.loaded_tokens == BLOCKS * BLOCK
+    assert max(differences([first, *answers], expected_of("llama")[:3])) <= TOLERANCE
 
 
 @pytest.mark.parametrize("is_restarted_twice", [False, True])

@@ -1,6 +1,8 @@
 """What is refused of a tier, what identifies the bytes in it, and how ranks share it."""
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.files import MARK
+from connector.tier.files import MARK, FileTierSettings
 from connector.tier.weights import weights_of
 from connector.vllm import rank_tier, ranks, regions
 from connector.vllm.messages import StepMetadata, WorkerReports
@@ -20,11 +22,13 @@ from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankRepor
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
+from cpu_prefix_cache.slab import opening
 from tests_vllm.engine import full, latent, one_group, vllm_config, window
 from tests_vllm.test_ranks import BLOCKS, latent_caches, plain_caches
 
 HOST, SIZE = 1 << 20, 8 << 20
 KEY = bytes(range(32))
+KNOWN = "kind, path, bytes, offload, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -63,7 +67,10 @@ def build(config, *groups):
     ("more", "sentence"),
     [
         (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (dict(size=5), "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision"),
+        (
+            dict(size=5),
+            "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision, keep_others",
+        ),
         (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
         (dict(bytes=0), "bytes of the tier is a whole number, at least 1; got 0"),
         (dict(bytes=True), "bytes of the tier is a whole number, at least 1; got True"),
@@ -72,6 +79,7 @@ def build(config, *groups):
         (dict(path=""), "path of the tier is a text, got ''"),
         (dict(offload="sometimes"), "offload of the tier is one of lazy, eager; got 'sometimes'"),
         (dict(revision=None), "revision of the tier is a text, got None"),
+        (dict(keep_others=1), "keep_others of the tier is true or false, got 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, path, more, sentence):
@@ -119,19 +127,6 @@ def test_a_tier_that_holds_little_but_what_the_host_has_is_refused(tmp_path, pat
     config = configure(tmp_path, tier(path, bytes=2 * HOST))  # records need some bytes, too
     with pytest.raises(ConfigurationError, match=r"the host has 256 blocks, so give the tier at least .* bytes"):
         build(config)
-
-
-@pytest.mark.parametrize("where", ["nowhere", "file"])
-def test_a_path_that_is_no_folder_is_refused(tmp_path, where):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=rf"path of the tier, .*/{where}, .*; make the folder first"):
-        build(configure(tmp_path, tier(tmp_path / where)))
-
-
-def test_another_size_than_before_is_refused(tmp_path, path):
-    worker_of(configure(tmp_path, tier(path))).close()
-    with pytest.raises(ConfigurationError, match="was made for a tier of 8388608 bytes, and 9000000 are asked for"):
-        build(configure(tmp_path, tier(path, bytes=9_000_000)))
 
 
 # Identity
@@ -205,9 +200,8 @@ def test_weights_of_a_hub_are_known_by_their_commit():
 
 
 def test_each_engine_under_data_parallelism_has_a_folder(tmp_path, path):
-    build(configure(tmp_path, tier(path), data_parallel_index=0))
-    build(configure(tmp_path, tier(path), data_parallel_index=2))
-    assert [each.name for each in path.iterdir()] == ["engine-2"]
+    folders = [settings_of(configure(tmp_path, tier(path), data_parallel_index=at)).tier.said.folder for at in (0, 2)]
+    assert folders == [str(path), str(path / "engine-2")]
 
 
 def test_an_order_is_named_whatever_the_number_of_blocks():
@@ -276,9 +270,10 @@ def test_of_ranks_that_share_a_region_the_first_has_the_slab(tmp_path, path, tog
     for rank in range(4):
         size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
         config = configure(tmp_path, tier(path), host=HOST, **size)
-        config.instance_id = f"test-{rank}"  # their shared memory is none of this test
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "as_on_the_first_stage", lambda numbers: numbers)
+            patch.setattr(ranks, "place_in_the_group", lambda: (0, 1))  # their shared memory is none of this test
+            patch.setattr(ranks, "as_on_the_first_of_the_group", lambda word: word)
             halves.append(worker_of(config, latent()))
     assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
     assert [isinstance(each._tier, Onlooker) for each in halves] == [False, True, False, True]
@@ -296,16 +291,58 @@ def test_an_onlooker_reports_everything_as_done_until_it_is_resolved():
     assert onlooker.report().is_scanned and not onlooker.is_busy
 
 
-def test_a_second_process_on_the_path_is_refused_and_leaves_no_region_behind(tmp_path, path, monkeypatch):
-    config, closed = configure(tmp_path, tier(path)), []
-    worker = worker_of(config)
-    close = regions.HostArena.close
-    monkeypatch.setattr(regions.HostArena, "close", lambda arena: closed.append(arena) or close(arena))
-    with pytest.raises(ConfigurationError, match=r"another process uses .*; give each engine a path of its own"):
-        worker_of(config)
-    assert len(closed) == 1
+# What cannot be opened
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(opening, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+def opens_later(worker, mend):
+    """It is there and says that its tier is not open, until somebody has mended it."""
+    assert worker._tier.report().next_generation is None
+    worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
+    assert worker.reports().tier[0].next_generation is None
+    mend()
+    worker._tier._attempts.join(30)
+    assert worker._tier.report().next_generation is not None
     worker.close()
-    worker_of(config).close()
+
+
+def test_a_path_that_is_not_there(tmp_path, path, impatient):
+    opens_later(worker_of(configure(tmp_path, tier(path / "nowhere"))), (path / "nowhere").mkdir)
+
+
+def test_a_path_that_another_process_has(tmp_path, path, impatient):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    opens_later(worker_of(config), worker.close)
+
+
+def test_another_size_than_before_keeps_what_fits(tmp_path, path):
+    worker = worker_of(configure(tmp_path, tier(path)))
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
+    worker = worker_of(configure(tmp_path, tier(path, bytes=9_000_000)))
+    loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
+    assert carry_out(worker, loads, {0}).refused == ()
+    worker.close()
+
+
+def test_what_the_operator_must_change_is_refused_and_leaves_no_region_behind(tmp_path, path, monkeypatch):
+    closed, close = [], regions.HostArena.close
+    monkeypatch.setattr(regions.HostArena, "close", lambda arena: closed.append(arena) or close(arena))
+
+    def fails(*_, **__):
+        raise ConfigurationError("give it another name")
+
+    monkeypatch.setattr(FileTierSettings, "open", fails)
+    with pytest.raises(ConfigurationError, match="give it another name"):
+        worker_of(configure(tmp_path, tier(path)))
+    assert len(closed) == 1
 
 
 def test_what_another_rank_refuses_closes_the_slab_again(tmp_path, path, together, monkeypatch):
@@ -336,13 +373,18 @@ def test_a_rank_on_another_machine_makes_its_engines_folder_there(tmp_path, path
     second.close()
 
 
-def test_rows_in_another_order_are_refused(tmp_path, path):
+def test_rows_in_another_order_begin_anew(tmp_path, path, caplog):
     config = configure(tmp_path, tier(path))
-    worker_of(config).close()
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
     turned = {name: view.transpose(1, 2).contiguous().transpose(1, 2) for name, view in plain_caches().items()}
-    with pytest.raises(ConfigurationError, match=r"was written with row order '.*', and this rank has '.*'; delete"):
-        worker_of(config, caches=turned)
-    worker_of(config).close()
+    worker = worker_of(config, caches=turned)
+    loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
+    assert [each.slots for each in carry_out(worker, loads, {0}).refused] == [(1,)]
+    assert caplog.text.count("begins anew") == 1 and "row order was" in caplog.text
+    worker.close()
 
 
 # A worker's steps
@@ -396,10 +438,32 @@ def test_groups_that_a_stage_lacks_are_written_as_zeros(tmp_path, path):
     opened = rank_tier.tier_of_rank(settings, config.parallel_config, lacking, region, "some order")
     first = opened.report().next_generation
     opened.run(TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first, group=1),))))
-    opened._tier.drain()
+    opened.drain()
     assert opened.report().transfers.done == {0}
     assert not region[3].any() and region[4].all()
     opened.close()
+
+
+def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, path, monkeypatch):
+    """No mark can be left, so nothing is written or served any more; and once it can be, all goes on."""
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "the disk is read-only")
+
+    worker = worker_of(configure(tmp_path, tier(path)))
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    later = first + (1 << 32)
+    transfers = moving(1, Direction.STORE, 2, 3, later), moving(2, Direction.LOAD, 1, 5, first)
+    with monkeypatch.context() as broken:
+        for call in ("fsync", "unlink", "pwrite", "pwritev"):
+            broken.setattr(os, call, read_only)
+        report = carry_out(worker, TierPlan(StepPlan(1, transfers), first_generation=later), {1, 2})
+    assert report.transfers.failed == {1} and [each.slots for each in report.refused] == [(1,)]
+    assert not list(path.rglob(MARK))
+    again = TierPlan(StepPlan(1, (moving(3, Direction.STORE, 2, 3, later),)), first_generation=later)
+    assert 3 in carry_out(worker, again, {3}).transfers.done and list(path.rglob(MARK))
+    worker.close()
 
 
 def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
@@ -427,7 +491,7 @@ def test_what_a_worker_has_found_is_said_until_it_is_taken_in(tmp_path, path):
     carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
     worker.close()
     worker = worker_of(config)
-    worker._tier._tier._source._scan.wait()
+    worker._tier.tier._tier._source._scan.wait()
 
     def says(taken):
         """In a step that computes."""

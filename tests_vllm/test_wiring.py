@@ -112,33 +112,23 @@ def warnings_of(folder, log, monkeypatch, number):
 # Several ranks
 
 
-def test_each_tensor_parallel_group_has_a_region_of_its_own_name(tmp_path, monkeypatch):
-    names, made = [], []
+def test_the_ranks_of_a_tensor_parallel_group_ask_it_for_the_region(tmp_path, monkeypatch):
+    """And those that have KV of their own have a region each."""
+    asked, made = [], []
 
-    def region(*sizes, shared_as, **options):
-        names.append(shared_as)
-        made.append(Region())
-        return made[-1]
+    def region_of_the_group(num_bytes):
+        asked.append(num_bytes)
+        return "shared"
 
-    monkeypatch.setattr(regions, "HostArena", region)
+    monkeypatch.setattr(regions, "HostArena", lambda blocks, size, *, region, **_: made.append((blocks * size, region)))
+    monkeypatch.setattr(regions, "_shared_region", region_of_the_group)
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
     monkeypatch.setattr(ranks, "agree", lambda problem: None)
     config = configure(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4)
-    settings = Settings.of(config, KVCacheConfig(BLOCKS, [], [latent()]))
-    for config.instance_id in ("one", "other"):
-        for config.parallel_config.data_parallel_rank in range(2):
-            for config.parallel_config.rank in range(4):
-                regions.arena_of(settings, config, settings.planner, torch.device("cpu"))
-    assert names[::2] == names[1::2]
-    assert None not in names and len(set(names)) == 2 * 2 * 2
-    assert all(each.is_forgotten for each in made), "a name would stay in /dev/shm if the process is killed"
-
-
-class Region:
-    is_forgotten = False
-
-    def forget_name(self):
-        self.is_forgotten = True
+    for group in latent(), full():
+        settings = Settings.of(config, KVCacheConfig(BLOCKS, [], [group]))
+        regions.arena_of(settings, config, settings.planner, torch.device("cpu"))
+    assert [region for _, region in made] == ["shared", None] and asked == [made[0][0]]
 
 
 @pytest.mark.parametrize("together", [[True, True], [True, False]])

@@ -24,7 +24,13 @@ from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.host_cache import HostCache, HostStatistics, Loading, Run, Wait
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, latents, states
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted, PrefixCacheError
+from cpu_prefix_cache.messages.errors import (
+    ConfigurationError,
+    MisuseError,
+    PoolExhausted,
+    PrefixCacheError,
+    TierUnavailable,
+)
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics, TierStatistics
@@ -40,7 +46,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 from cpu_prefix_cache.stores.settings import SharedTier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -60,6 +66,7 @@ __all__ = [
     "Direction",
     "EngineSteps",
     "FileTier",
+    "Got",
     "Group",
     "GroupCopy",
     "GroupKind",
@@ -96,6 +103,7 @@ __all__ = [
     "StepPlan",
     "Thresholds",
     "TierStatistics",
+    "TierUnavailable",
     "TieredCache",
     "TransferPlan",
     "Wait",

@@ -12,6 +12,7 @@ from cpu_prefix_cache.bench.file_rates import FileUnderTest
 from cpu_prefix_cache.bench.slot_rates import measure_slots
 from cpu_prefix_cache.bench.tier_report import break_even
 from cpu_prefix_cache.cli import main
+from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 from cpu_prefix_cache.stores.opening import OURS
 
@@ -94,7 +95,7 @@ class Forgets(Kept):
     """As a server that has less memory than is put."""
 
     def get_into(self, keys, buffers, timeout):
-        return [False] * len(keys)
+        return [Got.MISSING] * len(keys)
 
 
 class Damages(Kept):

@@ -17,6 +17,7 @@ from transformers import BatchEncoding, GenerationConfig, LogitsProcessor, PreTr
 from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
+from connector.transformers.changes import Weights
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from random_models import build_family
 from tests.connector.serving import document
@@ -379,8 +380,10 @@ def test_a_closed_generator_gives_its_memory_back_and_answers_no_more(llama):
 
 
 @pytest.mark.parametrize("resets", [True, False])
-def test_after_a_reset_nothing_from_before_is_used(resets):
+def test_after_a_reset_nothing_from_before_is_used(resets, monkeypatch, caplog):
     """New weights and no reset is the control: what the old ones computed shows."""
+    if not resets:
+        monkeypatch.setattr(Weights, "follow", lambda weights: None)
     torch.set_num_threads(1)
     model, other = (build_family("llama", hidden=32, layers=2, window=32, seed=seed) for seed in (0, 1))
     with generator_of(model) as generator:
@@ -391,6 +394,7 @@ def test_after_a_reset_nothing_from_before_is_used(resets):
         answer, got = answered(generator, IDS)
         assert answer.computed_tokens == (61 if resets else 13)
         assert agree(got, asked(model, IDS)) is resets
+        assert not caplog.records, "who has reset is not told of new weights"
         generator.reset()
         assert generator.answer(IDS, 4).computed_tokens == 61
         generator.pool.reset()

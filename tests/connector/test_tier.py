@@ -37,21 +37,37 @@ def test_a_restarted_generator_finds_the_prefix_in_the_files(tmp_path, arch):
 
 def test_other_weights_find_nothing(tmp_path):
     answered(model(seed=0), tmp_path)
-    folder = tmp_path / "of the other"  # the first takes all bytes of its folder
-    folder.mkdir()
-    for tier in tmp_path.glob("?" * 32):
-        tier.rename(folder / tier.name)
-    of_first = next(folder.iterdir())
-    below = FileTier(str(folder), 2 * TIER_BYTES)
+    below = FileTier(str(tmp_path), TIER_BYTES, keep_others=True)
     generator = PrefixCachedGenerator(model(seed=1), device_blocks=96, host_bytes=HOST_BYTES, below=below)
     assert generator.tier_statistics().found == generator.answer(PROMPT, 2).tier_hit_tokens == 0
     generator.close()
-    assert len(list(folder.iterdir())) == 2 and of_first.exists()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_whose_it_is_may_be_said(tmp_path):
     answered(model(seed=0), tmp_path, model="mine", revision="1")
     assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
+
+
+def test_generators_whose_weights_have_changed_alike_share_again():
+    """Nobody resets them."""
+    store, found = MemoryStore(), []
+    for _ in range(2):
+        of, below = model(), SharedTier(store, ask_seconds=10.0)
+        options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
+        with PrefixCachedGenerator(of, below=below, **options) as generator:
+            generator.answer(PROMPT, 4)
+            with torch.no_grad():
+                for parameter in of.parameters():
+                    parameter.mul_(1.05)
+            found.append(generator.answer(PROMPT, 4).tier_hit_tokens)
+    assert found[0] == 0 < found[1]
+
+
+def test_a_name_alone_does_not_say_which_weights(tmp_path):
+    store = MemoryStore()
+    first, other, again = (answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))
+    assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
 
 
 def test_a_revision_changes_with_weights_and_configuration_alone():
@@ -81,8 +97,8 @@ def test_another_generator_finds_the_prefix_in_a_store_that_both_share():
     torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
 
 
-def answered_from(store, of):
-    below = SharedTier(store, ask_seconds=10.0)
+def answered_from(store, of, **said):
+    below = SharedTier(store, ask_seconds=10.0, **said)
     options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
     with PrefixCachedGenerator(of, below=below, **options) as generator:
         return generator.answer(PROMPT, 4)

@@ -396,65 +396,56 @@ def test_without_linux_there_are_regions_too(macos):
         HostArena(1 << 30, 1 << 20)
 
 
-def test_but_none_that_ranks_share(macos, monkeypatch, tmp_path):
-    monkeypatch.setattr(mapping, "SHARED", tmp_path / "missing")
-    with pytest.raises(ConfigurationError, match="has no shared memory at"):
-        HostArena(3, 1000, shared_as="somebody")
+def test_but_none_that_ranks_share(macos):
+    with pytest.raises(ConfigurationError, match="no files without a name"):
+        mapping.make_shared(3000)
 
 
-# Shared by several ranks
+# Shared by several ranks: see test_shared_file.py, too
 
 
 @pytest.fixture
-def name():
-    name = f"cpu-prefix-cache-test-{os.getpid()}"
-    yield name
-    mapping.forget(name)
+def file():
+    """Of a region of 4,000 bytes that this process has made."""
+    file, _ = mapping.make_shared(4000)
+    yield file
+    os.close(file)
 
 
-def test_ranks_that_give_one_name_have_one_region(name):
-    one, other = (HostArena(4, 1000, shared_as=name) for _ in range(2))
+def test_ranks_that_map_one_file_have_one_region(file):
+    one, other = (HostArena(4, 1000, region=mapping.map_shared(file, 4000)) for _ in range(2))
     one.blocks[2] = 7
     assert (other.blocks[2] == 7).all() and one.blocks.data_ptr() != other.blocks.data_ptr()
     program = (
-        "import sys; from cpu_prefix_cache.memory.arena import HostArena\n"
-        "blocks = HostArena(4, 1000, shared_as=sys.argv[1]).blocks\n"
+        "import sys\n"
+        "from cpu_prefix_cache.memory import mapping\n"
+        "from cpu_prefix_cache.memory.arena import HostArena\n"
+        "blocks = HostArena(4, 1000, region=mapping.map_shared(int(sys.argv[1]), 4000)).blocks\n"
         "assert (blocks[2] == 7).all(); blocks[3] = 9\n"
     )
-    subprocess.run([sys.executable, "-c", program, name], check=True)
+    subprocess.run([sys.executable, "-c", program, str(file)], check=True, pass_fds=[file])
+    assert (one.blocks[3] == 9).all()
+    other.close()
     assert (one.blocks[3] == 9).all()
 
 
-def test_its_name_is_forgotten_and_the_region_stays(name):
-    one, other = (HostArena(4, 1000, shared_as=name) for _ in range(2))
-    one.forget_name()
-    assert not (mapping.SHARED / name).exists()
-    one.blocks[0] = 3
-    assert (other.blocks[0] == 3).all()
-    other.close()
-    assert not (mapping.SHARED / name).exists()
-
-
-def test_ranks_that_differ_in_size_are_told_so(name):
-    HostArena(4, 1000, shared_as=name)
+def test_ranks_that_differ_in_size_are_told_so(file):
     with pytest.raises(ConfigurationError, match="4000 bytes, but 5000 were asked for"):
-        HostArena(5, 1000, shared_as=name)
-    with pytest.raises(ConfigurationError, match="plain name"):
-        HostArena(5, 1000, shared_as="../x")
+        mapping.map_shared(file, 5000)
 
 
-def test_a_shared_region_larger_than_shared_memory_is_refused(name):
-    with pytest.raises(ConfigurationError, match=r"shared host memory .* ask for at most \d+ bytes"):
-        HostArena(1 << 30, 1 << 20, shared_as=name)
-    assert not (mapping.SHARED / name).exists()
+def test_a_shared_region_larger_than_this_process_may_use_is_refused():
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigurationError, match=r"ask for at most \d+ bytes"):
+        mapping.make_shared(1 << 50)
+    assert os.listdir("/proc/self/fd") == before
 
 
-def test_closing_does_not_take_the_name_of_a_later_region(name):
-    one = HostArena(4, 1000, shared_as=name)
-    one.forget_name()
-    HostArena(5, 1000, shared_as=name)
-    one.close()
-    assert (mapping.SHARED / name).exists()
+def test_no_rank_can_make_a_region_shorter_below_the_others(file):
+    """They would be killed by SIGBUS."""
+    for size in (0, 3999, 5000):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file, size)
 
 
 # What the machine may use
@@ -491,6 +482,12 @@ def group(tmp_path, monkeypatch):
 
 def in_group(tmp_path, *lines):
     (tmp_path / "membership").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(autouse=True)
+def no_claims(monkeypatch):
+    """Of other engines of this machine; test_claims.py has them."""
+    monkeypatch.setattr(limits, "promises", list)
 
 
 def usable():

@@ -1,5 +1,9 @@
-"""Opening: all is as it should be, or one sentence says what to do, and the files are as they were."""
+"""Opening: all is as it should be, or one sentence says what to do, and the files are as they were.
 
+What was made for something else, or is damaged, begins anew, and one line says so.
+"""
+
+import ctypes
 import errno
 import json
 import logging
@@ -12,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, TierUnavailable
+from cpu_prefix_cache.slab import allocation
 from cpu_prefix_cache.slab.slot_copier import SlotCopier
 from tests.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab, planner, region
 
@@ -33,7 +38,7 @@ def letters(tmp_path):
 
 def refused(tmp_path, match, **fields):
     before = tree(tmp_path)
-    with pytest.raises(ConfigurationError, match=match):
+    with pytest.raises(TierUnavailable, match=match):
         open_slab(tmp_path, **fields)
     assert tree(tmp_path) == before
 
@@ -66,7 +71,7 @@ def test_a_second_process_is_refused(letters, tmp_path):  # S8.22
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
     command = [sys.executable, "-c", program, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert said.startswith("ConfigurationError another process uses")
+    assert said.startswith("TierUnavailable another process uses")
     assert letters.get("abc") == "abc"
 
 
@@ -111,41 +116,116 @@ def test_a_child_does_not_unlock_its_parents(letters, tmp_path):
     refused(tmp_path, "another process")
 
 
-@pytest.mark.parametrize("fields", [{"slots": SLOTS + 1}, {"slots": 4}, {"nbytes": 5}, {"slot_bytes": 4096}])
-def test_a_folder_made_for_something_else_is_refused(letters, tmp_path, fields):
+# Another size
+
+
+def test_more_slots_keep_what_there_was(letters, tmp_path, caplog):
+    letters.reopen(tmp_path, slots=SLOTS + 4, nbytes=2 * 10**6)
+    assert letters.kept == "abc" + "." * (SLOTS + 1)
+    assert letters.get("abc") == "abc"
+    letters.put("z", slot=SLOTS + 3)
+    assert letters.get("z", slot=SLOTS + 3) == "z"
+    assert f"had {SLOTS} slots and has {SLOTS + 4}" in caplog.text
+
+
+def test_fewer_slots_keep_what_fits(letters, tmp_path):
+    letters.reopen(tmp_path, slots=2)
+    assert (letters.kept, letters.get("ab")) == ("ab", "ab")
+    assert os.stat(letters.file("blocks")).st_size == 2 * BLOCK
+    letters.reopen(tmp_path, slots=SLOTS)
+    assert letters.kept == "ab" + "." * (SLOTS - 2), "what was cut off does not come back"
+
+
+def test_a_longer_file_is_cut(letters, tmp_path):  # S8.3
     letters.slab.close()
-    refused(tmp_path, f"{next(iter(fields))} .*delete the folder", **fields)
+    os.truncate(letters.file("blocks"), SLOTS * BLOCK + 1)
+    letters.reopen(tmp_path)
+    assert letters.get("abc") == "abc" and os.stat(letters.file("blocks")).st_size == SLOTS * BLOCK
+
+
+# Begins anew
+
+DEEP = "[" * 100_000
+
+
+def begins_anew(letters, tmp_path, caplog, reason, **fields):
+    """Nothing of before is found, served, or ever numbered again; and one line says so."""
+    caplog.clear()
+    letters.reopen(tmp_path, **fields)
+    assert set(letters.kept) == {"."}
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "begins anew" in line and reason in line
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"version": 2}', "\0" * 40], ids=["empty", "cut", "list", "none", "newer", "zeros"]
+    "text",
+    ["", "{", "[]", "{}", '{"version": 2}', "\0" * 40, DEEP, "NaN"],
+    ids=["empty", "cut", "list", "none", "newer", "zeros", "deep", "nan"],
 )
-def test_a_manifest_that_cannot_be_read_is_refused(letters, tmp_path, text):
+def test_a_damaged_manifest(letters, tmp_path, caplog, text):
     letters.slab.close()
     Path(letters.file("manifest.json")).write_text(text)
-    refused(tmp_path, "delete the folder")
+    begins_anew(letters, tmp_path, caplog, "version" if "version" in text else "manifest.json cannot be read")
+    assert letters.get("abc") == "..."
 
 
-def test_a_manifest_of_another_namespace_is_refused(letters, tmp_path):  # S8.21
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", '{"floor": 1}', '{"floor": "x", "last": 1}', "\0" * 40, DEEP, '{"floor": NaN, "last": 1}'),
+        *('{"floor": 0, "last": -9}', f'{{"floor": 0, "last": {1 << 200}}}', f'{{"floor": {1 << 64}, "last": 1}}'),
+        *('{"floor": true, "last": 1}', "[1, 2]"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_damaged_generations(letters, tmp_path, caplog, text):
+    letters.slab.close()
+    Path(letters.file("generations")).write_text(text)
+    begins_anew(letters, tmp_path, caplog, "does not say which records may be served")
+    assert letters.get("abc") == "..."
+
+
+def test_what_a_reset_has_voided_does_not_come_back_with_lost_generations(letters, tmp_path, caplog):
+    letters.slab.advance(letters.slab.next_generation + (1 << 32))
+    letters.slab.close()
+    os.unlink(letters.file("generations"))
+    begins_anew(letters, tmp_path, caplog, "generations")
+    assert letters.get("abc") == "..."
+
+
+def test_bytes_that_lie_otherwise(letters, tmp_path, caplog):  # S8.21
+    """An engine's namespace names the folder, and a rank's own fields are in its manifest."""
     letters.slab.close()
     path = Path(letters.file("manifest.json"))
     manifest = json.loads(path.read_text())
-    manifest["namespace"]["model"] = "other"
+    manifest["namespace"]["row order"] = "other"
     path.write_text(json.dumps(manifest))
-    refused(tmp_path, "namespace")
+    begins_anew(letters, tmp_path, caplog, "namespace: row order was 'other', and is None")
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"floor": 1}', '{"floor": "x", "last": 1}'])
-def test_generations_that_cannot_be_read_are_refused(letters, tmp_path, text):
+def test_slots_of_another_size(letters, tmp_path, caplog):
+    begins_anew(letters, tmp_path, caplog, "slot_bytes was 8192, and is 4096", slot_bytes=4096)
+
+
+def test_a_process_that_ends_while_it_begins_anew_leaves_nothing_to_be_found(letters, tmp_path, monkeypatch):
+    """The records are the old ones until they are removed, so the manifest goes first."""
     letters.slab.close()
-    Path(letters.file("generations")).write_text(text)
-    refused(tmp_path, "which records may be served")
+    Path(letters.file("generations")).write_text("")
+    removed, unlink = [], os.unlink
 
+    def ends(name, **more):
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(name)
+        unlink(name, **more)
 
-def test_a_longer_file_is_refused(letters, tmp_path):  # S8.3
-    letters.slab.close()
-    os.truncate(letters.file("blocks"), SLOTS * BLOCK + 1)
-    refused(tmp_path, "is to have")
+    monkeypatch.setattr(os, "unlink", ends)
+    with pytest.raises(KeyboardInterrupt):
+        open_slab(tmp_path)
+    monkeypatch.undo()
+    assert removed == ["manifest.json"]
+    letters.slab = open_slab(tmp_path)
+    assert set(letters.kept) == {"."}
 
 
 def test_a_folder_that_was_never_made_ready_begins_anew(letters, tmp_path):
@@ -156,10 +236,10 @@ def test_a_folder_that_was_never_made_ready_begins_anew(letters, tmp_path):
 
 
 def test_a_path_that_is_none(tmp_path):
-    with pytest.raises(ConfigurationError, match="does not exist; make the folder"):
+    with pytest.raises(TierUnavailable, match="does not exist; mount the disk, or make the folder"):
         open_slab(tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="is not a folder"):
+    with pytest.raises(TierUnavailable, match="is not a folder"):
         open_slab(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -173,14 +253,8 @@ def test_a_disk_that_is_read_only(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise OSError(errno.EROFS, "read-only file system")
 
-    monkeypatch.setattr(Path, "mkdir", fails)
+    monkeypatch.setattr(os, "mkdir", fails)
     refused(tmp_path, "read-only")
-
-
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
-    (tmp_path / namespace().folder).mkdir()
-    (tmp_path / namespace().folder).chmod(0o777)
-    refused(tmp_path, "chmod")
 
 
 # No room
@@ -194,16 +268,16 @@ def test_more_than_the_disk_has_is_refused(tmp_path):  # S8.20
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path, monkeypatch, code, which):  # S8.20
-    real, calls = os.posix_fallocate, []
+    real, calls = allocation.reserve, []
 
-    def fills_up(file, begin, size):
+    def fills_up(file, size):
         calls.append(size)
         if len(calls) > which:
-            real(file, begin, size // 2)
+            real(file, size // 2)
             raise OSError(code, os.strerror(code))
-        real(file, begin, size)
+        return real(file, size)
 
-    monkeypatch.setattr(os, "posix_fallocate", fills_up)
+    monkeypatch.setattr(allocation, "reserve", fills_up)
     refused(tmp_path, "give the tier fewer bytes")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
@@ -214,10 +288,10 @@ def test_a_disk_that_fills_up_leaves_a_truncated_file_as_it_was(letters, tmp_pat
     letters.slab.close()
     os.truncate(letters.file("blocks"), BLOCK)
 
-    def fills_up(file, begin, size):
+    def fills_up(file, size):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(os, "posix_fallocate", fills_up)
+    monkeypatch.setattr(allocation, "reserve", fills_up)
     refused(tmp_path, "fewer bytes")
 
 
@@ -232,8 +306,26 @@ def test_a_limit_on_the_size_of_files_leaves_nothing_behind(tmp_path):  # S8.20
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
     command = [sys.executable, "-c", program, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert said.startswith("ConfigurationError") and "fewer bytes" in said
+    assert said.startswith("TierUnavailable") and "fewer bytes" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_reserves_no_room_has_sparse_files(tmp_path, monkeypatch, caplog):
+    """`posix_fallocate` would write to each page of them, which takes hours for a large tier."""
+    monkeypatch.setattr(allocation, "_libc", CannotReserve())
+    letters = Letters(tmp_path)
+    blocks = os.stat(letters.file("blocks"))
+    assert blocks.st_size == SLOTS * BLOCK and blocks.st_blocks * 512 < 2 * BLOCK
+    assert caplog.text.count("are sparse") == 1
+    letters.put("abc")
+    assert letters.get("abc") == "abc"
+    letters.slab.close()
+
+
+class CannotReserve:
+    def fallocate(self, *_):
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
 
 
 # O_DIRECT

@@ -67,6 +67,12 @@ def test_an_extra_field_does_not_replace_one_of_ours():
         namespace(extra={"model": "other"})
 
 
+@pytest.mark.parametrize("field", ["model", "revision", "dtype"])
+def test_no_field_is_empty(field):
+    with pytest.raises(ConfigurationError, match=f"never empty, and '{field}' is"):
+        namespace(**{field: ""})
+
+
 def test_a_field_is_a_text_or_a_number():
     with pytest.raises(ConfigurationError, match="'a'"):
         Namespace((("a", b"bytes"),))

@@ -1,6 +1,7 @@
 """The tier of one rank as a decider sees it: plans in, reports out."""
 
 import os
+import threading
 
 import pytest
 
@@ -143,6 +144,37 @@ def test_a_reset_counts_though_the_decider_had_not_heard_what_the_files_hold(tmp
     restarted.tier.run(TierPlan(StepPlan(1, ())))
     assert restarted.slab.floor == restarted.first > before.first + ord("b")
     restarted.tier.close()
+
+
+def test_a_reset_does_not_wait_for_the_disk(decider, monkeypatch):
+    """Not when the disk is frozen, and not when a sync takes its time: it is a thread of the tier that waits."""
+    decider.put("ab")
+    thaws, syncing = threading.Event(), []
+    monkeypatch.setattr(os, "fsync", lambda file: syncing.append(threading.current_thread()) or thaws.wait(30))
+    later = decider.first + (1 << 32)
+    decider.tier.run(TierPlan(StepPlan(0, (), resolved_below=1), later))
+    assert eventually(lambda: syncing) and threading.current_thread() not in syncing
+    load = decider.transfer(LOAD, "ab", block=4)
+    decider.tier.run(TierPlan(StepPlan(0, (load,), resolved_below=1), later))
+    assert eventually(lambda: decider.tier.report().refused == (Refusal(1, (0, 1)),)), "loads go on"
+    thaws.set()
+
+
+def test_a_reset_does_not_fail_with_the_disk(decider, monkeypatch, caplog):
+    def breaks(*_, **__):
+        raise OSError(30, "read-only")
+
+    decider.put("ab")
+    for call in ("fsync", "unlink", "pwrite", "pwritev"):
+        monkeypatch.setattr(os, call, breaks)
+    decider.first += 1 << 32
+    for _ in range(2):
+        decider.step(first_generation=decider.first)
+    assert decider.put("c").transfers.failed == {1}
+    assert caplog.text.count("cannot keep a reset") == 1
+    monkeypatch.undo()
+    decider.step(resolved_below=2)
+    assert decider.put("c").transfers.done == {2}, "it is tried again with each write"
 
 
 def test_the_next_generation_stays_that_of_the_opening(decider):

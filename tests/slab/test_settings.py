@@ -1,14 +1,12 @@
 """What a user says of a tier, and how many slots it comes to."""
 
-import logging
-
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.slab.settings import FileTier, parse_file_tier
 from cpu_prefix_cache.slab.sizing import num_slots
-from tests.slab.small_slab import BLOCK, Letters, namespace, open_slab
+from tests.slab.small_slab import BLOCK, open_slab
 
 SLOT = BLOCK + 128
 FEW = 64 << 10  # of a rank, for small files
@@ -60,78 +58,46 @@ def test_other_settings_are_checked_too(fields):
         FileTier("/nvme", 1, **fields)
 
 
+@pytest.mark.parametrize("fields", [{"model": ""}, {"revision": 7}, {"revision": "1", "weights": "/models/tiny"}])
+def test_what_names_no_weights_is_refused(fields):
+    with pytest.raises(ConfigurationError, match=r"of a tier is a text|leave one of them out"):
+        FileTier("/nvme", 1, **fields)
+
+
 def test_a_path_is_a_text():
     with pytest.raises(ConfigurationError, match="path of a folder"):
         FileTier("", 1)
 
 
+@pytest.mark.parametrize(("engine", "folder"), [(0, "/nvme"), (2, "/nvme/engine-2")])
+def test_each_engine_under_data_parallelism_has_a_folder(engine, folder):
+    assert FileTier("/nvme", 1, engine=engine).folder == folder
+
+
 # Slots
 
 
-def slots(path, nbytes, ranks=1, host_blocks=2, **fields):
-    return num_slots(FileTier(str(path), nbytes), namespace(**fields), BLOCK, ranks, host_blocks)
+def slots(nbytes, ranks=1, host_blocks=2):
+    return num_slots(FileTier("/nowhere", nbytes), BLOCK, ranks, host_blocks)
 
 
-def test_records_and_small_files_are_in_the_bound(tmp_path):  # S8.18
-    assert slots(tmp_path, 10 * SLOT + FEW) == 10
-    assert slots(tmp_path, 10 * SLOT + FEW - 1) == 9
+def test_records_and_small_files_are_in_the_bound():  # S8.18
+    assert slots(10 * SLOT + FEW) == 10
+    assert slots(10 * SLOT + FEW - 1) == 9
 
 
 def test_what_is_on_the_disk_is_in_the_bound(tmp_path):  # S8.18
-    count = slots(tmp_path, 500_000)
+    count = slots(500_000)
     open_slab(tmp_path, slots=count, nbytes=500_000).close()
     assert sum(path.lstat().st_blocks * 512 for path in tmp_path.rglob("*")) <= 500_000
 
 
-def test_all_ranks_together_have_it(tmp_path):
-    assert slots(tmp_path, 4 * (5 * SLOT + FEW), ranks=4) == 5
+def test_all_ranks_together_have_it():
+    assert slots(4 * (5 * SLOT + FEW), ranks=4) == 5
 
 
-def test_a_tier_holds_twice_the_host(tmp_path):
+def test_a_tier_holds_twice_the_host():
     least = 6 * SLOT + FEW
-    assert slots(tmp_path, least, host_blocks=3) == 6
+    assert slots(least, host_blocks=3) == 6
     with pytest.raises(ConfigurationError, match=f"at least {least} bytes"):
-        slots(tmp_path, least - 1, host_blocks=3)
-
-
-def test_other_folders_are_named_and_count(tmp_path, caplog):  # S8.17
-    open_slab(tmp_path, named=namespace(model="old/model")).close()
-    (tmp_path / "lost+found").mkdir()  # none of ours
-    old = tmp_path / namespace(model="old/model").folder
-    taken = sum(path.lstat().st_blocks * 512 for path in old.rglob("*"))
-    with caplog.at_level(logging.WARNING):
-        assert slots(tmp_path, taken + 7 * SLOT + FEW) == 7
-    (record,) = caplog.records
-    assert str(old) in record.getMessage()
-    assert "'old/model'" in record.getMessage()
-    assert slots(tmp_path, taken + 7 * SLOT + FEW - 1) == 6
-    assert "lost" not in record.getMessage()
-
-
-def test_other_folders_that_leave_too_little_are_named(tmp_path):
-    open_slab(tmp_path, named=namespace(model="old")).close()
-    with pytest.raises(ConfigurationError, match=r"'old'.* may be deleted.*give the tier at least"):
-        slots(tmp_path, 3 * SLOT + FEW)
-
-
-def test_a_folder_that_exists_keeps_its_slots(tmp_path):  # S8.17
-    Letters(tmp_path, slots=7, nbytes=10**6).slab.close()
-    assert slots(tmp_path, 10**6) == 7
-
-
-def test_a_folder_of_another_size_is_refused(tmp_path):
-    open_slab(tmp_path, nbytes=10**6).close()
-    with pytest.raises(ConfigurationError, match=r"1000000 bytes, and 2000000 .* delete the folder"):
-        slots(tmp_path, 2 * 10**6)
-
-
-def test_ranks_that_disagree_are_refused(tmp_path):
-    for rank in range(2):
-        open_slab(tmp_path, rank=rank, ranks=2, slots=4 + rank).close()
-    with pytest.raises(ConfigurationError, match="different numbers of slots"):
-        slots(tmp_path, 10**6, ranks=2)
-
-
-def test_a_path_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="make the folder"):
-        slots(tmp_path / "none", 10**6)
+        slots(least - 1, host_blocks=3)

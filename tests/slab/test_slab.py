@@ -1,6 +1,7 @@
 """What is served is what was written under that label. Everything else is refused."""
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 
 from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.slab import generations, record_file
 from cpu_prefix_cache.slab import slab as slab_module
 from tests.slab.small_slab import BLOCK, SLOTS, Letters, page
 
@@ -87,10 +89,55 @@ def test_a_flipped_bit_is_refused(letters, at):  # S8.2
     assert letters.get("abc") == "a.c"
 
 
-def test_a_damaged_record_is_refused(letters):  # S8.2
+def test_a_damaged_record_is_refused(letters, tmp_path):  # S8.2
     letters.put("abc")
     letters.damage(1, 30, "records", 128)
+    letters.reopen(tmp_path)
     assert letters.get("abc") == "a.c"
+
+
+def test_damage_to_the_records_file_is_seen_by_the_next_process(letters, tmp_path):
+    """This one has them in memory, and knows what it wrote."""
+    letters.put("abc")
+    letters.damage(1, 30, "records", 128)
+    assert letters.get("abc") == "abc"
+    letters.put("d", slot=3)
+    letters.reopen(tmp_path)
+    assert letters.kept[:4] == "a.cd"
+
+
+def test_a_records_file_cut_off_in_service_costs_what_was_in_it(letters, tmp_path):
+    """Where it was mapped, the next look at a record ended the process (SIGBUS)."""
+    letters.put("ab")
+    os.truncate(letters.file("records"), 0)
+    letters.put("c", slot=2)
+    assert letters.get("abc") == "abc"
+    letters.reopen(tmp_path)
+    assert letters.get("abc") == "..c"
+
+
+@pytest.mark.parametrize("name", ["records", "blocks"])
+def test_a_file_that_was_replaced_is_the_next_processes(letters, tmp_path, name):
+    letters.put("ab")
+    shutil.copy(letters.file(name), tmp_path / "copy")
+    os.replace(tmp_path / "copy", letters.file(name))
+    letters.put("c")
+    assert letters.get("cb") == "cb"
+    letters.reopen(tmp_path)
+    assert letters.get("cb") == ".b"
+
+
+def test_records_longer_than_one_call_are_read_whole(letters, tmp_path, monkeypatch):
+    letters.put("abcd", slot=5)
+    monkeypatch.setattr(record_file, "READ_BYTES", 200)
+    letters.reopen(tmp_path)
+    assert letters.get("abcd", slot=5) == "abcd"
+
+
+def test_no_file_is_mapped(letters):
+    letters.put("a")
+    with open("/proc/self/maps") as maps:
+        assert letters.slab.folder not in maps.read()
 
 
 def test_a_refused_slot_is_not_found_by_a_restart(letters, tmp_path):  # S8.6
@@ -112,12 +159,13 @@ def test_bytes_of_another_key_are_refused(letters):  # S8.4
     assert letters.get("ab") == ".."
 
 
-def test_the_record_of_another_slot_is_refused(letters):  # S8.4
+def test_the_record_of_another_slot_is_refused(letters, tmp_path):  # S8.4
     letters.put("ab")
     with open(letters.file("records"), "r+b") as file:
         first, second = file.read(128), file.read(128)
         file.seek(0)
         file.write(second + first)
+    letters.reopen(tmp_path)
     assert letters.get("ab") == ".."
     assert letters.get("ba") == ".."
 
@@ -179,6 +227,7 @@ def test_nothing_below_the_floor_is_served(letters, tmp_path):
     letters.put("ab")
     letters.slab.advance(letters.label("b").generation)
     assert letters.get("ab") == ".b"
+    letters.slab.keep()
     letters.reopen(tmp_path)
     assert letters.slab.floor == letters.label("b").generation
     assert letters.get("ab") == ".b"
@@ -191,14 +240,102 @@ def test_the_floor_only_rises(letters):
     assert letters.slab.floor == letters.first + 1
 
 
-def test_a_floor_that_cannot_be_kept_clears_what_is_below(letters, tmp_path, monkeypatch):
+def test_what_the_floor_forbids_is_refused_before_it_is_kept(letters, monkeypatch):
     letters.put("ab")
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.EIO, "the disk is broken")))
+    broken(monkeypatch, "fsync", OSError(errno.EIO, "advance needs a disk"))
     letters.slab.advance(letters.label("b").generation)
-    monkeypatch.undo()
+    assert letters.get("ab") == ".b" and letters.kept[:2] == ".b"
+
+
+def test_nothing_is_written_before_the_floor_is_kept(letters, tmp_path):
+    """Else a later process would find the new beside what the reset forbids."""
+    letters.put("ab")
+    letters.first += 1 << 32
+    letters.slab.advance(letters.first)
+    letters.put("c", slot=2)
+    kept = tmp_path / "as the kill left it"
+    shutil.copytree(letters.slab.folder, kept)
+    letters.slab.close()
+    shutil.copytree(kept, letters.slab.folder, dirs_exist_ok=True)
+    letters.slab = Letters(tmp_path).slab
+    assert letters.kept[:3] == "..c"
+
+
+def test_a_floor_is_kept_at_the_end(letters, tmp_path):
+    letters.put("a")
+    letters.slab.advance(letters.slab.next_generation + (1 << 32))
     letters.reopen(tmp_path)
-    assert letters.slab.floor == 0
-    assert letters.get("ab") == ".b"
+    assert letters.get("a") == "."
+
+
+def read_only(monkeypatch):
+    for call in ("unlink", "replace", "pwrite", "pwritev", "fsync"):
+        broken(monkeypatch, call, OSError(errno.EROFS, "the disk is read-only"))
+
+
+def test_a_reset_on_a_disk_that_is_read_only_serves_nothing_until_it_is_repaired(
+    letters, tmp_path, monkeypatch, caplog
+):
+    letters.put("ab")
+    letters.first += 1 << 32
+    read_only(monkeypatch)
+    letters.slab.advance(letters.first)
+    for _ in range(3):
+        with pytest.raises(OSError, match="read-only"):
+            letters.slab.keep()
+        with pytest.raises(OSError, match="read-only"):
+            letters.put("c")
+    assert letters.get("ab") == ".." and letters.kept == "." * SLOTS
+    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert "cannot keep a reset" in said and "nothing is written or served" in said and "delete it" in said
+    monkeypatch.undo()
+    letters.put("c")
+    letters.reopen(tmp_path)
+    assert letters.kept[:2] == "c." and "is on disk now" in caplog.text
+
+
+def test_a_slab_is_closed_on_a_disk_that_is_read_only(letters, monkeypatch):
+    read_only(monkeypatch)
+    letters.slab.advance(1 << 40)
+    letters.slab.close()
+
+
+def test_a_reset_on_a_full_disk_leaves_a_folder_that_begins_anew(letters, tmp_path, monkeypatch, caplog):
+    letters.put("ab")
+    monkeypatch.setattr(generations, "write_durably", raising(OSError(errno.ENOSPC, "no room")))
+    letters.slab.advance(letters.label("b").generation)
+    with pytest.raises(OSError, match="no room"):
+        letters.slab.keep()
+    assert "begins anew" in caplog.text
+    letters.slab.close()
+    monkeypatch.undo()
+    letters.slab = Letters(tmp_path).slab
+    assert letters.kept == "." * SLOTS and letters.slab.next_generation == 1 << 32
+
+
+def test_a_reset_does_not_wait_for_a_thread_that_waits_for_the_disk(letters, monkeypatch):
+    """It needs nothing that a thread has while it syncs."""
+    thaws, frozen = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda file: frozen.set() or thaws.wait(30))
+    letters.slab.advance(5 << 32)
+    thread = threading.Thread(target=letters.slab.keep)
+    thread.start()
+    assert frozen.wait(30)
+    letters.slab.advance(6 << 32)
+    assert letters.slab.floor == 6 << 32 and thread.is_alive()
+    thaws.set()
+    thread.join()
+
+
+def test_a_mark_is_made_before_the_floor_is_kept(letters, tmp_path):
+    seen = []
+    letters.slab.mark_resets(lambda: seen.append(json.loads((tmp_path / letters.file("generations")).read_text())))
+    letters.slab.keep()
+    assert seen == []
+    letters.slab.advance(5 << 32)
+    letters.slab.keep()
+    letters.slab.keep()
+    assert [each["floor"] for each in seen] == [0]
 
 
 def test_each_opening_begins_a_range_of_generations(letters, tmp_path):
@@ -206,6 +343,7 @@ def test_each_opening_begins_a_range_of_generations(letters, tmp_path):
     letters.reopen(tmp_path)
     assert letters.slab.next_generation == 2 << 32
     letters.slab.advance(7 << 32)
+    letters.slab.keep()
     letters.reopen(tmp_path)
     assert letters.slab.next_generation == 8 << 32
 
@@ -220,13 +358,15 @@ def test_no_record_has_the_next_generation(letters, tmp_path):
 # Writes that fail
 
 
-def broken(monkeypatch, call, result):
-    def instead(file, views, *rest):
-        if isinstance(result, Exception):
-            raise result
-        return result
+def raising(error):
+    def instead(*_, **__):
+        raise error
 
-    monkeypatch.setattr(os, call, instead)
+    return instead
+
+
+def broken(monkeypatch, call, result):
+    monkeypatch.setattr(os, call, raising(result) if isinstance(result, Exception) else lambda *_: result)
 
 
 @pytest.mark.parametrize("result", [OSError(errno.EIO, "the disk is broken"), OSError(errno.ENOSPC, "no room")])
@@ -236,6 +376,7 @@ def test_a_store_that_fails_leaves_no_record(letters, monkeypatch, tmp_path, res
     with pytest.raises(OSError, match=r"disk|room"):
         letters.put("ef", slot=1)
     monkeypatch.undo()
+    assert letters.kept[:4] == "a..d"
     letters.reopen(tmp_path)
     assert letters.kept[:4] == "a..d"
     assert letters.get("ef", slot=1) == ".."
@@ -264,6 +405,18 @@ def test_a_store_that_fails_in_its_second_run_leaves_no_record(letters, monkeypa
     assert letters.kept == "." * SLOTS
 
 
+def test_a_store_whose_records_fail_leaves_none(letters, monkeypatch, tmp_path):
+    real = os.pwrite
+    full = OSError(errno.ENOSPC, "no room")
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data, at) if not any(data) else raising(full)())
+    with pytest.raises(OSError, match="no room"):
+        letters.put("ab")
+    assert letters.get("ab") == ".."
+    monkeypatch.undo()
+    letters.reopen(tmp_path)
+    assert letters.kept == "." * SLOTS
+
+
 def test_a_slot_is_storable_again_after_a_failure(letters, monkeypatch):  # S8.20
     broken(monkeypatch, "pwritev", OSError(errno.ENOSPC, "no room"))
     with pytest.raises(OSError, match="room"):
@@ -271,6 +424,13 @@ def test_a_slot_is_storable_again_after_a_failure(letters, monkeypatch):  # S8.2
     monkeypatch.undo()
     letters.put("a")
     assert letters.get("a") == "a"
+
+
+def test_what_is_refused_on_a_disk_that_takes_no_writes_is_a_miss_all_the_same(letters, monkeypatch):
+    letters.put("abc")
+    letters.damage(1)
+    read_only(monkeypatch)
+    assert letters.get("abc") == "a.c" and letters.kept[:3] == "a.c"
 
 
 def test_a_disk_that_cannot_be_read_is_said(letters, monkeypatch):

@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 
 class FolderStore(KeyedStore):
@@ -45,9 +45,10 @@ class FolderStore(KeyedStore):
         try:
             with file.open("rb", buffering=0) as opened:
                 size = sum(map(len, buffers))
-                return os.fstat(opened.fileno()).st_size == size == os.preadv(opened.fileno(), buffers, 0)
+                is_right = os.fstat(opened.fileno()).st_size == size == os.preadv(opened.fileno(), buffers, 0)
+                return Got.READ if is_right else Got.OTHER_SIZE
         except FileNotFoundError:
-            return False
+            return Got.MISSING
 
     def _put(self, file, buffers):
         new = self._folder / f"new-{uuid.uuid4().hex}"

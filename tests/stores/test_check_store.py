@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 from cpu_prefix_cache.testing import check_store
 from tests.stores.client import Client
@@ -59,6 +60,9 @@ class OneByOne(Client):
     def value(self, key):
         return bytes(self.server.values.get(key, b""))
 
+    def got(self, key, fits):
+        return Got.MISSING if not self.value(key) else Got.READ if fits else Got.OTHER_SIZE
+
 
 def fill(buffers, value):
     for each in buffers:
@@ -69,19 +73,34 @@ def fill(buffers, value):
 class ServesShorter(OneByOne):  # tiers 1: what was not written is what lay there before
     def get(self, key, buffers, timeout):
         fill(buffers, self.value(key))
-        return bool(self.value(key)) and len(self.value(key)) <= sum(map(len, buffers))
+        return self.got(key, len(self.value(key)) <= sum(map(len, buffers)))
 
 
 class ServesLonger(OneByOne):  # tiers 3
     def get(self, key, buffers, timeout):
         fill(buffers, self.value(key))
-        return bool(self.value(key)) and len(self.value(key)) >= sum(map(len, buffers))
+        return self.got(key, len(self.value(key)) >= sum(map(len, buffers)))
 
 
 class SaysItIsThere(OneByOne):
     def get(self, key, buffers, timeout):
         super().get(key, buffers, timeout)
-        return True
+        return Got.READ
+
+
+class AnswersYesAndNo(OneByOne):  # as stores did before there was Got
+    def get(self, key, buffers, timeout):
+        return bool(super().get(key, buffers, timeout))
+
+
+class CallsWhatIsMissingAnother(OneByOne):
+    def get(self, key, buffers, timeout):
+        return super().get(key, buffers, timeout) or Got.OTHER_SIZE
+
+
+class CallsAnotherMissing(OneByOne):
+    def get(self, key, buffers, timeout):
+        return super().get(key, buffers, timeout) or Got.MISSING
 
 
 class WritesBeyond(OneByOne):
@@ -184,21 +203,21 @@ class GivesTheLateAnswerToTheNext(OneByOne):  # tiers 28
         late, self.late = self.late, ()
         if late and len(late[0]) == sum(map(len, buffers)):
             fill(buffers, late[0])
-            return True
+            return Got.READ
         return super().get(key, buffers, timeout)
 
 
 class StopsAtTheFirstMiss(Client):
     def get_into(self, keys, buffers, timeout):
-        there = super().get_into(keys, buffers, timeout)
-        first = (*there, False).index(False)
-        return [at < first for at in range(len(keys))]
+        got = super().get_into(keys, buffers, timeout)
+        first = [*map(bool, got), False].index(False)
+        return [each if at <= first else Got.MISSING for at, each in enumerate(got)]
 
 
 class ReadsTheFirstOfABatch(Client):
     def get_into(self, keys, buffers, timeout):
         super().get_into(keys[:64], buffers[:64], timeout)
-        return super().exists(keys, timeout)
+        return [Got.READ if each else Got.MISSING for each in super().exists(keys, timeout)]
 
 
 class NeedsKeys(Client):
@@ -254,6 +273,9 @@ class EndsOnce(Client):
         (ServesShorter, "served a value of"),
         (ServesLonger, "served a value of"),
         (SaysItIsThere, "never put"),
+        (AnswersYesAndNo, "READ, MISSING or OTHER_SIZE"),
+        (CallsWhatIsMissingAnother, "never put MISSING"),
+        (CallsAnotherMissing, "MISSING to one who wants"),
         (WritesBeyond, "beyond the buffers"),
         (SwapsBuffers, "come back"),
         (TakesTheFirstBuffer, "come back"),

@@ -12,6 +12,7 @@ from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.stores import frame, keyed_slots
+from cpu_prefix_cache.stores.deletions import CREDITS
 from cpu_prefix_cache.stores.keyed_slots import CALL_VALUES, CALLS, FIRST_GENERATION, KeyedSlots
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 
@@ -146,6 +147,73 @@ def test_what_could_not_be_deleted_is_refused_all_the_same(filled):
     filled.delete = fails
     reader = Rank(filled)
     assert reader.read(3, 4) == [4] and reader.has(3)
+
+
+def test_what_is_not_there_is_not_deleted(filled):
+    """Another process may put it between our question and our DEL."""
+    reader = Rank(filled)
+    get = filled.get_into
+
+    def get_while_another_puts(keys, buffers, timeout):
+        got = get(keys, buffers, timeout)
+        other = Rank(filled)
+        other.fill(9)
+        other.write(9)
+        return got
+
+    filled.get_into = get_while_another_puts
+    assert reader.read(3, 9) == [9] and filled.deleted == []
+    filled.get_into = get
+    assert reader.read(9) == [] and reader.has(9)
+
+
+def test_a_value_of_another_size_is_deleted(filled):
+    name = Rank(filled).slots.names.of_label(labels([2])[0])
+    filled.values[name] += b"!"
+    assert Rank(filled).read(*range(4)) == [2]
+    assert filled.deleted == [name]
+
+
+def test_a_machine_that_reads_nothing_but_wrong_bytes_soon_stops_deleting(store, caplog):
+    rank = Rank(store)
+    many = range(BLOCKS)
+    rank.fill(*many)
+    rank.write(*many)
+    bad = Rank(store)
+    get = store.get_into
+
+    def get_with_bad_memory(keys, buffers, timeout):
+        got = get(keys, buffers, timeout)
+        for _, body in buffers[: len(keys)]:
+            body[7] ^= 4
+        return got
+
+    store.get_into = get_with_bad_memory
+    assert bad.read(*many) == list(many) and bad.read(*many) == list(many)
+    assert len(store.deleted) == CREDITS and len(store.values) == BLOCKS - CREDITS
+    # What it had deleted itself was missing the second time.
+    assert bad.slots.kept == 2 * (BLOCKS - CREDITS)
+    assert caplog.text.count("too many values of the shared store came with wrong bytes") == 1
+    store.get_into = get
+    assert rank.read(*many[CREDITS:]) == [] and rank.slots.kept == 0
+
+
+def test_values_that_are_damaged_here_and_there_are_all_deleted(store):
+    rank, many = Rank(store), range(BLOCKS)
+    rank.fill(*many)
+    rank.write(*many)
+    for number in range(3 * CREDITS):
+        store.values[rank.slots.names.of_label(labels([number])[0])][-1] ^= 1
+        assert rank.read(*many) == [number]
+        rank.fill(number)
+        rank.write(number)
+    assert len(store.deleted) == 3 * CREDITS and rank.slots.kept == 0
+
+
+def test_a_store_that_says_yes_and_no_is_an_error(filled):
+    filled.get_into = lambda keys, buffers, timeout: [True] * len(keys)
+    with pytest.raises(MisuseError, match="returns a Got for each key"):
+        Rank(filled).read(1)
 
 
 def test_one_call_has_at_most_so_many_values(store):

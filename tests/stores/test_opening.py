@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.opening import GROUP, check_kind, open_store
 from tests.stores.example_store import FolderStore
 
@@ -28,8 +28,8 @@ def test_a_third_party_has_an_entry_point(installed, tmp_path):
     assert isinstance(store, FolderStore)
     value, into = memoryview(b"value"), memoryview(bytearray(5))
     assert store.put_from(["key"], [[value]], 1.0) == [True]
-    assert store.get_into(["key"], [[into]], 1.0) == [True] and into == value
-    with pytest.raises(ConfigurationError, match="redis"):  # which is ours, whatever is installed
+    assert all(store.get_into(["key"], [[into]], 1.0)) and into == value
+    with pytest.raises(TierUnavailable, match="redis"):  # which is ours, whatever is installed
         open_store("redis://127.0.0.1:1")
 
 
@@ -39,7 +39,7 @@ def test_control_another_value_is_noticed(installed, tmp_path):
     store.put_from(["key"], [[memoryview(b"value")]], 1.0)
     for file in tmp_path.glob("[0-9a-f]" * 64):
         file.write_bytes(b"valve")
-    assert store.get_into(["key"], [[into]], 1.0) == [True] and into != b"value"
+    assert all(store.get_into(["key"], [[into]], 1.0)) and into != b"value"
 
 
 @pytest.mark.parametrize("url", ["memcached://host", "redis", "redis://", "", "/nvme/kv"])
@@ -57,11 +57,24 @@ def test_an_entry_point_that_is_none_is_told(installed, value, told):
         open_store("other://address")
 
 
+class NobodyThere:
+    def __init__(self, url):
+        raise ConnectionRefusedError("nobody there")
+
+
+def test_a_store_that_cannot_be_reached_may_be_reached_later(installed):
+    """So its error is not that of a configuration, which nobody would try again."""
+    installed(other=f"{__name__}:NobodyThere")
+    with pytest.raises(TierUnavailable, match="nobody there") as raised:
+        open_store("other://address")
+    assert not isinstance(raised.value, ConfigurationError)
+
+
 def test_the_url_of_a_kind_begins_with_it():
     check_kind("redis", "redis://cache")
     check_kind("redis", "rediss://cache")
     check_kind("redis", None)  # each kind says itself what it needs
-    with pytest.raises(ConfigurationError, match="begins with redis://, not with 'mooncake://"):
+    with pytest.raises(ConfigurationError, match="begins with redis://, not with mooncake://"):
         check_kind("redis", "mooncake://cache")
     with pytest.raises(ConfigurationError, match="unknown kind of tier 'tape'"):
         check_kind("tape", "tape://cache")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cpu_prefix_cache.stores.resp import Resp, command, commands, set_command
+from cpu_prefix_cache.stores.resp import Refused, Resp, command, commands, number, set_command
 
 
 @pytest.fixture
@@ -98,6 +98,24 @@ def test_a_value_that_is_longer_than_said_is_told(server):
     server.send(b"abcd\r\n")
     with pytest.raises(ConnectionError, match="longer"):
         server.resp.value(3, buffers)
+
+
+@pytest.mark.parametrize("digits", [b"", b"-5", b"9" * 19, b"9" * 5000, b"\xb2", b" 5", b"5 ", b"0x5"])
+def test_a_number_has_a_few_digits(digits):
+    """Python takes the square of their number in time, and raises ValueError above 4,300."""
+    for kind in b":", b"$":
+        with pytest.raises(Refused):
+            number(kind + digits, kind)
+    assert number(b":" + b"9" * 18) == 10**18 - 1 and number(b"$007", b"$") == 7
+
+
+def test_whether_all_has_been_read(server):
+    assert server.resp.is_read
+    server.resp.deadline = time.monotonic() + 60.0
+    server.send(b":1\r\n:2\r\n")
+    assert server.resp.line() == b":1" and not server.resp.is_read
+    server.resp.deadline = time.monotonic() + 60.0
+    assert server.resp.line() == b":2" and server.resp.is_read
 
 
 def test_a_line_that_never_ends_is_told(server):

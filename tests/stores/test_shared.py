@@ -144,10 +144,11 @@ def test_a_value_that_is_overwritten_while_it_is_got_is_refused(filled):
 
 def test_what_was_put_and_evicted_is_a_miss(filled):
     """tiers 26, 27: a put that went well, and a restart, say nothing about what is there later"""
-    engine = engine_on(MemoryStore(20 * SLOT_BYTES))
+    store = MemoryStore(20 * SLOT_BYTES)
+    engine = engine_on(store)
     wrong, seen = serve(engine, number=24)
     assert wrong == [] and seen.cache.chunks_stored > 20 and seen.refused > 0
-    engine.host._tier._rank._slots.store.values.clear()
+    store.values.clear()
     wrong, seen = serve(engine, number=12)
     engine.host.close()
     assert wrong == [] and seen.state == "open"
@@ -204,14 +205,48 @@ def test_after_a_reset_a_process_shares_with_nobody(filled):
     assert len({name.split(":")[1] for name in filled.values}) == 2
 
 
+def test_after_a_reset_those_who_name_the_same_revision_share(filled):
+    """A fleet that is sent new weights: each engine resets, and says which they are."""
+    fleet = [engine_on(filled) for _ in range(2)]
+    for engine in fleet:
+        engine.step()
+        engine.host.reset(revision="step 2")
+    seen = []
+    for engine in (*fleet, engine_on(filled, revision="step 2"), engine_on(filled, revision="step 3")):
+        wrong, of_tier = serve(engine, number=12)
+        engine.host.close()
+        seen.append((wrong, of_tier.found > 0))
+    assert seen == [([], False), ([], True), ([], True), ([], False)], "the second, and one that starts with it"
+
+
+def test_old_weights_that_come_back_find_what_they_had(filled):
+    engine = engine_on(filled)
+    engine.step()
+    engine.host.reset(revision="a test")
+    assert serve(engine, number=12)[1].found == 0
+    engine.host.reset(revision="1")
+    wrong, seen = serve(engine, number=12)
+    engine.host.close()
+    assert wrong == [] and seen.found > 0
+
+
+@pytest.mark.parametrize("revision", ["", 7])
+def test_a_reset_to_what_is_no_revision_changes_nothing(filled, revision):
+    engine = engine_on(filled)
+    with pytest.raises(ConfigurationError, match="revision of a tier is a text"):
+        engine.host.reset(revision)
+    assert engine.host.cache.epoch == 0
+    engine.host.close()
+
+
 def test_what_is_lost_is_said_in_a_sentence():
-    with pytest.raises(ConfigurationError, match="which weights these are; revision is ''"):
+    with pytest.raises(ConfigurationError, match=r"revision is missing: give it model="):
         engine_with(SharedTier(MemoryStore(), "tiny"))
-    with pytest.raises(ConfigurationError, match="a KeyedStore or a URL, such as redis://host:6379; got 'redis'"):
+    with pytest.raises(ConfigurationError, match="a KeyedStore or a URL, such as redis://host:6379; got another text"):
         SharedTier("redis", "tiny", "1")
     with pytest.raises(ConfigurationError, match="a store is SCHEME://ADDRESS, and its scheme one of mooncake, redis"):
         engine_with(SharedTier("nobody://host", "tiny", "1"))
-    with pytest.raises(ConfigurationError, match="does not say whose KV it is; got <"):
+    with pytest.raises(ConfigurationError, match="tell whose KV they hold; got <"):
         engine_with(MemoryStore())
     with pytest.raises(ConfigurationError, match="must be digests by sha256"):
         SharedTier(MemoryStore(), "tiny", "1", hash="xxh3")

@@ -65,6 +65,7 @@ class Tiered(Engine):
         self.device_blocks = device
         self.ranks, self.now = range(ranks), 0.0
         self.tiers = [self.new_tier() for _ in self.ranks]
+        self.shut: set[int] = set()  # ranks whose tiers are not open
         self.begins()
 
     def new_tier(self) -> Any:
@@ -80,10 +81,17 @@ class Tiered(Engine):
         for _ in range(2):  # what rank 0 has found counts when all ranks have reported
             self.reports_below()
 
-    def restarts(self, portion: int = 100) -> None:
+    def restarts(self, portion: int = 100, shut: Iterable[int] = ()) -> None:
+        """The tiers of ranks that are `shut` cannot be opened."""
+        self.shut = set(shut)
         for rank in self.ranks:
             self.tiers[rank].open(portion=portion, scans=rank == 0)
         self.begins()
+
+    def opens(self, *ranks: int) -> None:
+        self.shut -= set(ranks)
+        for _ in range(2):
+            self.reports_below()
 
     # the host
 
@@ -200,6 +208,8 @@ class Tiered(Engine):
         for rank in self.ranks if ranks is None else ranks:
             tier = self.tiers[rank]
             report = TierReport(transfers or RankReport(rank), refused, tier.next_generation, *tier.portion())
+            if rank in self.shut:
+                report = TierReport(RankReport(rank), next_generation=None)
             self.cache.report_below(report)
         self.cache.check_valid()
 

@@ -24,6 +24,7 @@ from connector.tier.files import MARK
 from cpu_prefix_cache import ConfigurationError, RankReport
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
+from cpu_prefix_cache.slab import opening
 from cpu_prefix_cache.tiers import tiered_cache
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests_engines.atom.engine import Engine
@@ -32,6 +33,7 @@ from tests_engines.atom.tiered import Gate, TieredEngine, config_over, damage
 PATIENCE = 30.0  # seconds: deadlines are of tens of milliseconds, and this machine may be busy
 PROMPTS = [list(range(at, at + 41)) for at in range(0, 800, 100)]  # ten blocks each
 BLOCKS = 10
+KNOWN = "kind, path, bytes, offload, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -384,7 +386,7 @@ def test_reports_that_get_lost_are_told_again(path, monkeypatch):
     ("more", "sentence"),
     [
         (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (dict(size=5), "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision"),
+        (dict(size=5), f"unknown key 'size' in tier; known keys are {KNOWN}"),
         (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
         (dict(path=""), "path of the tier is a text, got ''"),
         (dict(offload="sometimes"), "offload of the tier is one of lazy, eager; got 'sometimes'"),
@@ -396,9 +398,7 @@ def test_what_cannot_be_meant_is_refused(path, more, sentence):
     assert str(refused.value) == sentence
 
 
-def test_a_path_that_is_missing_and_a_tier_that_is_small_are_refused(path):
-    with pytest.raises(ConfigurationError, match=r"the path of the tier, .*/nowhere, does not exist; make the folder"):
-        TieredEngine(config_over(path / "nowhere"))
+def test_a_tier_that_is_small_is_refused(path):
     with pytest.raises(ConfigurationError, match=r"the host has 40 blocks, so give the tier at least .* bytes"):
         TieredEngine(config_over(path, slots=79))
 
@@ -424,10 +424,52 @@ def test_a_tier_below_a_model_with_states_is_refused(path):
         settings.planner([128, 512])
 
 
-def test_another_process_on_the_path_is_refused(path):
-    sentence = r"another process uses .*; give each engine a path of its own"
-    with TieredEngine(config_over(path)), pytest.raises(ConfigurationError, match=sentence):
-        TieredEngine(config_over(path))
+# What cannot be opened
+
+
+def opens_later(path, mend):
+    """It serves without its tier, until somebody has mended it: then it finds what is there."""
+    with TieredEngine(config_over(path)) as engine:
+        engine.rest()
+        assert engine.below.state == "paused"
+        assert loaded(map(engine.serve, PROMPTS[:2])) == [0, 0] and engine.below.cache.chunks_stored == 0
+        mend()
+        for rank in engine.ranks:
+            rank.connector._tier._owner._attempts.join(PATIENCE)
+        engine.serve(PROMPTS[2])
+        assert engine.below.found == len(PROMPTS) * BLOCKS
+        assert loaded(map(engine.serve, PROMPTS[3:])) == [40] * len(PROMPTS[3:])
+        engine.check_at_rest()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(opening, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("connector.atom.rank_tier.REPEAT_SECONDS", 0.01)
+
+
+def test_a_disk_that_is_not_there_yet(path, impatient):
+    write_prompts(path)
+    away = path.rename(path.with_name("away"))
+    opens_later(path, lambda: away.rename(path))
+
+
+def test_a_folder_that_another_process_has(path, impatient):
+    write_prompts(path)
+    other = TieredEngine(config_over(path))
+    opens_later(path, other.close)
+
+
+def test_after_an_upgrade_it_starts_with_all_of_its_bytes(path, monkeypatch):
+    write_prompts(path)
+    monkeypatch.setattr("connector.atom.tier_settings._release", lambda: "another")
+    [old] = path.iterdir()
+    with TieredEngine(config_over(path)) as engine:
+        engine.rest()
+        assert (engine.below.state, engine.below.found) == ("open", 0)
+    [new] = path.iterdir()
+    assert new != old
 
 
 def test_engines_under_data_parallelism_have_folders_of_their_own(path):
@@ -451,9 +493,8 @@ def test_engines_under_data_parallelism_have_folders_of_their_own(path):
     ids=["revision", "model", "dtype", "kv dtype", "blocks", "configuration", "quantization", "interleave"],
 )
 def test_an_engine_that_differs_finds_nothing(path, other):
-    """The folder has room for two namespaces."""
     written = write_prompts(path)
-    tier = dict(bytes=8 << 20) | other.pop("tier", {})
+    tier = dict(keep_others=True) | other.pop("tier", {})
     with TieredEngine(config_over(path, tier=tier, **other)) as engine:
         assert engine.below.found == 0
     with TieredEngine(config_over(path)) as engine:
@@ -468,7 +509,7 @@ def test_an_engine_whose_environment_lays_out_kv_otherwise_finds_nothing(path, m
     monkeypatch.delenv(switch, raising=False)
     written = write_prompts(path)
     monkeypatch.setenv(switch, "1")
-    with TieredEngine(config_over(path, tier=dict(bytes=8 << 20))) as engine:
+    with TieredEngine(config_over(path, tier=dict(keep_others=True))) as engine:
         assert engine.below.found == 0
     monkeypatch.delenv(switch)
     with TieredEngine(config_over(path)) as engine:

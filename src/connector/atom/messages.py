@@ -58,7 +58,7 @@ class StepMetadata(ConnectorMetadata):
     def said(self) -> tuple[Any, ...]:
         """What it says besides."""
         tier = self.tier
-        below = None if tier is None else (tier.first_generation, tier.taken, tier.asks, tier.told_below)
+        below = None if tier is None else (tier.first_generation, tier.taken, tier.asks, tier.told_below, tier.revision)
         return self.ready_blocks, below, *((plan.epoch, plan.resolved_below, plan.resolved) for plan in self._plans)
 
     @property

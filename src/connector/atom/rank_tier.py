@@ -21,7 +21,7 @@ REPEAT_SECONDS = 1.0
 class TierOfRank:
     """`region` is the host memory of this rank, and `planner` says what lies in it.
 
-    Raises ConfigurationError when the files cannot be made, or hold other bytes.
+    Raises ConfigurationError for what only the operator can change.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TierOfRank:
     ) -> None:
         slots = settings.num_slots(planner.host_block_bytes, region.shape[0])
         own = {"row order": "; ".join(bound.spelled), "device": _name_of(bound.device)}
-        self._owner = settings.open(own, RankPart(region, planner.pieces, rank, rank, slots))
+        self._owner = settings.opening(own, RankPart(region, planner.pieces, rank, rank, slots))
         self._clock = clock
         self._told: TierReport | None = None
         self._told_at = 0.0

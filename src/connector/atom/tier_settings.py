@@ -40,7 +40,7 @@ def tier_of(said: Mapping[str, Any], config: Any) -> FileTier | SharedTier:
 def tier_settings(said: Mapping[str, Any], config: Any, planner: HybridChunkPlanner) -> TierSettings:
     """Each rank has bytes of its own. Raises ConfigurationError."""
     tier = tier_of(said, config)
-    return settings_of(said, tier, _namespace(tier, config, planner), config.tp_world_size)
+    return settings_of(tier, _namespace(tier, config, planner), config.tp_world_size)
 
 
 def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPlanner) -> Namespace:
@@ -54,13 +54,14 @@ def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPla
         "tensor parallel ranks": config.tensor_parallel_size,
         "context parallel ranks": config.decode_context_parallel_size,
         "context parallel interleave": config.dcp_config.interleave_size,
-        **{name: os.environ.get(name, "") for name in LAYOUT_VARIABLES},
+        **{name: os.environ.get(name) or "unset" for name in LAYOUT_VARIABLES},
         "hash tokens": block_tokens(config),
     }
+    model, revision = tier.identity
     return namespace_of(
         planner,
-        model=tier.model,
-        revision=tier.revision,
+        model=model,
+        revision=revision,
         dtype=str(config.kv_cache_dtype),
         hash=tier.hash,
         ranks=config.tp_world_size,
@@ -82,7 +83,7 @@ def _weights(config: Any) -> str:
 
 def _drafter(speculative: Any) -> str:
     if speculative is None:
-        return ""
+        return "none"
     draft = speculative.draft_model_hf_config
     return f"{speculative.method} {speculative.model} {digest({} if draft is None else draft.to_dict())}"
 

@@ -19,7 +19,7 @@ VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")  # of a mod
 class RankNamespace(Namespace):
     """That of a rank: of the engine's folder, with fields of the rank's own."""
 
-    engine_folder: str = ""
+    engine_folder: str
 
     @classmethod
     def of(cls, engine: Namespace, own: Mapping[str, Value]) -> "RankNamespace":

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from connector.tier.files import FileTierSettings
@@ -22,15 +21,16 @@ class Keys(NamedTuple):
 
 
 TIER, FILE = "tier", "file"
-FILES = Keys(("kind", "path", "bytes"), ("offload", "model", "revision"))
-STORE = Keys(("kind", "url"), (*FILES.optional, "ask_milliseconds"))
+ALL = "offload", "model", "revision"
+FILES = Keys(("kind", "path", "bytes"), (*ALL, "keep_others"))
+STORE = Keys(("kind", "url"), (*ALL, "ask_milliseconds"))
 TEXTS = ("kind", "path", "url", "offload", "model", "revision")
 
 
 def check_options(said: Any) -> None:
     """Raises ConfigurationError for a key that is missing, unknown or of another type."""
     if not isinstance(said, Mapping):
-        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(FILES.required)}; got {said!r}")
+        raise ConfigurationError(f"{TIER} is a dictionary with {', '.join(FILES.required)}; got {type(said).__name__}")
     if "kind" in said and type(said["kind"]) is str and said["kind"] != FILE:
         check_kind(said["kind"], said.get("url"))
     required, optional = FILES if said.get("kind", FILE) == FILE else STORE
@@ -43,10 +43,13 @@ def check_options(said: Any) -> None:
         raise ConfigurationError(f"{TIER} needs {missing[0]}; its keys are {', '.join(required)}, and optional others")
     for name in TEXTS:
         if name in said and (type(said[name]) is not str or not said[name]):
-            raise ConfigurationError(f"{name} of the tier is a text, got {said[name]!r}")
+            got = type(said[name]).__name__ if name == "url" else repr(said[name])  # a URL may have a password
+            raise ConfigurationError(f"{name} of the tier is a text, got {got}")
     for name in ("bytes", "ask_milliseconds"):
         if name in said and (type(said[name]) is not int or said[name] < 1):
             raise ConfigurationError(f"{name} of the tier is a whole number, at least 1; got {said[name]!r}")
+    if type(said.get("keep_others", False)) is not bool:
+        raise ConfigurationError(f"keep_others of the tier is true or false, got {said['keep_others']!r}")
     if said.get("offload", OFFLOAD_MODES[0]) not in OFFLOAD_MODES:
         raise ConfigurationError(f"offload of the tier is one of {', '.join(OFFLOAD_MODES)}; got {said['offload']!r}")
 
@@ -66,20 +69,14 @@ def said_tier(
     if "offload" in said:
         whose["offload"] = said["offload"]
     if said["kind"] == FILE:
-        return FileTier(str(engine_folder(said["path"], engine)), said["bytes"], **whose)
+        keep_others = said.get("keep_others", False)
+        return FileTier(said["path"], said["bytes"], keep_others=keep_others, engine=engine, **whose)
     if "ask_milliseconds" in said:
         whose["ask_seconds"] = said["ask_milliseconds"] / 1000
     return SharedTier(said["url"], **whose)
 
 
-def settings_of(
-    said: Mapping[str, Any], tier: FileTier | SharedTier, namespace: Namespace, owners: int
-) -> TierSettings:
+def settings_of(tier: FileTier | SharedTier, namespace: Namespace, owners: int) -> TierSettings:
     if isinstance(tier, FileTier):
-        return FileTierSettings(namespace, owners, tier, said["path"])
+        return FileTierSettings(namespace, owners, tier)
     return SharedTierSettings(namespace, owners, tier)
-
-
-def engine_folder(path: str, engine: int) -> Path:
-    """Engines under data parallelism have the same options, and each needs files of its own."""
-    return Path(path) / f"engine-{engine}" if engine else Path(path)

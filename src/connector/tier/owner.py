@@ -4,8 +4,6 @@ A rank may lack some of the model's groups (a pipeline stage). Their host blocks
 written all the same: so what any rank has says which chunks are whole.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from cpu_prefix_cache import Direction
@@ -15,21 +13,13 @@ from cpu_prefix_cache.slab.slot_copier import SlotStatistics
 
 
 class Owner:
-    """`region` is the rank's host memory, and `absent` the groups that it lacks. `was_reset` is called before a plan is
-    carried out that follows a reset.
-    """
+    """`region` is the rank's host memory, and `absent` the groups that it lacks."""
 
-    def __init__(
-        self, tier: RankTier, region: torch.Tensor, absent: frozenset[int], was_reset: Callable[[], object]
-    ) -> None:
-        self._tier, self._region, self._absent, self._was_reset = tier, region, absent, was_reset
-        self._first_generation = 0  # that no reset has raised in this process
+    def __init__(self, tier: RankTier, region: torch.Tensor, absent: frozenset[int]) -> None:
+        self._tier, self._region, self._absent = tier, region, absent
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers."""
-        if plan.first_generation > self._first_generation:
-            self._was_reset()
-            self._first_generation = plan.first_generation
         if self._absent:
             self._zero(plan)
         self._tier.run(plan)
@@ -44,6 +34,10 @@ class Owner:
 
     def statistics(self) -> SlotStatistics:
         return self._tier.statistics()
+
+    def drain(self) -> None:
+        """Wait until all transfers have ended."""
+        self._tier.drain()
 
     def close(self) -> None:
         self._tier.close()

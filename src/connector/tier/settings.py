@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cpu_prefix_cache.slab.namespace import Namespace, Value
@@ -10,8 +11,8 @@ from cpu_prefix_cache.slab.namespace import Namespace, Value
 if TYPE_CHECKING:
     import torch
 
-    from connector.tier.owner import Owner
     from cpu_prefix_cache.model.planner import Piece
+    from cpu_prefix_cache.slab.opening import OpeningTier, TierOfRank
 
 
 class RankPart(NamedTuple):
@@ -42,9 +43,15 @@ class TierSettings(ABC):
     def cache_options(self) -> Mapping[str, Any]:
         """What a TieredCache is told of it, besides the slots."""
 
-    @abstractmethod
-    def open(self, own: Mapping[str, Value], part: RankPart) -> "Owner":
-        """The tier of a rank. `own` are the fields of its namespace that the engine's has not.
+    def opening(self, own: Mapping[str, Value], part: RankPart) -> "OpeningTier":
+        """The tier of a rank, which opens itself. `own` are the fields of its namespace that the engine's has not.
 
-        Raises ConfigurationError when it cannot be opened, or holds bytes that `own` does not describe.
+        Raises ConfigurationError for what only the operator can change.
         """
+        from cpu_prefix_cache.slab.opening import OpeningTier
+
+        return OpeningTier(part.rank, str(self), partial(self.open, own, part))
+
+    @abstractmethod
+    def open(self, own: Mapping[str, Value], part: RankPart) -> "TierOfRank":
+        """The tier, open. Raises TierUnavailable where it cannot be opened now, and ConfigurationError."""

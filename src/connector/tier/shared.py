@@ -13,7 +13,7 @@ from cpu_prefix_cache.slab.namespace import Value
 from cpu_prefix_cache.stores.settings import SharedTier
 
 if TYPE_CHECKING:
-    from connector.tier.owner import Owner
+    from cpu_prefix_cache.slab.opening import TierOfRank
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class SharedTierSettings(TierSettings):
     def cache_options(self) -> Mapping[str, Any]:
         return {"below_offload": self.said.offload, "ask_seconds": self.said.ask_seconds}
 
-    def open(self, own: Mapping[str, Value], part: RankPart) -> "Owner":
+    def open(self, own: Mapping[str, Value], part: RankPart) -> "TierOfRank":
         from connector.tier.owner import Owner
         from cpu_prefix_cache.stores.rank_tier import tier_of_store
 
         namespace = RankNamespace.of(self.namespace, own)
         owner = {"number": part.number, "owners": self.owners, "slots": part.slots}
         tier = tier_of_store(self.said.open(), namespace, part.region, part.pieces, rank=part.rank, **owner)
-        return Owner(tier, part.region, part.absent, was_reset=lambda: None)
+        return Owner(tier, part.region, part.absent)
 
     def __str__(self) -> str:
         return f"a tier in {self.said.address}"

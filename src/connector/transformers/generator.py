@@ -30,6 +30,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import Checkpoints
 from connector.transformers.continuing import Continuation, check_continues, check_decodes_together
 from connector.transformers.forward import ForwardPass
@@ -241,6 +242,7 @@ class PrefixCachedGenerator:
             _take_in(self._host)
         elif below is not None:
             raise ConfigurationError("a tier is below host memory: give host_bytes, and an offload other than off")
+        self._weights = Weights(model, self.reset)
         self._served = 0
 
     def generate(
@@ -298,11 +300,12 @@ class PrefixCachedGenerator:
         return None if statistics is None else statistics.tier
 
     def reset(self) -> None:
-        """Nothing cached before now is used again: the model has new weights, for example."""
+        """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         self._check_open()
         self.pool.reset()
+        self._weights = Weights(self.model, self.reset)
         if self._host is not None:
-            self._host.reset()
+            self._host.reset(weights_revision(self.model) if self._has_tier else None)
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.
@@ -417,6 +420,8 @@ class PrefixCachedGenerator:
     def _answer_together(self, asked: Sequence[_Asked], cuts: Sequence[int] | None = None) -> list[Generation]:
         """Answer the first of these prompts, and with it as many of the next ones as the device pool has room for."""
         self._check_open()
+        if self._prefix_caching:
+            self._weights.follow()
         running: list[_Sequence] = []
         pasts: list[tuple[WorkingState, int]] = []
         with ExitStack() as stack:
@@ -761,9 +766,8 @@ def _take_in(host: HostCache) -> None:
 
 def _named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
     """The tier of this model, unless it is said whose it is."""
-    if below.model:
-        return below
-    return replace(below, model=model_name(model), revision=below.revision or weights_revision(model))
+    named = below if below.model or below.weights else replace(below, model=model_name(model))
+    return named if named.revision or named.weights else replace(named, revision=weights_revision(model))
 
 
 def _max_model_len(model: PreTrainedModel, given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The tier of one rank, opened on all ranks of an engine or on none.
+"""The tier of one rank: refused on all ranks of an engine, or on none.
 
 Each host region has its own part of the tier. Ranks that share a region (MLA under tensor parallelism) leave it to the
 first of them, the owner: it reads and writes for all. The others report each transfer as done at once. A transfer is
@@ -90,7 +90,7 @@ def tier_of_rank(
             absent = frozenset(at for at, piece in enumerate(shapes.pieces) if not piece.num_bytes)
             pieces = [_filled(each, shapes.host_block_bytes) for each in shapes.pieces]
             part = RankPart(region, pieces, rank, rank // sharers, slots, absent)
-            opened = replace(tier, namespace=namespace).open({ORDER: order}, part)
+            opened = replace(tier, namespace=namespace).opening({ORDER: order}, part)
     except Exception as error:
         problem = error
     try:

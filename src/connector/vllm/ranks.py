@@ -46,6 +46,20 @@ def largest(number: int) -> int:
     return number
 
 
+def place_in_the_group() -> tuple[int, int]:
+    """The number of this rank in its tensor-parallel group, and how many it has."""
+    group = get_tp_group().cpu_group
+    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+
+def as_on_the_first_of_the_group(word: str | None) -> str | None:
+    """The `word` of the first rank of the tensor-parallel group. Each rank of it calls this with its own."""
+    group = get_tp_group().cpu_group
+    of_all: list[str | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(of_all, word, group=group)
+    return of_all[0]
+
+
 def share_memory() -> bool:
     """Whether all ranks of this tensor-parallel group can map one file. Each rank calls this."""
     return all(in_the_same_node_as(get_tp_group().cpu_group))

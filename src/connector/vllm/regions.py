@@ -3,9 +3,12 @@
     shapes_of   host blocks have the same numbers on every rank, but their size in bytes depends on the rank's layers
     arena_of    all ranks check, and agree; all ranks allocate, and agree again
 
-Otherwise a rank that raises would leave the others waiting, and their shared memory behind in /dev/shm.
+Otherwise a rank that raises would leave the others waiting.
 """
 
+import mmap
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +19,7 @@ from connector.vllm import ranks
 from connector.vllm.groups import own_block_bytes
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache.memory import mapping, shared_file
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES, Piece
@@ -52,13 +56,14 @@ def shapes_of(
 def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device: torch.device) -> HostArena:
     """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
+    num_blocks = settings.host_bytes // shapes.host_block_bytes
     agree(parallel, _problem(settings, parallel))
     try:
         arena = HostArena(
-            settings.host_bytes // shapes.host_block_bytes,
+            num_blocks,
             shapes.host_block_bytes,
             pinned_for=device if device.type == "cuda" else None,
-            shared_as=_shared_name(vllm_config) if settings.is_shared else None,
+            region=_shared_region(num_blocks * shapes.host_block_bytes) if settings.is_shared else None,
         )
     except Exception as error:
         agree(parallel, error)
@@ -68,7 +73,6 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device
     except BaseException:
         arena.close()
         raise
-    arena.forget_name()
     return arena
 
 
@@ -96,7 +100,34 @@ def agree(parallel: ParallelConfig, problem: Exception | None) -> None:
         raise problem
 
 
-def _shared_name(vllm_config: VllmConfig) -> str:
-    parallel = vllm_config.parallel_config
-    stage = parallel.rank // parallel.tensor_parallel_size
-    return f"cpu-prefix-cache-{vllm_config.instance_id}-{parallel.data_parallel_rank}-{stage}"
+def _shared_region(num_bytes: int) -> mmap.mmap:
+    """That of this rank's tensor-parallel group. Raises ConfigurationError."""
+    number, count = ranks.place_in_the_group()
+    return _taken(num_bytes) if number else _made(num_bytes, others=count - 1)
+
+
+def _made(num_bytes: int, others: int) -> mmap.mmap:
+    """By the first rank, for so many others, which hear of it also if it cannot be made."""
+    with ExitStack() as ends:
+        address = None
+        try:
+            file, region = mapping.make_shared(num_bytes)
+            ends.callback(os.close, file)
+            offer = shared_file.Offer(file)
+            ends.callback(offer.close)
+            address = offer.address
+        finally:
+            ranks.as_on_the_first_of_the_group(address)
+        offer.give(others)
+        return region
+
+
+def _taken(num_bytes: int) -> mmap.mmap:
+    address = ranks.as_on_the_first_of_the_group(None)
+    if address is None:
+        raise ConfigurationError("the first rank of this tensor-parallel group could not make the shared region")
+    file = shared_file.take(address)
+    try:
+        return mapping.map_shared(file, num_bytes)
+    finally:
+        os.close(file)

@@ -6,7 +6,7 @@
     build_connector_meta                cache.preempted, cache.computed, then cache.step, and plan_below if it is tiered
     update_connector_output             cache.invalidated, cache.report, cache.goes_on, cache.catch_up; report_below
     request_finished                    cache.finished
-    reset_cache                         cache.reset
+    reset_cache, and any call           cache.reset, if vLLM has reset its connectors or the device (`resets.py`)
 
 A load is asynchronous: vLLM allocates its destinations and does not schedule the request until every rank has named
 it in `finished_recving`. One engine step:
@@ -36,6 +36,7 @@ from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
+from connector.vllm.resets import Resets
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
 from cpu_prefix_cache.messages.tier import TierPlan
@@ -63,6 +64,7 @@ class SchedulerHalf:
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
         self._counts = CacheCounts(self.cache)
+        self._resets = Resets(settings.reset, pool, self.cache.reset)
         self.clock = clock
         self._planner = settings.planner
         self._group_ids = settings.group_ids
@@ -82,6 +84,7 @@ class SchedulerHalf:
         self._begun: dict[int, tuple[int, float]] = {}  # timed steps in flight: tokens, time of the start
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._resets.follow()
         self._on_device[request.request_id] = num_computed_tokens
         if request.skip_reading_prefix_cache or not _allows(request, LOAD) or request.request_id in self._load_failed:
             return 0, False
@@ -137,6 +140,7 @@ class SchedulerHalf:
         return [block for at, group in groups for block in tables[at][n0 // group.block_tokens :]]
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
+        self._resets.follow()
         self._scheduled, self._unwritten = output, None
         try:
             plan = self._plan(output)
@@ -184,6 +188,7 @@ class SchedulerHalf:
         return None if self.tier is None else self.tier.plan_below()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._resets.follow()
         if output.invalid_block_ids:
             self.cache.invalidated(output.invalid_block_ids)
         reports: WorkerReports | None = output.kv_connector_worker_meta
@@ -203,6 +208,7 @@ class SchedulerHalf:
             self._end_timing(reports.timed)
 
     def request_finished(self, request: EngineRequest) -> None:
+        self._resets.follow()
         self._on_device.pop(request.request_id, None)
         self._load_failed.discard(request.request_id)
         if self._admitted.pop(request.request_id, None) is not None:
@@ -212,12 +218,13 @@ class SchedulerHalf:
             self.cache.finished(request.request_id, tokens)
 
     def reset_cache(self) -> None:
-        self.cache.reset()
+        self._resets.requested()
 
     def has_transfers(self) -> bool:
         """Whether an idle engine must go on stepping: also until all host memory is ready, so that it is before the
         first request, and with a tier until it is open, and nothing waits for it.
         """
+        self._resets.follow()
         below = None if self.tier is None else self.tier.below
         return self.cache.has_transfers or bool(self._unprepared) or (below is not None and _has_work(below))
 

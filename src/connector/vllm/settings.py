@@ -21,6 +21,7 @@ from connector.vllm.groups import (
     planned_group_ids,
     planner_for,
 )
+from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner
 from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
@@ -33,7 +34,7 @@ NUMBERS = {  # whole numbers: the least that is allowed, and what they count
     "store_after": (1, "prompts"),
     "min_store_tokens": (0, "tokens"),
 }
-TEXTS = ("offload", "policy")
+TEXTS = ("offload", "policy", RESET)
 OPTIONS = (*NUMBERS, *TEXTS, TIER)
 LOAD_DEADLINE_SECONDS = 30.0
 
@@ -55,7 +56,8 @@ class Settings:
     steps: EngineSteps
     publishes_events: bool  # whether vLLM publishes KV events
     tier: TierSettings | None
-    options: Mapping[str, Any]  # the options given, without BYTES and TIER
+    reset: str  # one of RESETS
+    options: Mapping[str, Any]  # the options given, without BYTES, TIER and RESET
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
@@ -85,6 +87,7 @@ class Settings:
             steps=_steps(vllm_config, planner, kv_cache_config),
             publishes_events=_publishes_events(vllm_config),
             tier=_tier(options.pop(TIER, None), vllm_config, planner, hashes, regions),
+            reset=options.pop(RESET, WITH_DEVICE),
             options=options,
         )
 
@@ -181,6 +184,8 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
         least, unit = NUMBERS[name]
         if type(value) is not int or value < least:
             raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
+    if options.get(RESET, WITH_DEVICE) not in RESETS:
+        raise ConfigurationError(f"{RESET} must be one of {', '.join(RESETS)}; got {options[RESET]!r}")
     if options.get("offload", "lazy") not in OFFLOAD_MODES:
         raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {options['offload']!r}")
     return dict(options)

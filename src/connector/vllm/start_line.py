@@ -1,8 +1,10 @@
 """The line that the first rank of an engine logs at start: how much the host cache holds, and how it works.
 
-the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; staged copies (...)
+the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; emptied with the
+device; staged copies (...)
 """
 
+from connector.vllm.resets import RESETS
 from connector.vllm.settings import Settings
 from cpu_prefix_cache.copier.choose import Choice
 from cpu_prefix_cache.model.report import conversation_bytes
@@ -19,7 +21,7 @@ def start_line(settings: Settings, max_model_len: int, choice: Choice) -> str:
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
         f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, "
-        f"{settings.tier or 'no tier'}; {choice.name} copies ({choice.reason}){drafter}"
+        f"{settings.tier or 'no tier'}; {RESETS[settings.reset]}; {choice.name} copies ({choice.reason}){drafter}"
     )
 
 

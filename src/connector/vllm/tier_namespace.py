@@ -37,10 +37,11 @@ def engine_namespace(
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
         "hash tokens": hash_tokens,
     }
+    model_name, revision = said.identity
     return namespace_of(
         planner,
-        model=said.model,
-        revision=said.revision,
+        model=model_name,
+        revision=revision,
         dtype=str(cache.cache_dtype),
         hash=said.hash,
         ranks=owners,
@@ -73,5 +74,5 @@ def _drafter(vllm_config: VllmConfig) -> str:
     """The model that drafts, whose KV is kept beside that of the other one."""
     speculative, draft = vllm_config.speculative_config, drafter_of(vllm_config)
     if speculative is None or draft is None:
-        return ""
+        return "none"
     return f"{speculative.method} {draft.model} {digest(draft.hf_config.to_dict())}"

@@ -20,4 +20,4 @@ def tier_settings(
     """
     said = tier_of(option, vllm_config)
     namespace = engine_namespace(said, planner, vllm_config, hash_tokens, owners)
-    return settings_of(option, said, namespace, owners)
+    return settings_of(said, namespace, owners)

@@ -21,7 +21,7 @@ class FileUnderTest(SlotsUnderTest):
 
     def __init__(self, path: str, num_bytes: int, slot_bytes: int) -> None:
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
-        named = namespace_of(planner, model="bench", revision="", dtype="", hash="sha256", ranks=1)
+        named = namespace_of(planner, model="bench", revision="none", dtype="none", hash="sha256", ranks=1)
         self._slab = Slab(path, named, rank=0, ranks=1, slots=slots, slot_bytes=slot_bytes, nbytes=num_bytes)
         self.blocks_file = str(Path(self._slab.folder) / "blocks")
         super().__init__(self._slab, planner, self.blocks_file)

@@ -4,14 +4,14 @@ Values have a namespace of their own. What is put replaces nothing: all is delet
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from cpu_prefix_cache.bench.slot_rates import Run, SlotsUnderTest, key_of, planner_for
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.stores.keyed_slots import DELETE_SECONDS, GET_SECONDS, PUT_SECONDS, KeyedSlots
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 DELETED_AT_ONCE = 64  # values
 
@@ -22,7 +22,7 @@ class StoreUnderTest(SlotsUnderTest):
     def __init__(self, store: KeyedStore, where: str, num_bytes: int, slot_bytes: int) -> None:
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
         own = os.urandom(16).hex()
-        named = namespace_of(planner, model="bench", revision=own, dtype="", hash="sha256", ranks=1)
+        named = namespace_of(planner, model="bench", revision=own, dtype="none", hash="sha256", ranks=1)
         keyed = KeyedSlots(store, named, number=0, owners=1, slots=slots, slot_bytes=slot_bytes)
         self._store = store
         self._names = [keyed.names.of(key_of(slot), 0, 0, CHUNK) for slot in range(slots)]
@@ -45,7 +45,9 @@ class StoreUnderTest(SlotsUnderTest):
         with suppress(OSError):
             self._delete(self._names + self._plain)
 
-    def _each(self, call: Callable[..., list[bool]], seconds: float, what: str) -> Callable[[int, memoryview], None]:
+    def _each(
+        self, call: Callable[..., Sequence[Got | bool]], seconds: float, what: str
+    ) -> Callable[[int, memoryview], None]:
         def move(slot: int, view: memoryview) -> None:
             if not all(call([self._plain[slot]], [[view]], seconds)):
                 raise OSError(f"the store {what} a value of {len(view)} bytes")

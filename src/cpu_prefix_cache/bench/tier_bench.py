@@ -6,6 +6,7 @@ interrupted.
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.replay.options import groups_of
 from cpu_prefix_cache.replay.units import show_bytes
-from cpu_prefix_cache.slab.folder import check_path
+from cpu_prefix_cache.slab.private import open_path
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.stores.settings import SharedTier
 
@@ -59,7 +60,7 @@ class Measured(NamedTuple):
 def file_measured(text: str) -> Measured:
     """PATH[:SIZE], by all sizes of slots."""
     path, size = path_and_size(text)
-    check_path(path)
+    os.close(open_path(path))
     rates: list[SlotRate] = []
     is_direct = True
     with tempfile.TemporaryDirectory(prefix="bench-", dir=path) as folder:

@@ -40,6 +40,7 @@ from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.stores.settings import SharedTier
 
@@ -336,13 +337,21 @@ class HostCache:
             tier=None if self._tier is None else self._tier.statistics(),
         )
 
-    def reset(self) -> None:
-        """Nothing cached before now may be used again: new weights, for example."""
+    def reset(self, revision: str | None = None) -> None:
+        """Nothing cached before now may be used again: new weights, for example.
+
+        A `revision` names the weights from now on: engines that name the same share a store again. Without one, what
+        this process stores from now on is found by nobody else.
+
+        Raises ConfigurationError for a revision that is no text, or empty.
+        """
+        check_identity(None, revision, None)
         self._check_usable()
         self._keys = dict.fromkeys(self._keys, ())
-        self.cache.reset()
-        if self._tier is not None:
-            self._tier.reset()
+        if self._tier is None:
+            self.cache.reset()
+        else:
+            self._tier.reset(revision)
 
     def close(self) -> None:
         """Wait for copies under way, write to the tier what only the host has, and give the host region back.

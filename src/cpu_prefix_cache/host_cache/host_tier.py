@@ -1,6 +1,6 @@
 """HostTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
 
-open      the files are made or found, and checked, or the store is taken over; a sentence says what is wrong
+open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
 step      the plan of the tier is carried out, and its report is told
 timed     how fast prompts are computed, without which nobody knows whether reading saves time
 close     what only the host has is written, for some seconds at most
@@ -30,16 +30,18 @@ NAP_SECONDS = 0.002
 
 
 class _Below(NamedTuple):
-    """What a TieredCache is told of its tier, and how the tier is opened."""
+    """What a TieredCache is told of its tier, which one that is, and how it is opened."""
 
     options: dict[str, Any]
+    name: str
     open: "Callable[[], RankTier]"
 
 
 class HostTier:
     """`region` is the host region, uint8 [blocks, bytes], and `options` are those of TieredCache.
 
-    Raises ConfigurationError when the files cannot be made, or belong to something else, or nobody answers at the URL.
+    Raises ConfigurationError for what only the operator can change. Whatever else keeps the tier from being
+    opened pauses it.
     """
 
     def __init__(
@@ -53,19 +55,22 @@ class HostTier:
     ) -> None:
         if not isinstance(said, FileTier | SharedTier):
             raise ConfigurationError(
-                "below a HostCache is a FileTier(path, nbytes), or a SharedTier(store, model=..., revision=...), since "
-                f"a store does not say whose KV it is; got {said!r}"
+                "below a HostCache is a FileTier(path, nbytes, model=..., revision=...), or a SharedTier(store, "
+                f"model=..., revision=...), since neither files nor a store tell whose KV they hold; got {said!r}"
             )
         from cpu_prefix_cache.slab.namespace import namespace_of
+        from cpu_prefix_cache.slab.opening import OpeningTier
 
         layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
+        model, revision = said.identity
+        dtype = "in each group's layout"
         namespace = namespace_of(
-            planner, model=said.model, revision=said.revision, dtype="", hash=said.hash, ranks=1, extra=layouts
+            planner, model=model, revision=revision, dtype=dtype, hash=said.hash, ranks=1, extra=layouts
         )
         parts = namespace, planner, region
         below = _files(said, *parts) if isinstance(said, FileTier) else _store(said, *parts)
         self.cache = TieredCache(planner, device, below_policy=said.policy, **below.options, **options)
-        self._rank = below.open()
+        self._rank = OpeningTier(0, below.name, below.open)
         self._flush_seconds = said.flush_seconds
         self._computed: dict[Hashable, int] = {}  # tokens of running requests
         self._began = 0.0
@@ -77,8 +82,9 @@ class HostTier:
         self.cache.passed(self._began)
         self._rank.run(self.cache.plan_below())
 
-    def reset(self) -> None:
+    def reset(self, revision: str | None) -> None:
         """The files hear of it at once, because the process may end before the next step."""
+        self.cache.reset(revision)
         self._rank.run(self.cache.plan_below())
 
     def report(self) -> None:
@@ -100,7 +106,12 @@ class HostTier:
 
     def statistics(self) -> TierStatistics:
         seen = self._rank.statistics()
-        return replace(self.cache.tier_statistics(), read_seconds=seen.read_seconds, write_seconds=seen.write_seconds)
+        return replace(
+            self.cache.tier_statistics(),
+            read_seconds=seen.read_seconds,
+            write_seconds=seen.write_seconds,
+            kept=seen.kept,
+        )
 
     def drain(self) -> None:
         self._rank.drain()
@@ -123,14 +134,13 @@ def _files(said: FileTier, namespace: "Namespace", planner: HybridChunkPlanner, 
     from cpu_prefix_cache.slab.sizing import num_slots
     from cpu_prefix_cache.slab.slab import Slab
 
-    sizes = {"slot_bytes": planner.host_block_bytes, "ranks": 1}
-    slots = num_slots(said, namespace, host_blocks=region.shape[0], **sizes)
+    slots = num_slots(said, planner.host_block_bytes, ranks=1, host_blocks=region.shape[0])
 
     def open_slab() -> RankTier:
-        slab = Slab(said.path, namespace, rank=0, slots=slots, nbytes=said.nbytes, **sizes)
+        slab = Slab.of(said, namespace, rank=0, ranks=1, slots=slots, slot_bytes=planner.host_block_bytes)
         return RankTier.of_slab(slab, region, planner.pieces, 0)
 
-    return _Below({"slots": slots, "below_offload": said.offload}, open_slab)
+    return _Below({"slots": slots, "below_offload": said.offload}, f"the tier in {said.path}", open_slab)
 
 
 def _store(said: SharedTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
@@ -138,4 +148,8 @@ def _store(said: SharedTier, namespace: "Namespace", planner: HybridChunkPlanner
 
     slots = said.num_remembered(region.shape[0])
     options = {"slots": slots, "below_offload": said.offload, "ask_seconds": said.ask_seconds}
-    return _Below(options, lambda: tier_of_store(said.open(), namespace, region, planner.pieces, slots=slots))
+
+    def open_store() -> "RankTier":
+        return tier_of_store(said.open(), namespace, region, planner.pieces, slots=slots)
+
+    return _Below(options, f"the tier at {said.address}", open_store)

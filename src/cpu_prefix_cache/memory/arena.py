@@ -5,6 +5,7 @@ register   from the engine's first step on: pinned from the first block up; `rea
 close      unpinned, and unmapped when its last tensor is gone
 """
 
+import mmap
 import weakref
 
 import torch
@@ -21,9 +22,9 @@ class HostArena:
     """`num_blocks` blocks of `block_bytes` bytes, as a uint8 tensor `blocks` of shape [num_blocks, block_bytes].
 
     `pinned_for` is the CUDA or HIP device that it is pinned for; without, it is ready at once and takes pages when they
-    are first written. All processes of this machine that give the same name in `shared_as` share one region;
-    `forget_name` when all have it. A copier that is given the arena as `pinned` keeps it alive. Other copies must not
-    cross a multiple of 16 MiB of a pinned region (`memory/moves.py`).
+    are first written. `region` is one that several processes map (`memory/mapping.py`); without, it is made here, and
+    this process's own. A copier that is given the arena as `pinned` keeps it alive. Other copies must not cross a
+    multiple of 16 MiB of a pinned region (`memory/moves.py`).
 
     Raises ConfigurationError when the region is larger than this process may use, with a size that fits, and when it is
     to be pinned where there is no such device. `driver` and `slice_bytes` are for tests.
@@ -35,7 +36,7 @@ class HostArena:
         block_bytes: int,
         *,
         pinned_for: torch.device | None = None,
-        shared_as: str | None = None,
+        region: mmap.mmap | None = None,
         driver: Driver | None = None,
         slice_bytes: int = SEAM_BYTES,
     ) -> None:
@@ -44,11 +45,9 @@ class HostArena:
         if pinned_for is not None and driver is None:
             driver = _driver_for(pinned_for)  # first, because it may raise
         num_bytes = num_blocks * block_bytes
-        region = mapping.private(num_bytes) if shared_as is None else mapping.shared(shared_as, num_bytes)
-        memory = torch.frombuffer(region, dtype=torch.uint8)
+        memory = torch.frombuffer(mapping.private(num_bytes) if region is None else region, dtype=torch.uint8)
         self.blocks = memory.view(num_blocks, block_bytes)
         self.registration: Registration | None = None
-        self._shared_as = shared_as
         if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
             pages = Pages(memory, processors_near(driver.pci_address(device)), slice_bytes)
@@ -77,15 +76,8 @@ class HostArena:
         self.register()
         return self.registration is None or self.registration.wait(seconds)
 
-    def forget_name(self) -> None:
-        """From now on no other process can join a shared region, and it ends with the last process that has it."""
-        if self._shared_as is not None:
-            mapping.forget(self._shared_as)
-            self._shared_as = None  # others may use it from now on
-
     def close(self) -> None:
         """Unpin the memory, and give it back when its last tensor is gone. No copy may be in flight."""
-        self.forget_name()
         if self.registration is not None:
             self._closing()
         self.registration = None

@@ -1,17 +1,19 @@
-"""How much memory a host region may take, by what the system, the control groups and /dev/shm say.
+"""How much memory a host region may take, by what the system and the control groups say.
 
 A control group limits all that is below it, so every group from this process's own up to the root counts, of both
 versions of cgroup. Files that were read and not used lately do not count as used: the kernel takes their pages back
 before it refuses any (Kubernetes calls the rest the working set). Otherwise a process that has just read 140 GB of
-weights could have no region. Nothing of a tmpfs, such as /dev/shm, is among them.
+weights could have no region. Nothing of a tmpfs, such as /dev/shm, is among them. What other regions have claimed and
+not taken yet counts as used (`claims.py`).
 """
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cpu_prefix_cache.memory.claims import Promise, promises
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to others on the machine: where memory runs out the kernel kills processes.
@@ -33,26 +35,28 @@ VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def check_fits(num_bytes: int, shared: int | None = None) -> None:
-    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use.
-
-    `shared` is the file descriptor of a shared region that has no pages yet.
-    """
+def check_fits(num_bytes: int) -> None:
+    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use."""
     usable = usable_bytes()
-    if shared is not None:
-        room = os.fstatvfs(shared)
-        usable = min(usable, room.f_bavail * room.f_frsize)
     if num_bytes > usable:
-        where = "of host memory" if shared is None else "of shared host memory"
         raise ConfigurationError(
-            f"{num_bytes / 1e9:.2f} GB {where} were asked for, but this process may use {usable / 1e9:.2f} GB; "
+            f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
             f"ask for at most {usable} bytes"
         )
 
 
 def usable_bytes() -> int:
-    """The bytes that the system has available and every control group still allows, less a reserve."""
-    return max(0, min(_available_bytes(), *_allowed_bytes()) - RESERVED_BYTES)
+    """The bytes that the system has available and every control group still allows, less a reserve and what others have
+    been promised.
+    """
+    given = promises()
+    left = min(_available_bytes() - sum(each.num_bytes for each in given), *_allowed_bytes(given))
+    return max(0, left - RESERVED_BYTES)
+
+
+def groups() -> list[str]:
+    """The control groups of this process, by their numbers in the kernel, which containers see, too."""
+    return [number for folder, _ in _groups() if (number := _number_of(folder)) is not None]
 
 
 def _available_bytes() -> int:
@@ -64,13 +68,15 @@ def _available_bytes() -> int:
     raise ConfigurationError(f"{MEMINFO} does not say how much memory is available")
 
 
-def _allowed_bytes() -> Iterator[int]:
+def _allowed_bytes(given: Sequence[Promise]) -> Iterator[int]:
     """What each control group of this process still allows, in bytes; first a number that is no limit."""
     yield sys.maxsize
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
-            yield limit - max(0, used - (_number(folder / "memory.stat", files.reclaimable) or 0))
+            own = _number_of(folder)
+            others = sum(each.num_bytes for each in given if own in each.groups)
+            yield limit - others - max(0, used - (_number(folder / "memory.stat", files.reclaimable) or 0))
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
@@ -85,6 +91,14 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
         for folder in (own, *own.parents):
             if folder.is_relative_to(root) and ".." not in folder.parts:
                 yield folder, files
+
+
+def _number_of(group: Path) -> str | None:
+    try:
+        status = group.stat()
+    except OSError:
+        return None
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _number(file: Path, name: str = "") -> int | None:

@@ -9,6 +9,13 @@ class ConfigurationError(PrefixCacheError, ValueError):
     """The operator must change the configuration; the message says what would work. Raised at construction only."""
 
 
+class TierUnavailable(PrefixCacheError, OSError):
+    """A tier cannot be opened at the moment: nothing answers there, or not as it should, and what is said of it may be
+    right. The operator looks after the server or the disk that the message names. The cache goes on without the tier,
+    and tries again.
+    """
+
+
 class PoolExhausted(PrefixCacheError):
     """Too many blocks are pinned or being written. Nobody acts: the caller stores less, or later.
 

@@ -66,3 +66,4 @@ class TierStatistics:
     declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing
     read_seconds: float = 0.0  # in which something was being read on this rank; known only where both halves are
     write_seconds: float = 0.0
+    kept: int = 0  # values with wrong bytes that this rank left in a shared store: too many came wrong

@@ -40,7 +40,8 @@ class Told(NamedTuple):
 class TierPlan(NamedTuple):
     """What every rank does with its tier in one engine step. Follows the step's other transfers.
 
-    Records of generations below `first_generation` are never served again, also after a restart. `taken` is how many
+    Records of generations below `first_generation` are never served again, also after a restart; what is shared from
+    it on is of `revision`, or of a revision that nobody else has (None). `taken` is how many
     portions of what the restart has found were taken in. Nobody waits for answers to asks below `told_below`.
     """
 
@@ -49,6 +50,7 @@ class TierPlan(NamedTuple):
     taken: int = 0
     asks: tuple[Ask, ...] = ()
     told_below: int = 0
+    revision: str | None = None
 
 
 class Found(NamedTuple):
@@ -71,7 +73,7 @@ class Refusal(NamedTuple):
 class TierReport(NamedTuple):
     """What the tier of one rank has finished, cumulatively.
 
-    No record of this rank has `next_generation` or a larger one when it opens.
+    No record of this rank has `next_generation` or a larger one when it opens. None: it is not open.
 
     What a restart has found comes in portions, the youngest last: portion number `portion` is `found`, repeated until a
     plan says it was taken in. With `is_scanned` it is the last one. `told` is repeated until nobody waits for it; asks
@@ -80,7 +82,7 @@ class TierReport(NamedTuple):
 
     transfers: RankReport
     refused: tuple[Refusal, ...] = ()
-    next_generation: int = 0
+    next_generation: int | None = 0
     portion: int = 0
     found: tuple[Found, ...] = ()
     is_scanned: bool = False

@@ -3,76 +3,97 @@
     <path>/<digest of the namespace>/rank-0-of-2/
         lock            locked as long as the process lives
         manifest.json   written last, so a folder without one is not ready and begins anew
-        blocks          slots * slot_bytes, all of it allocated: a disk without room says so here
+        blocks          slots * slot_bytes, with room for all of it where the file system can: a full disk says so here
         records         slots * 128 bytes
         generations     see `generations.py`
+
+Of another number of slots, what fits is kept. What was made for something else, or has lost its manifest or its
+generations, begins anew: its records say nothing that may be served.
 
 A child of the process does not have the lock: it would keep it after the parent's end.
 """
 
 import contextlib
-import errno
 import fcntl
+import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.slab import manifest, records
-from cpu_prefix_cache.slab.durable import NEW
-from cpu_prefix_cache.slab.generations import Generations
+from cpu_prefix_cache.messages.errors import TierUnavailable
+from cpu_prefix_cache.slab import generations, manifest, records
+from cpu_prefix_cache.slab.allocation import allocate
+from cpu_prefix_cache.slab.durable import NEW, remove_durably
+from cpu_prefix_cache.slab.generations import Generations, Kept, read_generations
+from cpu_prefix_cache.slab.manifest import Manifest
 from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.private import open_file, open_folder, open_path
+from cpu_prefix_cache.slab.room import LOCK, make_room
+from cpu_prefix_cache.slab.sizing import bytes_of
 
-FILES = (manifest.NAME, "blocks", "records", "generations", manifest.NAME + NEW, "generations" + NEW)
-OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+logger = logging.getLogger(__name__)
 
-
-def rank_folder(path: str, namespace: Namespace, rank: int, ranks: int) -> Path:
-    return Path(path) / namespace.folder / f"rank-{rank}-of-{ranks}"
-
-
-def check_path(path: str) -> None:
-    """Raise ConfigurationError unless `path` is a folder that this process may write to."""
-    if not Path(path).is_dir():
-        what = "is not a folder" if os.path.lexists(path) else "does not exist"
-        raise ConfigurationError(f"the path of the tier, {path}, {what}; make the folder first")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"this process may not write to {path}; let it, or give another path")
+FILES = ("records", "blocks", generations.NAME, manifest.NAME + NEW, generations.NAME + NEW)
 
 
 class Folder:
-    """`blocks` and `records` are file descriptors. The arguments are those of Slab. Raises ConfigurationError."""
+    """`blocks` and `records` are file descriptors, `opened` is that of the folder. The arguments are those of Slab.
+    Raises TierUnavailable.
+    """
 
     lock: int
     blocks: int
     records: int
+    opened: int
     generations: Generations
 
     def __init__(
-        self, path: str, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
+        self,
+        path: str,
+        namespace: Namespace,
+        *,
+        rank: int,
+        ranks: int,
+        slots: int,
+        slot_bytes: int,
+        nbytes: int,
+        below: Sequence[str],
+        keep_others: bool,
     ) -> None:
-        check_path(path)
         sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
         wanted = manifest.manifest_of(namespace, rank=rank, ranks=ranks, **sizes)
-        self.path = rank_folder(path, namespace, rank, ranks)
+        names = *below, namespace.folder, f"rank-{rank}-of-{ranks}"
+        self.path = Path(path, *names)
         with ExitStack() as undo:
             try:
-                self._open(undo, wanted)
+                folders = _folders(path, names, undo)
+                self.opened = folders[-1]
+                self.lock = _locked(self.opened, self.path, undo)
+                there = self._usable(manifest.read_manifest(self.opened, self.path), wanted, undo)
+                self.records = _kept(open_file(self.opened, "records", self.path), undo)
+                self.blocks = _kept(open_file(self.opened, "blocks", self.path), undo)
+                if not keep_others:
+                    with _one_rank_at_a_time(folders[-2]):  # the others find it made
+                        self._make_room(folders[-3], namespace.folder, wanted)
+                self._fill(there, wanted, undo)
+            except TierUnavailable:
+                raise
             except OSError as error:
-                raise ConfigurationError(f"{self.path} cannot be used ({error}); give another path") from error
+                raise TierUnavailable(f"{self.path} cannot be used ({error}); give another path") from error
             undo.pop_all()
+        _close_all(folders[:-1])
         _held.add(self)
-        self._closing = weakref.finalize(self, _close_all, [self.lock, self.blocks, self.records])
+        self._closing = weakref.finalize(self, _close_all, [self.lock, self.blocks, self.records, self.opened])
 
     def close(self) -> None:
         """Unlock the folder. Nothing may use its files any more."""
         if self.lock >= 0:
             fcntl.flock(self.lock, fcntl.LOCK_UN)  # also for a child that has it for a moment
         self._closing()
-        self.lock = self.blocks = self.records = -1  # the numbers may soon be others' files
+        self.lock = self.blocks = self.records = self.opened = -1  # the numbers may soon be others' files
 
     def forget_lock(self) -> None:
         """Called in a child: the lock stays with its parent."""
@@ -80,82 +101,97 @@ class Folder:
         self.lock = -1
         self._closing.detach()
 
-    def _open(self, undo: ExitStack, wanted: dict[str, Any]) -> None:
-        for folder in (self.path.parent, self.path):
-            _make_private(folder, undo)
-        self.lock = _locked(self.path / "lock", undo)
-        there = manifest.read_manifest(self.path)
-        if there is None:
-            self._clear()
-            undo.callback(self._clear, "lock")
-        else:
-            manifest.check_same(self.path, there, wanted)
-        slots, slot_bytes = wanted["slots"], wanted["slot_bytes"]
-        self.records = _file_of(self.path / "records", slots * records.SIZE, undo)
-        self.blocks = _file_of(self.path / "blocks", slots * slot_bytes, undo)
-        self.generations = Generations(self.path / "generations", is_new=there is None)
-        if there is None:
-            manifest.write_manifest(self.path, wanted)
+    def _usable(self, there: Manifest | None, wanted: Manifest, undo: ExitStack) -> Manifest | None:
+        """The manifest of a folder whose files may be used. None: it begins anew."""
+        if there is not None:
+            reason = manifest.difference(there, wanted) or self._lost_generations()
+            if not reason:
+                return there
+            logger.warning("%s begins anew, and what it held is gone: %s", self.path, reason)
+        remove_durably(self.opened, manifest.NAME)  # first: from here on it is not ready
+        self._clear()
+        undo.callback(self._clear, LOCK)
+        return None
+
+    def _lost_generations(self) -> str:
+        kept = read_generations(self.opened, self.path)
+        return "" if kept is not None else f"{generations.NAME} does not say which records may be served"
+
+    def _make_room(self, others: int, own: str, wanted: Manifest) -> None:
+        """Let folders of others go until there is room for what this one needs still."""
+        sizes = wanted["slots"], wanted["slot_bytes"], wanted["ranks"]
+        has_room = partial(_has_room, (self.records, self.blocks), bytes_of(*sizes[:2], 1))
+        allowed = wanted["nbytes"] - bytes_of(*sizes)
+        make_room(others, self.path.parents[1], own, allowed=allowed, has_room=has_room)
+
+    def _fill(self, there: Manifest | None, wanted: Manifest, undo: ExitStack) -> None:
+        slots = wanted["slots"]
+        sizes = {"records": (self.records, records.SIZE), "blocks": (self.blocks, wanted["slot_bytes"])}
+        for name, (file, each) in sizes.items():
+            undo.callback(_quietly, partial(os.ftruncate, file, min(os.fstat(file).st_size, slots * each)))
+            is_reserved = allocate(file, slots * each, self.path / name)
+        if not is_reserved:
+            logger.warning("the files in %s are sparse: their file system reserves no room, so keep it free", self.path)
+        kept = None if there is None else read_generations(self.opened, self.path)
+        self.generations = Generations(self.opened, kept or Kept())
+        if there is not None and there.get("slots") != slots:
+            logger.warning("%s had %s slots and has %d: what fits is kept", self.path, there.get("slots"), slots)
+        if there != wanted:
+            manifest.write_manifest(self.opened, wanted)
 
     def _clear(self, *more: str) -> None:
-        for name in (*FILES, *more):
+        for name in (manifest.NAME, *FILES, *more):
             with contextlib.suppress(OSError):
-                (self.path / name).unlink(missing_ok=True)
+                os.unlink(name, dir_fd=self.opened)
 
 
-def _make_private(folder: Path, undo: ExitStack) -> None:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o700)
-        undo.callback(_quietly, folder.rmdir)
-    if folder.stat().st_mode & 0o022:  # a checksum keeps nobody out
-        raise ConfigurationError(f"others may write to {folder}, and so to what is served from it; chmod it to 700")
+def _folders(path: str, names: Sequence[str], undo: ExitStack) -> list[int]:
+    """The path and the folders below it, each in the one before, and made if it is not there."""
+    folders, where = [_kept(open_path(path), undo)], Path(path)
+    for name in names:
+        where = where / name
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=folders[-1])
+            undo.callback(_quietly, partial(os.rmdir, name, dir_fd=folders[-1]))
+        folders.append(_kept(open_folder(folders[-1], name, where), undo))
+    return folders
 
 
-def _locked(path: Path, undo: ExitStack) -> int:
+@contextlib.contextmanager
+def _one_rank_at_a_time(folder: int) -> Iterator[None]:
+    """Of those that have folders in this one."""
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # also for a child that has it for a moment
+
+
+def _kept(opened: int, until: ExitStack) -> int:
+    until.callback(os.close, opened)
+    return opened
+
+
+def _locked(folder: int, where: Path, undo: ExitStack) -> int:
     while True:
-        lock = os.open(path, OPEN, 0o600)
+        lock = open_file(folder, LOCK, where)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise ConfigurationError(
-                f"another process uses {path.parent}; give each engine a path of its own, or end the other"
+            raise TierUnavailable(
+                f"another process uses {where}; give each engine a path of its own, or end the other"
             ) from None
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(lock).st_ino:
-                undo.callback(os.close, lock)
-                return lock
+            if os.stat(LOCK, dir_fd=folder, follow_symlinks=False).st_ino == os.fstat(lock).st_ino:
+                return _kept(lock, undo)
         os.close(lock)  # of a folder that another process has just given up
 
 
-def _file_of(path: Path, num_bytes: int, undo: ExitStack) -> int:
-    """A file with all of its bytes allocated. A shorter one is filled with zeros, which no checksum fits."""
-    file = os.open(path, OPEN, 0o600)
-    undo.callback(os.close, file)
-    status = os.fstat(file)
-    if status.st_size > num_bytes:
-        raise ConfigurationError(
-            f"{path} has {status.st_size} bytes, and is to have {num_bytes}; delete the folder {path.parent}"
-        )
-    disk = os.fstatvfs(file)
-    missing, room = num_bytes - status.st_blocks * 512, disk.f_bavail * disk.f_frsize
-    if status.st_size < num_bytes and missing > room:  # a file system that compresses needs fewer for a full one
-        raise _no_room(path, missing, room)
-    undo.callback(_quietly, lambda: os.ftruncate(file, status.st_size))
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise _no_room(path, missing, room) from error
-    return file
-
-
-def _no_room(path: Path, missing: int, room: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{path} needs {missing / 1e9:.2f} GB more, and the disk has or allows less ({room / 1e9:.2f} GB are free); "
-        "free some, or give the tier fewer bytes"
-    )
+def _has_room(files: Sequence[int], num_bytes: int) -> bool:
+    """Whether the disk of these files has room for what they lack of so many bytes."""
+    disk = os.fstatvfs(files[0])
+    return num_bytes - sum(os.fstat(file).st_blocks * 512 for file in files) <= disk.f_bavail * disk.f_frsize
 
 
 def _quietly(action: Callable[[], object]) -> None:

@@ -2,53 +2,73 @@
 
 A generation is 64 bits: the decider numbers what it writes, and begins a range of 2**32 of them at each start and each
 reset. `last` is the highest range that a record may be of; records below `floor` are never served again. Both only
-grow, and have grown on disk before anything relies on it.
+grow. The floor holds at once in this process. It is on disk, as `last` is, before a record of a later range is written.
 """
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.slab.durable import write_durably
+from cpu_prefix_cache.slab.private import read_small
 
+NAME = "generations"
 RANGE_BITS = 32
+MOST = 1 << 63  # of a generation
+
+
+class Kept(NamedTuple):
+    """What a folder says; of a new one, all are to come."""
+
+    floor: int = 0
+    last: int = 0
 
 
 class Generations:
-    """Raises ConfigurationError when the file is not what this class writes. `first` is the first generation that no
-    record had when this was opened, and the range that it begins is taken."""
+    """In an open `folder`, which says what is `kept`. `first` is the first generation that no record had when this was
+    opened, and the range that it begins is taken. `mark` is called before a floor is kept.
+    """
 
-    def __init__(self, path: Path, *, is_new: bool) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self.floor, self._last = (0, 0) if is_new else _read(path)
+    def __init__(self, folder: int, kept: Kept) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self.floor, self._last = kept
         self.first = self._last + 1 << RANGE_BITS
-        self._keep(self.floor, self._last + 1)
+        self.mark: Callable[[], object] = lambda: None
+        self._kept = self.floor
+        self._write(self.floor, self._last + 1)
+
+    @property
+    def is_floor_kept(self) -> bool:
+        """Whether the floor is on disk."""
+        return self._kept == self.floor
 
     def advance(self, floor: int) -> None:
-        """Serve nothing below `floor` any more, also after a restart."""
+        """Serve nothing below `floor` any more. In memory alone, and without the lock: another thread may have it, and
+        wait for the disk."""
+        self.floor = max(self.floor, floor)
+
+    def keep(self, generation: int = 0) -> None:
+        """On disk are the floor, and a range that `generation` is not beyond: other ranks may be at a later one."""
         with self._lock:
-            if floor > self.floor:
-                self.floor = floor  # at once, whether or not it can be kept
-                self._keep(floor, max(self._last, floor >> RANGE_BITS))
+            floor, last = self.floor, max(self._last, max(self.floor, generation) >> RANGE_BITS)
+            if floor > self._kept:
+                self.mark()
+            if floor > self._kept or last > self._last:
+                self._write(floor, last)
 
-    def admit(self, generation: int) -> None:
-        """Called before a record has this generation: other ranks may be at a later range."""
-        if generation >> RANGE_BITS > self._last:
-            with self._lock:
-                self._keep(self.floor, max(self._last, generation >> RANGE_BITS))
-
-    def _keep(self, floor: int, last: int) -> None:
-        write_durably(self._path, json.dumps({"floor": floor, "last": last}).encode())
-        self._last = last
+    def _write(self, floor: int, last: int) -> None:
+        write_durably(self._folder, NAME, json.dumps({"floor": floor, "last": last}).encode())
+        self._kept, self._last = floor, last
 
 
-def _read(path: Path) -> tuple[int, int]:
+def read_generations(folder: int, where: Path) -> Kept | None:
+    """None: nothing says which records may be served, so none may."""
     try:
-        content = json.loads(path.read_bytes())
-        floor, last = int(content["floor"]), int(content["last"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{path} does not say which records may be served ({error}); delete the folder {path.parent}"
-        ) from error
-    return floor, last
+        content = json.loads(read_small(folder, NAME, where) or b"")
+        kept = Kept(content["floor"], content["last"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_whole = all(type(number) is int and number >= 0 for number in kept)
+    return kept if is_whole and kept.floor < MOST and kept.last + 2 << RANGE_BITS < MOST else None

@@ -1,20 +1,21 @@
-"""What a rank's folder was made for, spelled out. A folder is used again only for the same."""
+"""What a rank's folder was made for, spelled out. What is in a folder is used again only for the same."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.slab.durable import write_durably
 from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.private import read_small
 
 NAME = "manifest.json"
 VERSION = 1
+SIZES = ("slots", "nbytes")  # may have changed: slots that both have are the same
+
+Manifest = dict[str, Any]
 
 
-def manifest_of(
-    namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
-) -> dict[str, Any]:
+def manifest_of(namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int) -> Manifest:
     return {
         "version": VERSION,
         "namespace": namespace.spelled,
@@ -26,30 +27,35 @@ def manifest_of(
     }
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None: the folder was never made ready. Raises ConfigurationError for one that cannot be read."""
-    path = folder / NAME
-    try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
+def read_manifest(folder: int, where: Path) -> Manifest | None:
+    """None: the folder was never made ready. One that is damaged says nothing."""
+    data = read_small(folder, NAME, where)
+    if data is None:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read ({error}); delete the folder {folder}") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
-        raise ConfigurationError(f"{path} is not of version {VERSION}; delete the folder {folder}")
-    return manifest
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_durably(folder / NAME, json.dumps(manifest, indent=1).encode())
+def write_manifest(folder: int, manifest: Manifest) -> None:
+    write_durably(folder, NAME, json.dumps(manifest, indent=1).encode())
 
 
-def check_same(folder: Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise ConfigurationError, naming what differs."""
-    differing = [name for name in wanted if there.get(name) != wanted[name]]
-    if differing:
-        name = differing[0]
-        raise ConfigurationError(
-            f"{folder} was made for {name} {there.get(name)!r}, and {wanted[name]!r} is asked for; "
-            "ask for the same, or delete the folder"
-        )
+def difference(there: Manifest, wanted: Manifest) -> str:
+    """What keeps the bytes of a folder from being used, for people. Empty: nothing."""
+    if not there:
+        return f"{NAME} cannot be read"
+    for name, value in wanted.items():
+        if name not in SIZES and there.get(name) != value:
+            before = there.get(name)
+            if isinstance(value, dict) and isinstance(before, dict):
+                return f"{name}: {_first_difference(before, value)}"
+            return f"{name} was {before!r}, and is {value!r}"
+    return ""
+
+
+def _first_difference(before: Manifest, now: Manifest) -> str:
+    name = next(each for each in (*now, *before) if before.get(each) != now.get(each))
+    return f"{name} was {before.get(name)!r}, and is {now.get(name)!r}"

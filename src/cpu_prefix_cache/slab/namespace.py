@@ -8,7 +8,7 @@ finds an empty one.
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -22,7 +22,9 @@ Value = str | int
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Fields in order, by name. Raises ConfigurationError for a value that is neither a text nor a whole number."""
+    """Fields in order, by name. Raises ConfigurationError for a value that is neither a whole number nor a text with
+    something in it: an empty one is nobody's answer, and so the same for all who gave none.
+    """
 
     fields: tuple[tuple[str, Value], ...]
 
@@ -30,6 +32,8 @@ class Namespace:
         for name, value in self.fields:
             if not isinstance(name, str) or not isinstance(value, str | int) or isinstance(value, bool):
                 raise ConfigurationError(f"a field of a namespace is a text or a whole number; {name!r} is {value!r}")
+            if value == "":
+                raise ConfigurationError(f"a field of a namespace is never empty, and {name!r} is; say what it is")
 
     @property
     def digest(self) -> bytes:
@@ -42,6 +46,10 @@ class Namespace:
     def folder(self) -> str:
         """The name of its folder: 32 hexadecimal digits."""
         return self.digest[:16].hex()
+
+    def of_revision(self, revision: str) -> "Namespace":
+        """The same with other weights."""
+        return replace(self, fields=(*((each, revision if each == "revision" else v) for each, v in self.fields),))
 
     @property
     def spelled(self) -> dict[str, Value]:

@@ -65,7 +65,8 @@ class RankTier:
         if plan.step.epoch:  # there was a reset, perhaps before the decider knew what this rank had when it was opened
             floor = max(floor, self._slots.next_generation)
         if floor > self._slots.floor:
-            self._slots.advance(floor)
+            self._slots.advance(floor, plan.revision)
+            self._copier.keep_floor()
         if self._source is not None:
             self._source.begin(plan)
         for transfer in plan.step.transfers:

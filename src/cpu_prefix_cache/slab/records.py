@@ -4,7 +4,7 @@
     key 32 | parent 32 | xxh3-128 of the slot's bytes 16 | place u16 | block u16 | 12 spare | xxh3-64 of the above u64
 
 Integers are little-endian. The last field is seeded with the namespace and the rank: the records of another rank,
-which name the same slots and keys, are not whole here. A record whose magic is cleared is empty.
+which name the same slots and keys, are not whole here. A record that is cleared is all zeros.
 
 The checksums find accidents. They keep nobody out who can write to the folder.
 """
@@ -22,7 +22,6 @@ MAGIC = 0x31_42_4C_53  # "SLB1"
 VERSION = 1
 KEY_BYTES = 32
 STORED_CHUNK = 0xFFFF  # CHUNK, as it is written
-EMPTY = bytes(4)  # in place of the magic
 GENERATION_AT = 16  # where in a record it is, for the scan
 
 _BODY = struct.Struct("<IHBBIB3xQ32s32s16sHH12x")

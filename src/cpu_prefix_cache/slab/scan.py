@@ -65,7 +65,7 @@ class RestartScan:
 
     def _order(self) -> None:
         try:
-            words = torch.frombuffer(self._slab.records, dtype=torch.int64).view(-1, SIZE // 8)
+            words = torch.frombuffer(self._slab.records.memory, dtype=torch.int64).view(-1, SIZE // 8)
             magic, generations = words[:, 0] & 0xFFFF_FFFF, words[:, GENERATION_AT // 8]
             old = (generations >= self._slab.floor) & (generations < self._first_new)
             slots = torch.nonzero(old & (magic == records.MAGIC)).flatten()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.slab.identity import Identity, Weights, check_identity, identity_of
 
 KINDS = ("file",)
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can find a second text for
@@ -11,23 +12,28 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can
 
 @dataclass(frozen=True, slots=True)
 class FileTier:
-    """`nbytes` bytes on disk under the folder `path`, for all ranks of this machine together.
+    """`nbytes` bytes on disk under the folder `path`, for all ranks of this machine together. What other models or
+    releases have left there gives up its room, unless `keep_others`.
 
-    `model` and `revision` say whose KV it is; a `revision` changes with the weights. `hash` is what the keys are
-    digests by. `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the end
-    of the process on what is not in the tier yet.
+    `model` and `revision` say whose KV it is; a `revision` changes with the weights. In place of both, or of the
+    revision, `weights` is the folder that the weights are in. Some connectors know all of it. `hash` is what the keys
+    are digests by. `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the
+    end of the process on what is not in the tier yet.
 
     Raises ConfigurationError.
     """
 
     path: str
     nbytes: int
-    model: str = ""
-    revision: str = ""
+    model: str | None = None
+    revision: str | None = None
     hash: str = "sha256"
     offload: str | None = None
     policy: str = "lru"
     flush_seconds: float = 10.0
+    weights: Weights | None = None
+    keep_others: bool = False
+    engine: int = 0  # engines with the same path: each above 0 has a folder of its own there
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -42,6 +48,24 @@ class FileTier:
         if not self.flush_seconds >= 0:
             raise ConfigurationError(f"flush_seconds must be at least 0, got {self.flush_seconds!r}")
         check_hash(self.hash)
+        check_identity(self.model, self.revision, self.weights)
+        if type(self.keep_others) is not bool:
+            raise ConfigurationError(f"keep_others is True or False, got {self.keep_others!r}")
+
+    @property
+    def identity(self) -> Identity:
+        """Whose KV it is. Raises ConfigurationError where that is not known."""
+        return identity_of(self.model, self.revision, self.weights)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Below `path`, one in the other, in which the folders of models are."""
+        return (f"engine-{self.engine}",) if self.engine else ()
+
+    @property
+    def folder(self) -> str:
+        """The last of them, for people."""
+        return "/".join((self.path, *self.folders))
 
 
 def check_hash(name: str) -> None:

@@ -2,10 +2,14 @@
 
     write   the record is cleared; the bytes are written; the record is written, with a checksum of the bytes
     read    the record is whole and says what the label says; the bytes are read; their checksum is the record's
+    reset   nothing below the floor is served, at once; the floor is kept on disk before anything is written again
 
-Nothing is synced, and there is no journal: whichever of these writes are lost, with the process or with the machine,
-the record or the checksum does not fit, and the slot is refused. A refused slot is a miss. Its record is cleared, so
-that no restart finds it.
+Nothing but the floor is synced, and there is no journal: whichever of these writes are lost, with the process or with
+the machine, the record or the checksum does not fit, and the slot is refused. A refused slot is a miss. Its record is
+cleared, so that no restart finds it.
+
+No file is mapped. `write`, `read`, `forget` and `keep` wait for the disk, and belong to threads of the tier; `advance`
+and `record` touch memory alone.
 
 Files are opened with O_DIRECT, which takes a tenth of the processor's time, if the file system and the sizes allow.
 """
@@ -16,14 +20,17 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Label
-from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab import manifest, records
+from cpu_prefix_cache.slab.durable import remove_durably, write_durably
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.records import SIZE, Record
+from cpu_prefix_cache.slab.record_file import RecordFile
+from cpu_prefix_cache.slab.records import Record
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slots import address_of
 
 logger = logging.getLogger(__name__)
@@ -39,12 +46,27 @@ class Slab:
     `next_generation`: no record had it or a larger one when this was opened. Any number of threads may read and write,
     different slots at a time.
 
-    Raises ConfigurationError, and leaves the files as they are, when another process uses them, they were made for
-    something else, or the path or the disk does not have what they need.
+    Their folder is in the folders `below`, which are made where they are missing. Folders of other namespaces there
+    give up their room unless `keep_others`.
+
+    Raises TierUnavailable, and leaves the files as they are, when another process uses them, they are another user's,
+    or the path or the disk does not have what they need.
     """
 
+    kept = 0  # a slot with wrong bytes is free
+
     def __init__(
-        self, path: str, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int
+        self,
+        path: str,
+        namespace: Namespace,
+        *,
+        rank: int,
+        ranks: int,
+        slots: int,
+        slot_bytes: int,
+        nbytes: int,
+        below: Sequence[str] = (),
+        keep_others: bool = True,
     ) -> None:
         if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
             raise ConfigurationError(
@@ -52,13 +74,29 @@ class Slab:
             )
         self.slots, self.slot_bytes = slots, slot_bytes
         self._seed = records.seed_of(namespace.digest, rank, ranks)
-        sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
-        self._folder = Folder(path, namespace, rank=rank, ranks=ranks, **sizes)
+        self._folder = Folder(
+            path,
+            namespace,
+            rank=rank,
+            ranks=ranks,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            nbytes=nbytes,
+            below=below,
+            keep_others=keep_others,
+        )
         self._generations = self._folder.generations
         self.next_generation = self._generations.first
-        self.records = mmap.mmap(self._folder.records, slots * SIZE)
+        self.records = RecordFile(self._folder.records, slots)
+        self._unkept = 0  # the last floor of which the log says that it could not be kept
         self.is_direct = False
         self._begin_direct()
+
+    @classmethod
+    def of(cls, tier: FileTier, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int) -> "Slab":
+        """One rank's part of the tier that a user has described."""
+        sizes = {"rank": rank, "ranks": ranks, "slots": slots, "slot_bytes": slot_bytes, "nbytes": tier.nbytes}
+        return cls(tier.path, namespace, below=tier.folders, keep_others=tier.keep_others, **sizes)
 
     @property
     def folder(self) -> str:
@@ -74,22 +112,40 @@ class Slab:
         if self.is_direct and address_of(memory) % ALIGNMENT:
             self.stop_direct(f"host memory does not begin at a multiple of {ALIGNMENT}")
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor. On disk, too, when this returns: if it cannot be kept, the records below it are cleared."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor, at once. `keep` brings it to the disk, and `write` does so before it writes anything.
+
+        Files are this process's alone, whatever the revision.
+        """
+        self._generations.advance(floor)
+
+    def mark_resets(self, mark: Callable[[], object]) -> None:
+        """`mark` is called by `keep` before it keeps a floor that is raised from now on. It may raise OSError."""
+        self._generations.mark = mark
+
+    def keep(self, generation: int = 0) -> None:
+        """The floor is on disk when this returns, and what says that records up to `generation` may be found.
+
+        Raises OSError. If that leaves a floor in memory alone, the log says so, and the next process to open the
+        folder begins anew, where the disk lets a file be deleted.
+        """
         try:
-            self._generations.advance(floor)
-        except OSError:
-            logger.exception("%s cannot keep what may be served: what may not is cleared", self._folder.path)
-            self.forget([slot for slot in range(self.slots) if self._generation_of(slot) < floor])
-            self.records.flush()
+            self._generations.keep(generation)
+        except OSError as error:
+            if not self._generations.is_floor_kept:
+                self._give_up_what_is_there(error)
+            raise
+        if self._unkept:
+            self._unkept = 0
+            logger.warning("%s: the reset is on disk now, and the tier goes on", self._folder.path)
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Write `views[i]` to `slots[i]`. When it raises, OSError for one, none of these slots has a record."""
         self._check(slots, views, labels)
         for label in labels:
             records.check_label(label)
-        self._generations.admit(max((label.generation for label in labels), default=0))
-        self.forget(slots)
+        self.keep(max((label.generation for label in labels), default=0))
+        self.records.clear(slots)
         digests: list[bytes] = []
         for begin, end in self._runs(slots):
             digests += map(records.checksum, views[begin:end])
@@ -98,14 +154,17 @@ class Slab:
             if written != wanted:
                 raise OSError(errno.EIO, f"{written} of {wanted} bytes were written", str(self._folder.path))
             self._drop_cached(slots[begin], end - begin)
-        for each in map(Record, slots, labels, digests):
-            self.records[each.slot * SIZE : (each.slot + 1) * SIZE] = records.pack(each, self._seed)
+        try:
+            self.records.keep(slots, [records.pack(each, self._seed) for each in map(Record, slots, labels, digests)])
+        except OSError:
+            self.forget(slots)
+            raise
 
     def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
         """Read `slots[i]` into `views[i]`, and return the slots that are refused. What their views hold is undefined.
         Raises OSError when the disk does."""
         self._check(slots, views, labels)
-        seen = [self._bytes_of(slot) for slot in slots]
+        seen = [self.records.of(slot) for slot in slots]
         found = [records.parse(data, self._seed) for data in seen]
         fits = [self._fits(*each) for each in zip(found, slots, labels, strict=True)]
         there = [at for at, fit in enumerate(fits) if fit]
@@ -114,21 +173,32 @@ class Slab:
         for at in refused:
             record, slot = found[at], slots[at]
             is_later = record is not None and record.slot == slot and record.label.generation > labels[at].generation
-            if not is_later and self._bytes_of(slot) == seen[at]:
+            if not is_later and self.records.of(slot) == seen[at]:
                 self.forget([slot])
         return [slots[at] for at in refused]
 
     def record(self, slot: int) -> Record | None:
         """What a slot holds by its record, if it may be served."""
-        record = records.parse(self.records[slot * SIZE : (slot + 1) * SIZE], self._seed)
+        record = records.parse(self.records.of(slot), self._seed)
         if record is None or record.slot != slot or record.label.generation < self._generations.floor:
             return None
         return record
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Clear their records."""
-        for slot in slots:
-            self.records[slot * SIZE : slot * SIZE + len(records.EMPTY)] = records.EMPTY
+        """Clear their records. Where the disk keeps them, a restart finds what they had before, or what is refused."""
+        with contextlib.suppress(OSError):
+            self.records.clear(slots)
+
+    def leave_mark(self, name: str) -> None:
+        """A file that later processes find, when this returns. Raises OSError."""
+        write_durably(self._folder.opened, name, b"")
+
+    def has_mark(self, name: str) -> bool:
+        return name in os.listdir(self._folder.opened)
+
+    def remove_mark(self, name: str) -> None:
+        """Raises OSError."""
+        remove_durably(self._folder.opened, name)
 
     def stop_direct(self, reason: str) -> None:
         """Read and write through the system's cache from now on, and say so."""
@@ -147,8 +217,10 @@ class Slab:
 
     def close(self) -> None:
         """No thread may use it any more. May be called again."""
-        with contextlib.suppress(BufferError):  # a scan that has not ended has it still
-            self.records.close()
+        if self._folder.lock >= 0:
+            with contextlib.suppress(OSError):  # the log says so
+                self.keep()
+        self.records.close()
         self._folder.close()
 
     def _begin_direct(self) -> None:
@@ -202,12 +274,18 @@ class Slab:
             place = slot * self.slot_bytes, count * self.slot_bytes
             os.posix_fadvise(self._folder.blocks, *place, os.POSIX_FADV_DONTNEED)
 
-    def _generation_of(self, slot: int) -> int:
-        at = slot * SIZE + records.GENERATION_AT
-        return int.from_bytes(self.records[at : at + 8], "little")
-
-    def _bytes_of(self, slot: int) -> bytes:
-        return self.records[slot * SIZE : (slot + 1) * SIZE]
+    def _give_up_what_is_there(self, error: OSError) -> None:
+        """For the next process, as long as the disk does not keep the floor."""
+        after = "a process that opens the folder before that begins anew"
+        try:
+            remove_durably(self._folder.opened, manifest.NAME)
+        except OSError:
+            after = "a process that opens the folder before that may serve what is from before the reset, so delete it"
+        if self._unkept != self.floor:
+            self._unkept = self.floor
+            logger.error(
+                "%s cannot keep a reset (%s): nothing is written or served until it can; %s", self.folder, error, after
+            )
 
     def _check(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         if not len(slots) == len(views) == len(labels):

@@ -8,6 +8,7 @@ Of a store, what lies behind a piece in its last host block is zeroed first: byt
 another tenant's, are not written to a file.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -48,6 +49,7 @@ class SlotStatistics(NamedTuple):
     read_seconds: float
     write_seconds: float
     refused: int  # slots
+    kept: int  # of these, values with wrong bytes that were not deleted from a store
     read_bytes_per_second: float | None  # lately; None: not enough was read
     write_bytes_per_second: float | None
 
@@ -117,6 +119,10 @@ class SlotCopier(Copier):
             raise MisuseError(f"a {direction.value} writes a slot or a host block twice")
         return entries
 
+    def keep_floor(self) -> None:
+        """A thread lets later processes know the floor of the slots, which was raised."""
+        self._jobs.put(Direction.STORE, [partial(_keep, self._slots)])
+
     @property
     def read_bytes_per_second(self) -> float | None:
         return self._meters[Direction.LOAD].bytes_per_second
@@ -124,7 +130,9 @@ class SlotCopier(Copier):
     def statistics(self) -> SlotStatistics:
         loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
         moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
-        return SlotStatistics(*moved, self._num_refused, loads.bytes_per_second, stores.bytes_per_second)
+        return SlotStatistics(
+            *moved, self._num_refused, self._slots.kept, loads.bytes_per_second, stores.bytes_per_second
+        )
 
     def close(self) -> None:
         """Wait until all transfers have ended, and end the threads. May be called again."""
@@ -254,6 +262,11 @@ def _load(
     lost = set(from_.read(slots, [region.view(block) for block in blocks], labels))
     refuse([(slot, label.generation) for slot, _, label in entries if slot in lost])
     return (len(entries) - len(lost)) * from_.slot_bytes
+
+
+def _keep(slots: Slots) -> None:
+    with contextlib.suppress(OSError):  # which the slots have logged, and every write meets again
+        slots.keep()
 
 
 def _check_range(what: str, ids: Sequence[int], limit: int) -> None:

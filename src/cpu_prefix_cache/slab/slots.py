@@ -11,7 +11,8 @@ class Slots(Protocol):
     """`slots` of `slot_bytes` bytes each. Any number of threads may read and write, different slots at a time.
 
     `next_generation`: nothing that is served had it or a larger one when this was opened. What has a generation below
-    `floor` is never served.
+    `floor` is never served. `kept`: of the slots that were refused, those whose bytes were wrong, and whose value was
+    not deleted from a store all the same (`stores/deletions.py`).
     """
 
     slots: int
@@ -21,11 +22,19 @@ class Slots(Protocol):
     @property
     def floor(self) -> int: ...
 
+    @property
+    def kept(self) -> int: ...
+
     def bind(self, memory: memoryview) -> None:
         """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
 
-    def advance(self, floor: int) -> None:
-        """Raise the floor."""
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        """Raise the floor, at once: it waits for no disk and no server, and does not fail. From now on the weights have
+        this revision, or one that nobody knows.
+        """
+
+    def keep(self) -> None:
+        """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Write `views[i]`, which is what `labels[i]` says. When it raises, none of these slots holds anything."""

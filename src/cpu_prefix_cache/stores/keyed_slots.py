@@ -2,9 +2,13 @@
 
     write   the frame is made of the label and of the bytes' checksum, and put with the bytes
     read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
-            else the slot is refused, and the value deleted: a store that keeps old values would keep it for ever
-    floor   after a reset nobody knows which weights others have. So names begin anew, under a digest that no other
-            process has: what is stored from then on is found by this process alone
+            else the slot is refused. What is there and is not right is deleted, as far as `deletions.py` allows: a
+            store that keeps old values would keep it for ever. What is not there is not deleted: another process may
+            be putting it. (A right value may take a wrong one's place between our read and our DEL, and is put again
+            then. A delete that compares would need more rights on the server, and happens too rarely to pay for.)
+    floor   after a reset that names a revision, names are those of all who have named the same, at a reset or at their
+            start. After another one nobody knows which weights others have: names begin anew, under a digest that no
+            other process has, and what is stored from then on is found by this process alone
 
 Every value is one host block. Frames lie in memory of their own, beside the host region.
 """
@@ -18,13 +22,15 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.slots import address_of
 from cpu_prefix_cache.stores import frame
+from cpu_prefix_cache.stores.deletions import Deletions
 from cpu_prefix_cache.stores.frame import Names
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +63,9 @@ class KeyedSlots:
         self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slots: int, slot_bytes: int
     ) -> None:
         self.store, self.slots, self.slot_bytes = store, slots, slot_bytes
-        digest = hashlib.sha256(namespace.digest + f"owner {number} of {owners}".encode()).digest()
-        self._era = _Era(0, Names(digest))
+        self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
+        self._era = _Era(0, self._names_in(namespace))
+        self._deletions = Deletions()
         self._memory = memoryview(b"")
         self._address, self._registered, self._lock = 0, set[int](), threading.Lock()
         self._arena = memoryview(mmap.mmap(-1, CALLS * CALL_VALUES * frame.SIZE))
@@ -76,12 +83,20 @@ class KeyedSlots:
         """Of what may be read now."""
         return self._era.names
 
+    @property
+    def kept(self) -> int:
+        return self._deletions.kept
+
     def bind(self, memory: memoryview) -> None:
         self._memory, self._address = memory, address_of(memory)
         self.store.register(self._arena)
 
-    def advance(self, floor: int) -> None:
-        self._era = _Era(floor, Names(os.urandom(32)))
+    def advance(self, floor: int, revision: str | None = None) -> None:
+        names = Names(os.urandom(32)) if revision is None else self._names_in(self._namespace.of_revision(revision))
+        self._era = _Era(floor, names)
+
+    def keep(self) -> None:
+        """Later processes have the names from before, under which nobody knows what this one's weights were."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Raises OSError when the store does, or does not take all of it."""
@@ -115,6 +130,9 @@ class KeyedSlots:
     def close(self) -> None:
         self.store.close()
 
+    def _names_in(self, namespace: Namespace) -> Names:
+        return Names(hashlib.sha256(namespace.digest + self._owner).digest())
+
     def _put(self, names: Names, views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         frames = self._frames.get()
         try:
@@ -134,23 +152,30 @@ class KeyedSlots:
         try:
             for each in frames[: len(labels)]:
                 each[:] = bytes(frame.SIZE)
-            there = self.store.get_into(names, list(zip(frames, views, strict=False)), GET_SECONDS)
+            got = self._checked(self.store.get_into(names, list(zip(frames, views, strict=False)), GET_SECONDS), names)
             good = [
-                is_there and label.generation >= era.floor and bytes(head) == self._frame_of(era.names, label, view)
-                for is_there, head, label, view in zip(there, frames, labels, views, strict=False)
+                each is Got.READ and bytes(head) == self._frame_of(era.names, label, view)
+                for each, head, label, view in zip(got, frames, labels, views, strict=False)
             ]
         finally:
             self._frames.put(frames)
-        bad = [
+        wrong = [
             name
-            for name, is_good, label in zip(names, good, labels, strict=True)
-            if not is_good and label.generation >= era.floor
+            for name, each, is_good in zip(names, got, good, strict=True)
+            if each is not Got.MISSING and not is_good
         ]
-        if bad:
-            self._delete(bad)
-        return good
+        self._delete(wrong[: self._deletions.read(sum(good), len(wrong))])
+        return [is_good and label.generation >= era.floor for is_good, label in zip(good, labels, strict=True)]
+
+    def _checked(self, got: Sequence[Got], names: Sequence[str]) -> Sequence[Got]:
+        """A store that says anything else was written for an earlier version, or has a defect."""
+        if len(got) != len(names) or not all(isinstance(each, Got) for each in got):
+            raise MisuseError(f"get_into of {type(self.store).__name__} returns a Got for each key, not {got!r:.200}")
+        return got
 
     def _delete(self, names: Sequence[str]) -> None:
+        if not names:
+            return
         try:
             self.store.delete(names, DELETE_SECONDS)
         except OSError as error:  # what was read well is good all the same

@@ -9,12 +9,27 @@ All methods block, and are called by several threads at once, never by the one t
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import Enum
 
 Buffers = Sequence[memoryview]  # of one value: its bytes are those of the first buffer, then of the second, and so on
 
 
+class Got(Enum):
+    """What a store answers for a value that it was asked for. True if the value was read."""
+
+    READ = "read"
+    MISSING = "missing"
+    OTHER_SIZE = "other size"  # or another kind: there is something under this key, which is no value of ours
+
+    def __bool__(self) -> bool:
+        return self is Got.READ
+
+
 class KeyedStore(ABC):
-    """Keys are texts of at most 255 ASCII letters, digits and ":.-". A value has as many bytes as its buffers.
+    """A store made from a URL raises ConfigurationError where the operator must change the URL, or what it names; and
+    OSError where the server may answer later: then the tier is paused, and the store is made again.
+
+    Keys are texts of at most 255 ASCII letters, digits and ":.-". A value has as many bytes as its buffers.
 
     `timeout` is in seconds, for the whole call. A method raises OSError (TimeoutError, ConnectionError) when the server
     did not answer in time or refused the call as a whole. When it has returned or raised, it does not touch the buffers
@@ -30,10 +45,11 @@ class KeyedStore(ABC):
         """Whether the store has a value for each key now. It may be gone a moment later."""
 
     @abstractmethod
-    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
-        """Copy the value of each key into its buffers. Whether it was there and had exactly their size.
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[Got]:
+        """Copy the value of each key into its buffers, if it is there and has exactly their size.
 
-        Where it was not, the buffers hold anything.
+        Where it is not READ, the buffers hold anything. What has another size is deleted by the cache, which would find
+        it for ever; what is missing is not, since another process may be putting it at that moment.
         """
 
     @abstractmethod

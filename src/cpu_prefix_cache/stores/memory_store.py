@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Buffers, Got, KeyedStore
 
 
 class MemoryStore(KeyedStore):
@@ -21,7 +21,7 @@ class MemoryStore(KeyedStore):
         with self._lock:
             return [key in self.values for key in keys]
 
-    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[Got]:
         with self._lock:
             return [self._get(key, each) for key, each in zip(keys, buffers, strict=True)]
 
@@ -37,16 +37,18 @@ class MemoryStore(KeyedStore):
     def close(self) -> None:
         pass
 
-    def _get(self, key: str, buffers: Buffers) -> bool:
+    def _get(self, key: str, buffers: Buffers) -> Got:
         value = self.values.get(key)
-        if value is None or len(value) != sum(each.nbytes for each in buffers):
-            return False
+        if value is None:
+            return Got.MISSING
+        if len(value) != sum(each.nbytes for each in buffers):
+            return Got.OTHER_SIZE
         self.values.move_to_end(key)
         rest = memoryview(value)
         for each in buffers:
             each[:] = rest[: each.nbytes]
             rest = rest[each.nbytes :]
-        return True
+        return Got.READ
 
     def _put(self, key: str, buffers: Buffers) -> bool:
         value = bytearray(b"".join(buffers))

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.slab.slots import address_of
-from cpu_prefix_cache.stores.keyed_store import Buffers, KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Buffers, Got, KeyedStore
 
 FORM = "mooncake://MASTER:PORT?segment=4GiB&protocol=tcp&host=ADDRESS&device=NAME"
 # Measured: a call to a frozen master ends after 1.0 s, to a frozen data node after 2 to 12 s. With 1 s of no progress
@@ -43,12 +43,14 @@ LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own, for calls that copy: we make no
 CLOSE_SECONDS = 10.0  # that calls under way may take to end
 
 PORTION = 16  # values to one of Mooncake's calls: gets at .95 of one call for all, with 8 at .88; see BOUNDS
-TRANSFER_FAILED, NO_ANSWER = -800, (-900, -901)  # a data node; the master
+NOT_THERE, TRANSFER_FAILED, NO_ANSWER = -704, -800, (-900, -901)  # a key; a data node; the master
 NODE_SILENT = "a machine of the cluster that has these values, or should take them, does not answer"
 
 
 class MooncakeStore(KeyedStore):
-    """A client of the cluster at `url`. Raises ConfigurationError if it cannot become one."""
+    """A client of the cluster at `url`. Raises ConfigurationError for a wrong URL, and TierUnavailable if it cannot
+    become one: Mooncake does not say whether that will change.
+    """
 
     def __init__(self, url: str) -> None:
         settings = _settings(url)
@@ -58,7 +60,7 @@ class MooncakeStore(KeyedStore):
                 host = settings.host or link.getsockname()[0]
             self._native = _set_up(settings, host)
         except OSError as failed:
-            raise ConfigurationError(
+            raise TierUnavailable(
                 f"no Mooncake master can be used at {_text(self._master)}: {failed}. Start one there "
                 f"(mooncake_master --rpc_port={self._master[1]}), or correct the URL: {FORM}"
             ) from failed
@@ -85,7 +87,7 @@ class MooncakeStore(KeyedStore):
             raise
         return answer.result(max(0.0, deadline - time.monotonic()))
 
-    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[Got]:
         return self._in_portions(self._get, keys, buffers, timeout)
 
     def put_from(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
@@ -105,18 +107,24 @@ class MooncakeStore(KeyedStore):
         if is_still:
             self._native.close()
 
-    def _get(self, keys: Sequence[str], buffers: Sequence[Buffers]) -> list[bool]:
+    def _get(self, keys: Sequence[str], buffers: Sequence[Buffers]) -> list[Got]:
         places, sizes = _places(buffers)
         got = self._native.batch_get_into_multi_buffers(list(keys), places, sizes)
         self._check_master(got)
-        for key, code, parts in zip(keys, got, sizes, strict=True):
-            if code == TRANSFER_FAILED and not self._is_shorter(key, sum(parts)):
-                raise ConnectionError(NODE_SILENT)
-        return [code == sum(parts) for code, parts in zip(got, sizes, strict=True)]
+        return [self._got(*each) for each in zip(keys, got, map(sum, sizes), strict=True)]
 
-    def _is_shorter(self, key: str, nbytes: int) -> bool:
-        """Such a value fails as if its node did not answer. One whose node is given up for dead has no size."""
-        return 0 <= self._native.get_size(key) < nbytes
+    def _got(self, key: str, code: int, nbytes: int) -> Got:
+        """A value of another size fails as if its node did not answer; one whose node is given up for dead has none."""
+        if code == nbytes:
+            return Got.READ
+        if code == NOT_THERE:
+            return Got.MISSING
+        size = self._native.get_size(key)
+        if size >= 0 and size != nbytes:
+            return Got.OTHER_SIZE
+        if code == TRANSFER_FAILED:
+            raise ConnectionError(NODE_SILENT)
+        return Got.MISSING
 
     def _put(self, keys: Sequence[str], buffers: Sequence[Buffers]) -> list[bool]:
         put = self._native.batch_put_from_multi_buffers(list(keys), *_places(buffers))
@@ -126,11 +134,11 @@ class MooncakeStore(KeyedStore):
         return [code == 0 for code in put]
 
     def _in_portions(
-        self, move: "_Move", keys: Sequence[str], buffers: Sequence[Buffers], timeout: float
-    ) -> list[bool]:
+        self, move: "_Move[_Result]", keys: Sequence[str], buffers: Sequence[Buffers], timeout: float
+    ) -> "list[_Result]":
         """Raises TimeoutError between two portions."""
         deadline = time.monotonic() + timeout
-        moved: list[bool] = []
+        moved: list[_Result] = []
         with self._call(timeout):
             for begin in range(0, len(keys), PORTION):
                 if time.monotonic() >= deadline:
@@ -232,7 +240,8 @@ def _native_class() -> Callable[[], "_Native"]:
     return MooncakeDistributedStore  # type: ignore[no-any-return]  # it has no types
 
 
-_Move = Callable[[Sequence[str], Sequence[Buffers]], list[bool]]
+_Result = TypeVar("_Result", Got, bool)
+_Move = Callable[[Sequence[str], Sequence[Buffers]], list[_Result]]
 
 
 class _Native(Protocol):

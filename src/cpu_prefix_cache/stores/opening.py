@@ -6,7 +6,7 @@ myscheme = "my_package:MyStore"  # called with the URL
 
 from importlib.metadata import EntryPoint, entry_points
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
 
 GROUP = "cpu_prefix_cache.stores"
@@ -18,19 +18,26 @@ OURS = {"redis": REDIS, "rediss": REDIS, "unix": REDIS, "mooncake": MOONCAKE}
 
 
 def open_store(url: str) -> KeyedStore:
-    """Raises ConfigurationError."""
+    """Raises ConfigurationError where the URL is wrong, TierUnavailable where what it names does not answer now. No
+    message has more of the URL than its scheme: the rest may be a password.
+    """
     scheme, _, rest = url.partition("://")
     known = _known()
     if not rest or scheme not in known:
         raise ConfigurationError(
             f"a store is SCHEME://ADDRESS, and its scheme one of {', '.join(sorted(known))} (ours, and what installed "
-            f"packages have as entry points of {GROUP}); got {scheme!r}"
+            f"packages have as entry points of {GROUP}); got {f'{scheme}://' if rest else 'no such text'}"
         )
     try:
         make = known[scheme].load()
     except ImportError as missing:
         raise ConfigurationError(f"the store for {scheme}:// cannot be imported: {missing}") from missing
-    store = make(url)
+    try:
+        store = make(url)
+    except TierUnavailable:
+        raise
+    except OSError as failed:
+        raise TierUnavailable(f"the store at {scheme}:// cannot be opened: {failed}") from failed
     if not isinstance(store, KeyedStore):
         raise ConfigurationError(f"{known[scheme].value}, which {scheme}:// names, made no KeyedStore but {store!r}")
     return store
@@ -41,7 +48,8 @@ def check_kind(kind: str, url: object) -> None:
     if kind not in _known():
         raise ConfigurationError(f"unknown kind of tier {kind!r}; known are file, {', '.join(sorted(_known()))}")
     if isinstance(url, str) and not url.startswith(kind):
-        raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {url[:12]!r}")
+        begin = f"{url.partition('://')[0]}://" if "://" in url else "anything else"  # which may be a password
+        raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {begin}")
 
 
 def _known() -> dict[str, EntryPoint]:

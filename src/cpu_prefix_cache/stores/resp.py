@@ -21,8 +21,17 @@ SKIPPED_BYTES = 1 << 16  # at once, of a value of another size
 
 NO_VALUE = b"$-1"
 LATE = "the server did not answer in time"
+DIGITS = 18  # of a number, at most; Python takes the square of their number in time
 
 _TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes a timeout
+
+
+class Refused(ConnectionError):
+    """An answer that refuses the call: NOAUTH, NOPERM, LOADING, READONLY; or what is no answer to it."""
+
+    def __init__(self, line: bytes) -> None:
+        super().__init__(f"the server answered {line[:200].decode(errors='replace')!r}")
+        self.line = line
 
 
 class Resp(io.RawIOBase):
@@ -50,6 +59,20 @@ class Resp(io.RawIOBase):
         if not line.endswith(b"\r\n"):
             raise ConnectionError("the server closed the connection" if not line else f"not an answer: {line[:80]!r}")
         return line[:-2]
+
+    def expect(self, expected: bytes) -> None:
+        line = self.line()
+        if line != expected:
+            raise Refused(line)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that came has been read. Asked between two calls."""
+        self.deadline = 0.0  # nothing more may come
+        try:
+            return not self._answers.peek(1)
+        except TimeoutError:
+            return True
 
     def value(self, size: int, buffers: Buffers) -> bool:
         """Read a value of this size, after its line. Whether the buffers have its size; else it is passed over."""
@@ -103,6 +126,14 @@ class Resp(io.RawIOBase):
 class TlsResp(Resp):
     """Python's TLS waits by itself, and takes one buffer at a time."""
 
+    def __init__(self, connected: ssl.SSLSocket) -> None:
+        super().__init__(connected)
+        self._tls = connected
+
+    @property
+    def is_read(self) -> bool:
+        return super().is_read and not self._tls.pending()
+
     def _send(self, parts: Sequence[memoryview]) -> int:
         self._socket.settimeout(self._left())
         return self._socket.send(parts[0])
@@ -123,6 +154,13 @@ def _late() -> Iterator[None]:
         yield
     except BlockingIOError as late:
         raise TimeoutError(LATE) from late
+
+
+def number(line: bytes, kind: bytes = b":") -> int:
+    """The number that a line of this kind has. Raises Refused."""
+    if not line.startswith(kind) or not line[1:].isdigit() or len(line) > DIGITS + 1:
+        raise Refused(line)
+    return int(line[1:])
 
 
 def command(*words: str) -> bytes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.slab.identity import Identity, Weights, check_identity, identity_of
 from cpu_prefix_cache.slab.settings import FileTier, check_hash, parse_file_tier
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
 
@@ -17,8 +18,9 @@ class SharedTier:
     KeyedStore, or the URL of one ("redis://host:6379"), which each rank opens.
 
     `model` and `revision` say whose KV it is: all who say the same, share; so a `revision` changes with the weights.
-    Some connectors know both. An engine of its own whose processes have parts of a model, or lay the same shapes out in
-    another order, says so in `revision`.
+    In place of both, or of the revision, `weights` is the folder that the weights are in; machines whose copies have
+    other times of change do not meet. Some connectors know all of it. An engine of its own whose processes have parts
+    of a model, or lay the same shapes out in another order, says so in `model`.
     `hash` is what the keys are digests by. `offload` is "eager", so that others find what this process has computed, or
     "lazy": only what its own host evicts. A request waits at most `ask_seconds` to hear what the store has.
     `flush_seconds` are spent at most at the end of the process on what is not in the store yet.
@@ -27,18 +29,20 @@ class SharedTier:
     """
 
     store: KeyedStore | str = field(repr=False)  # a URL may have a password
-    model: str = ""
-    revision: str = ""
+    model: str | None = None
+    revision: str | None = None
     hash: str = "sha256"
     offload: str = "eager"
     policy: str = "lru"
     ask_seconds: float = ASK_SECONDS
     flush_seconds: float = 10.0
+    weights: Weights | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, KeyedStore) and (not isinstance(self.store, str) or "://" not in self.store):
+            got = "another text" if isinstance(self.store, str) else type(self.store).__name__  # it may be a password
             raise ConfigurationError(
-                f"the store of a SharedTier is a KeyedStore or a URL, such as redis://host:6379; got {self.store!r}"
+                f"the store of a SharedTier is a KeyedStore or a URL, such as redis://host:6379; got {got}"
             )
         if self.offload not in ("lazy", "eager"):
             raise ConfigurationError(f"offload must be lazy or eager, got {self.offload!r}")
@@ -48,23 +52,28 @@ class SharedTier:
                 f"{self.flush_seconds!r}"
             )
         check_hash(self.hash)
+        check_identity(self.model, self.revision, self.weights)
+
+    @property
+    def identity(self) -> Identity:
+        """Whose KV is in it. Raises ConfigurationError where that is not known."""
+        return identity_of(self.model, self.revision, self.weights)
 
     @property
     def address(self) -> str:
-        """Where the store is, without a password."""
+        """Where the store is, without a password; how the URL begins, where a password may be anywhere in it."""
         if isinstance(self.store, KeyedStore):
             return type(self.store).__name__
-        parts = urlsplit(self.store)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        try:
+            parts = urlsplit(self.store)
+            elsewhere = f"{parts.path}{parts.query}{parts.fragment}{parts.port or ''}"
+        except ValueError:  # the port is no number
+            elsewhere = "@"
+        scheme = self.store.partition("://")[0]
+        return f"{scheme}://" if "@" in elsewhere else f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def open(self) -> KeyedStore:
-        """The store. Raises ConfigurationError where there is none, or it does not say whose KV is in it."""
-        for name, value in ("model", self.model), ("revision", self.revision):
-            if not value:
-                raise ConfigurationError(
-                    "a shared store serves whoever says the same model and revision, so say which weights these are; "
-                    f"{name} is {value!r}"
-                )
+        """The store. Raises ConfigurationError where there is none."""
         if isinstance(self.store, KeyedStore):
             return self.store
         from cpu_prefix_cache.stores.opening import open_store

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from cpu_prefix_cache.stores.keyed_store import KeyedStore
+from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 POISON = 0xEE
 GAP = 61  # bytes between buffers; not a power of two, so that buffers begin anywhere
@@ -87,8 +87,16 @@ class _Story:
     def get(self, name: object, *sizes: int) -> bytes | None:
         """The value, if buffers of these sizes got one."""
         buffers = self.buffers(*sizes)
-        (there,) = self.store.get_into([self.key(name)], [buffers], self.seconds)
-        return b"".join(buffers) if there else None
+        (got,) = self.store.get_into([self.key(name)], [buffers], self.seconds)
+        assert isinstance(got, Got), (
+            f"get_into answers READ, MISSING or OTHER_SIZE of Got for each key, and not {got!r}"
+        )
+        return b"".join(buffers) if got else None
+
+    def got(self, name: object, *sizes: int) -> Got:
+        """What the store answers for the value, to buffers of these sizes."""
+        (got,) = self.store.get_into([self.key(name)], [self.buffers(*sizes)], self.seconds)
+        return got
 
     def exist(self, *names: object) -> list[bool]:
         return list(self.store.exists([self.key(name) for name in names], self.seconds))
@@ -131,6 +139,7 @@ def _comes_back(story: _Story) -> None:
 
 def _misses(story: _Story) -> None:
     assert story.get("nothing", 100) is None, "get_into found a key that was never put"
+    assert story.got("nothing", 100) is Got.MISSING, "get_into does not call a key that was never put MISSING"
     assert story.exist("nothing") == [False], "exists says yes to a key that was never put"
     story.check_gaps()
 
@@ -141,6 +150,8 @@ def _refuses_other_sizes(story: _Story) -> None:
         for other in (1, nbytes - 1, nbytes + 1, nbytes + 50_000):
             there = story.get(nbytes, other)
             assert there is None, f"get_into served a value of {nbytes} bytes as one of {other}"
+            got = story.got(nbytes, other)
+            assert got is Got.OTHER_SIZE, f"get_into calls a value of {nbytes} bytes {got} to one who wants {other}"
         assert story.get(nbytes, nbytes) == _value(nbytes, nbytes), "after gets of other sizes, a value is another"
     story.check_gaps()
 
@@ -170,7 +181,8 @@ def _tells_mixes_apart(story: _Story) -> None:
     assert story.exist("b", "d") == [False] * 2, "exists of keys of which none is there"
     into = [story.buffers(40, 60) for _ in names]
     there = list(story.store.get_into([story.key(name) for name in names], into, story.seconds))
-    assert there == [name in ("a", "c", "e") for name in names], f"get_into of keys, not all there, says {there}"
+    expected = [name in ("a", "c", "e") for name in names]
+    assert list(map(bool, there)) == expected, f"get_into of keys, not all there, says {there}"
     for name, is_there, buffers in zip(names, there, into, strict=True):
         assert not is_there or b"".join(buffers) == _value(name, 100), (
             f"beside keys that are missing, {name} is another"
@@ -192,7 +204,7 @@ def _knows_all_keys(story: _Story) -> None:
 def _is_done_when_it_returns(story: _Story) -> None:
     story.put("key", _value("key", story.value_bytes))
     (buffer,) = story.buffers(story.value_bytes)
-    assert list(story.store.get_into([story.key("key")], [[buffer]], story.seconds)) == [True], "a value was lost"
+    assert all(story.store.get_into([story.key("key")], [[buffer]], story.seconds)), "a value was lost"
     buffer[:] = bytes(len(buffer))
     time.sleep(LATE_SECONDS)
     assert buffer == bytes(len(buffer)), "get_into wrote to a buffer when it had returned"
@@ -233,7 +245,7 @@ def _serves_threads(story: _Story) -> None:
             _fill(into, bytes([POISON]) * 21_001)
             assert list(story.store.put_from([key], [source], story.seconds)) == [True], "a value was not taken"
             assert list(story.store.exists([key], story.seconds)) == [True], "a value was lost"
-            assert list(story.store.get_into([key], [into], story.seconds)) == [True], "a value was lost"
+            assert all(story.store.get_into([key], [into], story.seconds)), "a value was lost"
             assert b"".join(into) == value, f"with {THREADS} threads at once, a value is another"
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -252,9 +264,8 @@ def _survives_timeouts(story: _Story) -> None:
             assert not all(got) or into == _value("a", story.value_bytes), "a value got in no time is another"
         assert story.exist("b", "nothing") == [True, False], "after a call that timed out, exists is wrong"
         got = story.store.get_into([story.key("b")], [[other]], story.seconds)
-        assert list(got) == [True] and other == _value("b", story.value_bytes), (
-            "after a call that timed out, the next has not its own value"
-        )
+        is_own = all(got) and other == _value("b", story.value_bytes)
+        assert is_own, "after a call that timed out, the next has not its own value"
     story.check_gaps()
 
 
@@ -273,7 +284,7 @@ def _is_shared(story: _Story, other: KeyedStore) -> None:
     story.put("key", _value("key", 5000), 1000, 4000)
     into = story.buffers(5000)
     assert list(other.exists([story.key("key")], story.seconds)) == [True], "another store does not see what was put"
-    assert list(other.get_into([story.key("key")], [into], story.seconds)) == [True], "another store cannot get it"
+    assert all(other.get_into([story.key("key")], [into], story.seconds)), "another store cannot get it"
     assert bytes(into[0]) == _value("key", 5000), "another store gets another value"
 
 

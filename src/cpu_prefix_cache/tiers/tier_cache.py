@@ -7,6 +7,7 @@ What differs from a cache over an engine's device:
     bytes outlive the process: every slot has a *label* with a *generation*, a number that is never used twice
     a slot that does not hold what its label says is refused: a miss, not a failure
     the pool begins with what the ranks have found from before: portion by portion, while requests are served
+    a tier that is not open on all ranks yet is left alone; what it holds is taken in when it is
     a tier whose reads fail is left alone for a pause, and then tried again; one that hangs, until its oldest read ends
     a tier whose writes fail is read on: a full disk, or a server without room, still has what it has
 
@@ -98,6 +99,7 @@ class TierCache(CPUPrefixCache):
         self._first = self._next = 0  # generations: the first that is served, the next that is given
         self._ranges: dict[int, int] = {}  # rank -> the first generation that it has never used
         self._was_reset = False  # before all ranks had reported
+        self._revision: str | None = None  # as the last reset has named it
         self._taken = 0  # portions
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
@@ -203,12 +205,15 @@ class TierCache(CPUPrefixCache):
         step = self.step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
-        return TierPlan(step, self._first, self._taken, self._questions.take_new(), self._questions.told_below)
+        asks = self._questions.take_new()
+        return TierPlan(step, self._first, self._taken, asks, self._questions.told_below, self._revision)
 
     def report_tier(self, report: TierReport) -> list[Resolved]:
         """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
         rank = report.transfers.rank
-        if len(self._ranges) < self._ranks:
+        if report.next_generation is None:
+            self.is_off = self.is_off or rank not in self._ranges
+        elif len(self._ranges) < self._ranks:
             self._ranges.setdefault(rank, report.next_generation)
             if len(self._ranges) == self._ranks:
                 self._open()
@@ -239,8 +244,9 @@ class TierCache(CPUPrefixCache):
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 
-    def reset(self) -> None:
+    def reset(self, revision: str | None = None) -> None:
         super().reset()
+        self._revision = revision
         self._found.clear()
         self._questions.reset()
         self._was_reset = len(self._ranges) < self._ranks
@@ -250,6 +256,7 @@ class TierCache(CPUPrefixCache):
 
     def _open(self) -> None:
         """All ranks have reported: generations begin beyond what any of them has used."""
+        self.is_off = False
         self._next = max(*self._ranges.values(), self._next)
         if self._was_reset:
             self._first = self._next

@@ -291,9 +291,12 @@ class TieredCache(CPUPrefixCache):
     def is_flushed(self) -> bool:
         return self.below.is_flushed
 
-    def reset(self) -> None:
+    def reset(self, revision: str | None = None) -> None:
+        """As of any cache. Who names the same `revision` of the weights, shares a store from now on; without one this
+        process shares with nobody.
+        """
         super().reset()
-        self.below.reset()
+        self.below.reset(revision)
         for want in list(self._open):
             self._end_want(want)
 

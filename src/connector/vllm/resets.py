@@ -1,0 +1,55 @@
+"""When the host is emptied: with vLLM's own resets, as the option `reset` says.
+
+vLLM empties the device by giving its block pool another map of hashes, and tells connectors only on request:
+
+    vLLM's call                                       another map   reset_cache   with_device   with_connector   never
+    reset_prefix_cache()                              yes                         empty         kept             kept
+    reset_prefix_cache(reset_connector=True)          yes           yes           empty         empty            kept
+    sleep at level 1 or 2; pause with clear_cache     yes           yes           empty         empty            kept
+    any of them that fails, as blocks are in use      no            perhaps       vLLM's caller repeats it
+
+Trainers call the first after new weights, so `with_device` is the default. `never` is for weights that stay as they
+are: a sleep at level 1 brings the same ones back.
+"""
+
+import logging
+from collections.abc import Callable
+
+from vllm.v1.core.block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+RESET = "reset"
+WITH_DEVICE, WITH_CONNECTOR, NEVER = "with_device", "with_connector", "never"
+RESETS = {  # each with what the start line says
+    WITH_DEVICE: "emptied with the device",
+    WITH_CONNECTOR: "emptied by reset_connector=True alone",
+    NEVER: "never emptied, also by new weights",
+}
+
+
+class Resets:
+    """Calls `reset` at most once for each reset of vLLM's."""
+
+    def __init__(self, mode: str, pool: BlockPool, reset: Callable[[], object]) -> None:
+        self._mode = mode
+        self._pool = pool
+        self._reset = reset
+        self._map = pool.cached_block_hash_to_block
+
+    def follow(self) -> None:
+        """The device may have been reset since the last call of ours."""
+        if self._pool.cached_block_hash_to_block is self._map:
+            return
+        self._map = self._pool.cached_block_hash_to_block
+        if self._mode == WITH_DEVICE:
+            self._reset()
+            logger.info("the host prefix cache is empty, because vLLM has reset its own")
+
+    def requested(self) -> None:
+        """vLLM resets its connectors."""
+        self._map = self._pool.cached_block_hash_to_block
+        if self._mode == NEVER:
+            logger.warning("the host prefix cache keeps what it has: its option %s is %s", RESET, NEVER)
+        else:
+            self._reset()

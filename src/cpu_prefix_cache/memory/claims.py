@@ -1,0 +1,213 @@
+"""Claims of host memory: what engines of this machine have been given and have not taken yet.
+
+The pages of a region are taken while its engine works, so for a while the system calls memory available that is
+promised already. Each region has a file in a folder of this user, which its process keeps locked. The file says how
+large the region is and where; how much of it has been taken, the kernel says of its process.
+
+    alive    the file is locked. The kernel unlocks it when the process ends, however it ends
+    dead     whoever reads it next removes it
+
+Seen are processes of the same user that have the same /dev/shm: not other users, nor containers with a /dev/shm of
+their own. Without a folder that is safely ours nothing is claimed or seen, and a line says so.
+"""
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import secrets
+import stat
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ctypes import addressof, c_char
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+SHARED = Path("/dev/shm")
+LOCK = "lock"
+LOCK_SECONDS = 5.0  # for others to check and to claim, which takes them milliseconds
+CLAIM_BYTES = 1 << 16  # of a file, at most
+_held: set[int] = set()  # files of this process, which a forked child must not keep locked
+
+
+class Process(NamedTuple):
+    """A process of a namespace of pids. `groups` are the control groups that limit it."""
+
+    pid: int
+    namespace: int
+    groups: tuple[str, ...]
+
+
+class Promise(NamedTuple):
+    """What a process has been given and has not taken yet."""
+
+    num_bytes: int
+    groups: tuple[str, ...]
+
+
+def promises() -> list[Promise]:
+    """To all living processes, this one too."""
+    regions: dict[Process, list[range]] = {}
+    folder = _folder()
+    for name in [] if folder is None else os.listdir(folder):
+        if folder is not None and name != LOCK and (claim := _read(folder, name)) is not None:
+            regions.setdefault(claim[0], []).append(claim[1])
+    return [Promise(_not_taken(process, own), process.groups) for process, own in regions.items()]
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """One process at a time checks what is left, and claims it. None waits for ever for one that is frozen."""
+    folder = _folder()
+    if folder is None:
+        yield
+        return
+    try:
+        file = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as failed:
+        _warn(failed)
+        yield
+        return
+    try:
+        end = time.monotonic() + LOCK_SECONDS
+        while not _lock(file, fcntl.LOCK_EX) and time.monotonic() < end:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(file)
+
+
+def claim(region: mmap.mmap, groups: Sequence[str]) -> None:
+    """Claim what a region has not taken yet, until it ends. `groups` are the control groups that limit it."""
+    folder = _folder()
+    if folder is None:
+        return
+    name = secrets.token_hex(16)
+    said = addressof(c_char.from_buffer(region)), len(region), os.getpid(), _pid_namespace(), list(groups)
+    try:
+        file = _put(folder, name, json.dumps(said).encode())
+    except OSError as failed:
+        _warn(failed)
+        return
+    _held.add(file)
+    weakref.finalize(region, _end, os.getpid(), folder, name, file)
+
+
+def _put(folder: int, name: str, content: bytes) -> int:
+    """A file that has its content, and is locked, before it has a name."""
+    file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        _lock(file, fcntl.LOCK_EX)
+        os.write(file, content)
+        os.link(f"/proc/self/fd/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _end(pid: int, folder: int, name: str, file: int) -> None:
+    if os.getpid() == pid:  # a forked child has closed it already
+        _held.discard(file)
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        os.close(file)
+
+
+def _read(folder: int, name: str) -> tuple[Process, range] | None:
+    """A process and the addresses of a region of it. None if its process has ended, or it is no claim."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        if _lock(file, fcntl.LOCK_SH):  # shared, so that others who ask at this moment do not take it for alive
+            os.unlink(name, dir_fd=folder)
+            return None
+        begin, num_bytes, pid, namespace, groups = json.loads(os.read(file, CLAIM_BYTES))
+        return Process(int(pid), int(namespace), tuple(groups)), range(int(begin), int(begin) + int(num_bytes))
+    except (OSError, ValueError, TypeError):
+        return None
+    finally:
+        os.close(file)
+
+
+def _lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@cache
+def _folder() -> int | None:
+    """The folder of this user, opened."""
+    path = SHARED / f"cpu-prefix-cache-{os.geteuid()}"
+    if sys.platform != "linux" or not SHARED.is_dir():
+        return None
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as failed:
+        _warn(failed)
+        return None
+    status = os.fstat(folder)
+    if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
+        return folder
+    os.close(folder)
+    _warn(f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, which is not 700")
+    return None
+
+
+def _warn(why: object) -> None:
+    logger.warning("engines that start together on this machine do not see each other's claims of memory: %s", why)
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _not_taken(process: Process, regions: Sequence[range]) -> int:
+    """All of them, where the kernel does not say what has been taken."""
+    promised = sum(map(len, regions))
+    try:
+        if process.namespace != _pid_namespace():
+            return promised
+        lines = Path(f"/proc/{process.pid}/smaps").read_text().splitlines()
+    except OSError:
+        return promised
+    return max(0, promised - _resident_bytes(lines, regions))
+
+
+def _resident_bytes(smaps: Sequence[str], regions: Sequence[range]) -> int:
+    """Of regions that do not overlap. The kernel may show neighbours as one, with what is between them."""
+    resident = inside = 0
+    for line in smaps:
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            low, _, high = first.partition("-")
+            begin, end = int(low, 16), int(high, 16)
+            inside = sum(max(0, min(end, each.stop) - max(begin, each.start)) for each in regions)
+        elif inside and first == "Rss:":
+            resident += min(inside, 1024 * int(rest.split()[0]))
+    return resident
+
+
+def _forget_in_child() -> None:
+    """A child has no part in the regions of its parent, and does not keep them claimed."""
+    for file in _held:
+        with suppress(OSError):
+            os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,171 @@
+"""A model whose weights change under a generator: nobody calls `reset`, and no answer comes from KV of before."""
+
+import logging
+
+import pytest
+import torch
+
+from builtin_models import build_model
+from connector.transformers import PrefixCachedGenerator
+from connector.transformers.changes import Weights
+
+PROMPT = [at * 7 % 256 for at in range(200)]
+
+
+def model(seed=0, arch="full"):
+    return build_model(arch, hidden=64, layers=2 if arch == "full" else 4, seed=seed)
+
+
+def of_weights(name, of):
+    """A projection of the first layer: K of what is cached depends on it."""
+    return next(each for each_name, each in of.named_parameters() if name in each_name)
+
+
+def step_of_an_optimizer(of):
+    with torch.enable_grad():
+        of(torch.tensor([PROMPT])).logits.square().mean().backward()
+    torch.optim.SGD(of.parameters(), lr=0.5).step()
+    of.zero_grad()
+
+
+def write(of):
+    with torch.no_grad():
+        of_weights("k_proj", of).mul_(1.5)
+
+
+def write_uncounted(of):
+    """As adapters are merged, and weights are received: torch counts no write to `.data`."""
+    weight, before = of_weights("k_proj", of), of_weights("k_proj", of)._version
+    weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    assert weight._version == before
+
+
+def write_under_inference(of):
+    with torch.inference_mode():
+        of_weights("k_proj", of).mul_(1.5)
+
+
+def load(of):
+    of.load_state_dict(model(seed=1).state_dict())
+
+
+def put_another_in_place(of):
+    of.model.layers[0].self_attn.k_proj.weight = torch.nn.Parameter(of_weights("k_proj", of) * 1.5)
+
+
+def point_to_other_data(of):
+    of_weights("k_proj", of).data = of_weights("k_proj", of).data * 1.5
+
+
+class LowRank(torch.nn.Module):
+    """An adapter, as PEFT's are."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.added = base, torch.nn.Linear(base.in_features, base.out_features, bias=False)
+        self._disable_adapters = False
+
+    def forward(self, hidden):
+        return self.base(hidden) if self._disable_adapters else self.base(hidden) + self.added(hidden)
+
+
+def add_an_adapter(of):
+    attention = of.model.layers[0].self_attn
+    torch.manual_seed(2)
+    attention.k_proj = LowRank(attention.k_proj)
+
+
+CHANGES = [
+    step_of_an_optimizer,
+    write,
+    write_uncounted,
+    write_under_inference,
+    load,
+    put_another_in_place,
+    point_to_other_data,
+    add_an_adapter,
+]
+
+
+def first_logits(generator):
+    answer = generator.answer(PROMPT, 3)
+    return answer, answer.first_logits
+
+
+def expected(change):
+    of = model()
+    change(of)
+    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
+        return first_logits(generator)[1]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_an_answer_after_a_change_is_that_of_the_new_weights(change, caplog):
+    of = model()
+    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20, offload="eager") as generator:
+        first_logits(generator)
+        change(of)
+        with caplog.at_level(logging.WARNING):
+            answer, logits = first_logits(generator)
+        assert answer.device_hit_tokens == answer.host_hit_tokens == 0
+        torch.testing.assert_close(logits, expected(change))
+        assert [each.getMessage()[:32] for each in caplog.records] == ["the model has other weights than"]
+        again, logits = first_logits(generator)
+        assert again.device_hit_tokens > 0
+        torch.testing.assert_close(logits, expected(change), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_generator_that_does_not_look_answers_from_the_old_weights(change, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(Weights, "follow", lambda weights: None)
+    of = model()
+    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
+        first_logits(generator)
+        change(of)
+        answer, logits = first_logits(generator)
+    assert answer.device_hit_tokens > 0 and not torch.allclose(logits, expected(change), rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_that_is_switched_off_counts():
+    of = model()
+    add_an_adapter(of)
+    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
+        first_logits(generator)
+        of.model.layers[0].self_attn.k_proj._disable_adapters = True
+        answer, logits = first_logits(generator)
+    assert answer.device_hit_tokens == 0
+    with PrefixCachedGenerator(model(), device_blocks=40, host_bytes=1 << 20) as generator:
+        torch.testing.assert_close(logits, first_logits(generator)[1])
+
+
+@pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
+def test_what_a_model_does_while_it_computes_is_no_change(arch):
+    of = model(arch=arch)
+    resets = []
+    weights = Weights(of, lambda: resets.append(1))
+    with PrefixCachedGenerator(of, device_blocks=96, host_bytes=1 << 22, batch_size=2) as generator:
+        list(generator.generate([PROMPT, PROMPT[:50], PROMPT], 4))
+        assert generator.answer(PROMPT, 2).device_hit_tokens > 0
+    weights.follow()
+    assert not resets
+
+
+def test_tensors_of_any_dtype_and_stride_are_looked_at():
+    of = torch.nn.Module()
+    kinds = [torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.uint8, torch.complex64]
+    for at, dtype in enumerate(kinds):
+        of.register_buffer(f"of_kind_{at}", torch.zeros(5, 7).to(dtype).t())
+    of.register_buffer("empty", torch.zeros(0))
+    of.register_buffer("one", torch.zeros(()))
+    of.register_buffer("repeated", torch.zeros(1, 7).expand(5, 7))
+    of.register_buffer("elsewhere", torch.zeros(5, device="meta"))
+    resets = []
+    weights = Weights(of, lambda: resets.append(1))
+    weights.follow()
+    assert not resets
+    for at, name in enumerate([*(f"of_kind_{at}" for at in range(len(kinds))), "one", "repeated"]):
+        values = of.get_buffer(name).data
+        values[(0,) * values.ndim] = 1
+        weights.follow()
+        assert len(resets) == at + 1, name

@@ -1,0 +1,211 @@
+"""Engines that start together see what the others have claimed, as long as these live; with real processes."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_prefix_cache.memory import claims, limits, mapping
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
+MIB = 1 << 20
+# A process that has a region of 64 MiB, of which it takes as many MiB as it is asked for, a line each.
+OTHER = """
+import sys
+from pathlib import Path
+from cpu_prefix_cache.memory import claims, limits, mapping
+claims.SHARED, limits.CGROUP = Path(sys.argv[1]), Path(sys.argv[2])
+region = mapping.private(64 << 20)
+print("claimed", flush=True)
+for line in sys.stdin:
+    if line.strip() == "end":
+        del region
+    else:
+        region[: int(line) << 20] = bytes(int(line) << 20)
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where claims are kept in this test."""
+    monkeypatch.setattr(claims, "SHARED", tmp_path)
+    claims._folder.cache_clear()
+    yield tmp_path / f"cpu-prefix-cache-{os.geteuid()}"
+    claims._folder.cache_clear()
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Starts such a process."""
+    processes = []
+
+    def start(cgroup="/sys/fs/cgroup"):
+        command = [sys.executable, "-c", OTHER, str(tmp_path), str(cgroup)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "claimed\n"
+        return process
+
+    yield start
+    for each in processes:
+        each.kill()
+        each.wait()
+        each.stdin.close()
+        each.stdout.close()
+
+
+def ask(process, line):
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+
+
+def promised():
+    return sum(each.num_bytes for each in claims.promises())
+
+
+def test_what_others_have_claimed_is_not_given_again_until_they_have_taken_it(other, monkeypatch):
+    monkeypatch.setattr(limits, "_available_bytes", lambda: 10_000 * MIB)
+    monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
+    before = limits.usable_bytes()
+    first, second = other(), other()
+    assert before - limits.usable_bytes() == 128 * MIB
+    ask(first, 40)  # which a system would not call available any more
+    assert before - limits.usable_bytes() == (128 - 40) * MIB
+    ask(second, 64)
+    assert before - limits.usable_bytes() == (64 - 40) * MIB
+    ask(first, "end")
+    assert before == limits.usable_bytes()
+
+
+def test_a_killed_process_claims_nothing_and_its_file_is_removed(other, folder):
+    process = other()
+    assert promised() == 64 * MIB and len(list(folder.iterdir())) == 2
+    process.kill()
+    process.wait()
+    assert promised() == 0
+    assert [each.name for each in folder.iterdir()] == [claims.LOCK]
+
+
+def test_the_second_of_two_engines_is_refused_with_a_size_that_fits(other, monkeypatch):
+    monkeypatch.setattr(limits, "_available_bytes", lambda: limits.RESERVED_BYTES + 100 * MIB)
+    monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
+    mapping.private(64 * MIB).close()
+    other()
+    with pytest.raises(ConfigurationError, match=f"ask for at most {36 * MIB} bytes"):
+        mapping.private(64 * MIB)
+    assert len(mapping.private(36 * MIB)) == 36 * MIB
+
+
+def test_regions_of_one_process_see_each_other(monkeypatch):
+    monkeypatch.setattr(limits, "_available_bytes", lambda: 10_000 * MIB)
+    monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
+    before = limits.usable_bytes()
+    regions = [mapping.private(32 * MIB) for _ in range(2)]
+    assert before - limits.usable_bytes() == 64 * MIB
+    regions[0][:] = bytes(32 * MIB)
+    assert before - limits.usable_bytes() == 32 * MIB
+    regions.clear()
+    assert before == limits.usable_bytes()
+
+
+def test_a_control_group_is_less_by_the_claims_of_its_own_processes(tmp_path, monkeypatch):
+    """Containers that share /dev/shm, and have limits of their own."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for group in ours, theirs:
+        group.mkdir()
+        (group / "memory.max").write_text(f"{1000 * MIB}\n")
+        (group / "memory.current").write_text("0\n")
+    (tmp_path / "membership").write_text("0::/\n")
+    monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(limits, "_available_bytes", lambda: 10_000 * MIB)
+
+    def usable_in(group):
+        monkeypatch.setattr(limits, "CGROUP", group)
+        return limits.usable_bytes() + limits.RESERVED_BYTES
+
+    assert usable_in(ours) == usable_in(theirs) == 1000 * MIB
+    monkeypatch.setattr(limits, "CGROUP", theirs)
+    region = mapping.private(300 * MIB)
+    assert usable_in(theirs) == 700 * MIB and usable_in(ours) == 1000 * MIB
+    region.close()
+
+
+def test_a_forked_child_does_not_keep_its_parents_claims(folder):
+    region = mapping.private(8 * MIB)
+    child = os.fork()
+    if not child:
+        os._exit(len(claims._held))
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and promised() == 8 * MIB
+    del region
+    assert promised() == 0
+
+
+def test_only_the_pages_of_the_region_count():
+    smaps = [
+        "1000-3000 rw-p 0 00:00 0",
+        "Rss:    8 kB",
+        "3000-9000 rw-p 0 00:00 0   [heap]",
+        "Size: 24 kB",
+        "Rss:   24 kB",
+        "VmFlags: rd wr",
+    ]
+    assert claims._resident_bytes(smaps, [range(0x3000, 0x9000)]) == 24 << 10
+    assert claims._resident_bytes(smaps, [range(0x2000, 0x4000)]) == 8 << 10
+    # Two that the kernel shows as one have what is resident once.
+    assert (
+        claims._resident_bytes([smaps[2], "Rss:   12 kB"], [range(0x3000, 0x6000), range(0x6000, 0x9000)]) == 12 << 10
+    )
+    assert claims._resident_bytes(smaps, [range(0x9000, 0xA000)]) == 0
+
+
+def test_a_claim_of_another_pid_namespace_counts_whole():
+    assert claims._not_taken(claims.Process(os.getpid(), 1, ()), [range(5 * MIB)]) == 5 * MIB
+
+
+@pytest.mark.parametrize("trick", ["link", "mode", "file"])
+def test_a_folder_that_is_not_safely_ours_is_not_used(folder, trick, tmp_path, caplog):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if trick == "link":
+        folder.symlink_to(elsewhere)
+    elif trick == "mode":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.write_text("")
+    region = mapping.private(MIB)
+    assert len(region) == MIB and promised() == 0 and list(elsewhere.iterdir()) == []
+    assert "do not see each other's claims" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_a_folder_of_another_user_is_not_used(folder, caplog):
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    mapping.private(MIB)
+    assert "belongs to user 65534" in caplog.text and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"nothing", b"[1, 2, 3, 4]", b'["a", 2, 3, 4, []]', b"\xff"])
+def test_files_that_are_no_claims_claim_nothing(folder, content):
+    kept = mapping.private(MIB)
+    (mine,) = (each for each in folder.iterdir() if each.name != claims.LOCK)
+    mine.write_bytes(content)  # locked, as one of a living process
+    assert claims.promises() == [] and len(kept) == MIB
+    (folder / "fifo").unlink(missing_ok=True)
+    os.mkfifo(folder / "fifo")
+    assert claims.promises() == []
+
+
+def test_a_process_that_is_frozen_within_its_turn_is_not_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(claims, "LOCK_SECONDS", 0.1)
+    with claims.turn():
+        region = mapping.private(MIB)
+    assert isinstance(region, mmap.mmap) and promised() == MIB

@@ -1,0 +1,138 @@
+"""What a URL of a Redis server says, and that no sentence about a wrong one has a part of its password."""
+
+import ssl
+import traceback
+
+import pytest
+
+from connector.tier.options import check_options
+from cpu_prefix_cache import ConfigurationError, SharedTier
+from cpu_prefix_cache.stores.opening import check_kind, open_store
+from cpu_prefix_cache.stores.redis_url import parse_redis_url
+
+SECRET = "hun/ter#2?x@y%z:w"  # which URLs write hun%2Fter%232%3Fx%40y%25z%3Aw
+
+
+def told(act, *arguments):
+    """The error, as a log has it with all that it was raised from."""
+    with pytest.raises(ConfigurationError) as raised:
+        act(*arguments)
+    return "".join(traceback.format_exception(raised.value, limit=0))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://cache", ("cache", 6379, "", 0, "", "")),
+        ("redis://:pw@cache:1234/5", ("cache", 1234, "", 5, "", "pw")),
+        ("redis://me:hun%2Fter%232%3Fx%40y%25z%3Aw@cache", ("cache", 6379, "", 0, "me", SECRET)),
+        ("redis://me:a@b@[::1]:7?db=3", ("::1", 7, "", 3, "me", "a@b")),
+        ("redis://cache?username=me&password=hun%2Fter%232%3Fx%40y%25z%3Aw", ("cache", 6379, "", 0, "me", SECRET)),
+        ("redis://:0", ("localhost", 0, "", 0, "", "")),
+        ("unix:///run/re%20dis.sock?db=2&password=pw", ("localhost", 6379, "/run/re dis.sock", 2, "", "pw")),
+        ("unix://me:pw@/run/redis.sock", ("localhost", 6379, "/run/redis.sock", 0, "me", "pw")),
+    ],
+)
+def test_what_a_url_says(url, expected):
+    address = parse_redis_url(url)
+    assert (address.host, address.port, address.path, address.database, address.user, address.password()) == expected
+    assert address.tls is None and "pw" not in repr(address)
+
+
+def test_tls_checks_certificates_and_names_unless_the_operator_says_otherwise():
+    plain = parse_redis_url("rediss://cache").tls
+    assert plain.verify_mode is ssl.CERT_REQUIRED and plain.check_hostname
+    other_name = parse_redis_url("rediss://cache?ssl_check_hostname=false").tls
+    assert other_name.verify_mode is ssl.CERT_REQUIRED and not other_name.check_hostname
+    anybody = parse_redis_url("rediss://cache?ssl_cert_reqs=none").tls
+    assert anybody.verify_mode is ssl.CERT_NONE
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        ":hun/ter2@cache",
+        ":hun#ter2@cache",
+        ":hun?ter2@cache",
+        ":hun?ter2=hun@cache",
+        ":hun[ter2@cache",
+        ":hunter2@cache:hunter2",
+        ":hun ter2@cache",
+        ":hun\nter2@cache",
+        "cache?hunter2",
+        "cache?hunter2=hunter2",
+        "cache?db=hunter2",
+        "cache?db=1&db=1&password=hunter2",
+        ":hunter2@cache?password=hunter2",
+        ":hunter2@cache?password_env=HUNTER2",
+        ":hunter2@cache/1?db=2",
+        ":hunter2@cache#",
+        ":hunter2@a..b",
+    ],
+)
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_no_sentence_about_a_wrong_url_has_a_part_of_the_password(scheme, rest):
+    url = f"{scheme}://{rest}"
+    said = told(open_store, url) + SharedTier(url, "m", "1").address
+    assert "a store is redis://" in said and not any(part in said for part in ("hun", "ter2", "HUNTER2"))
+
+
+@pytest.mark.parametrize(
+    ("act", "argument"),
+    [
+        (open_store, ":hunter2@cache:6379"),
+        (open_store, "hunter2"),
+        (SharedTier, ":hunter2@cache:6379"),
+        (lambda url: check_kind("redis", url), ":hunter2@cache:6379"),
+        (lambda url: check_kind("redis", url), "hunter2"),
+        (check_options, "redis://:hunter2@cache"),
+        (check_options, {"kind": "redis", "url": ["redis://:hunter2@cache"]}),
+    ],
+)
+def test_nor_has_one_about_what_is_no_url(act, argument):
+    assert "hunter2" not in told(act, argument)
+
+
+@pytest.mark.parametrize("url", ["redis://:hun/ter2@cache", "redis://:hun?ter2@cache", "redis://:hun#ter2@cache"])
+def test_what_would_work_for_such_a_password_is_said(url):
+    said = told(parse_redis_url, url)
+    assert "%2F" in said and "%3F" in said and "%23" in said and "password_file=PATH" in said
+
+
+def test_unknown_options_are_refused_with_those_that_are_known():
+    assert "ssl" not in (said := told(parse_redis_url, "redis://cache?socket_timeout=3")) and "password_file" in said
+    assert "ssl_ca_certs" in told(parse_redis_url, "rediss://cache?socket_timeout=3")
+
+
+def test_a_password_in_a_file_is_read_for_each_connection(tmp_path):
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    address = parse_redis_url(f"redis://me@cache?password_file={file}")
+    assert (address.user, address.password()) == ("me", SECRET)
+    file.write_text("a new one")
+    assert address.password() == "a new one"
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        address.password()
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 5000, b"\xff\xfe"])
+def test_a_file_that_has_no_password_is_refused(tmp_path, content):
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+    assert "password_file" in told(parse_redis_url, f"redis://cache?password_file={file}")
+
+
+def test_a_password_in_the_environment(monkeypatch):
+    monkeypatch.setenv("CACHE_PASSWORD", SECRET)
+    assert parse_redis_url("redis://cache?password_env=CACHE_PASSWORD").password() == SECRET
+    monkeypatch.delenv("CACHE_PASSWORD")
+    assert "not set" in told(parse_redis_url, "redis://cache?password_env=CACHE_PASSWORD")
+
+
+def test_files_of_certificates_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "no-certificate").write_text("nothing")
+    for name in ("missing", "no-certificate"):
+        assert "ssl_ca_certs" in told(parse_redis_url, f"rediss://cache?ssl_ca_certs={tmp_path / name}")
+        assert "ssl_certfile" in told(parse_redis_url, f"rediss://cache?ssl_certfile={tmp_path / name}")
