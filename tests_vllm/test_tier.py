@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from connector.vllm import tier_namespace
 from cpu_prefix_cache.slab import opening, records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.tiers import tiered_cache
+from tests_stores.disk.mounts import Ext4, missing
 from tests_vllm.models import some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, PATIENCE, TOLERANCE, RealEngine, differences
 
+MISSING = missing()
 SIZE = 2**28
 HOST = 2**25
 
@@ -309,6 +312,31 @@ def test_weights_that_are_reloaded_in_place_find_nothing_of_the_old_ones(path):
     with started(path) as engine:
         answers = engine.answer(PROMPTS[:2])
     assert max(differences(answers, expected_of("llama")[:2])) <= TOLERANCE
+
+
+@pytest.mark.skipif("ext4" in MISSING, reason=MISSING.get("ext4", ""))
+def test_a_disk_that_is_frozen_and_then_read_only_costs_hits_alone(tmp_path):
+    """With a reset in each: it neither waits nor raises, and prefixes are found on the host."""
+    expected, answers, again = expected_of("llama")[:2], [], []
+
+    def answer(engine):
+        """After a reset, and after one that the host does not hear of. What is to be written may still wait."""
+        engine.step_until(lambda: engine.core.reset_prefix_cache(reset_connector=True))
+        answers.extend(engine.answer(PROMPTS[:2]))
+        engine.step_until(lambda: engine.core.reset_prefix_cache(reset_connector=False))
+        again.extend(engine.answer(PROMPTS[:2]))
+
+    with closing(Ext4(tmp_path, mib=512)) as disk, started(disk.path) as engine:
+        answer(engine)
+        engine.rest()
+        with disk.frozen():
+            answer(engine)
+        engine.rest()
+        disk.fail()
+        answer(engine)
+    assert [each.loaded_tokens for each in answers] == [0] * 6
+    assert [each.loaded_tokens for each in again] == [BLOCKS * BLOCK] * 6
+    assert max(differences(answers + again, expected * 6)) <= TOLERANCE
 
 
 def spoil_weights(engine):

@@ -10,7 +10,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-EXT4_MIB = 64  # enough for a journal
 SHUTDOWN, WITHOUT_LOG = 0x8004587D, 2  # FS_IOC_SHUTDOWN, and what makes it a disk that is gone
 SECONDS = 30.0
 
@@ -32,11 +31,11 @@ class MountError(Exception):
 class Ext4:
     """At `path`. With errors=remount-ro, as installers of distributions set it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, mib=64):
         self.path, image = folder / "ext4", folder / "image"
         self.path.mkdir()
         with image.open("wb") as file:
-            file.truncate(EXT4_MIB << 20)
+            file.truncate(mib << 20)
         run("mkfs.ext4", "-q", image)
         mount = ["mount", "-o", "loop,errors=remount-ro", image, self.path]
         made = subprocess.run(mount, capture_output=True, text=True, timeout=SECONDS)
