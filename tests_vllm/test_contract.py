@@ -57,6 +57,7 @@ TOUCHED = {
     "Request": {
         *("request_id", "block_hashes", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
         *("num_output_tokens", "status", "skip_reading_prefix_cache", "kv_transfer_params", "resumable"),
+        "lora_request",
     },
     "RequestStatus": {"WAITING_FOR_REMOTE_KVS"},
     "KVCacheConfig": {"num_blocks", "kv_cache_groups", "kv_cache_tensors", "prefix_cache_retention_interval"},

@@ -14,7 +14,7 @@ ENGINE = """
 from vllm import LLM, SamplingParams
 
 def main():
-    extra = dict(cpu_bytes_to_use=2**25, offload="eager")
+    extra = dict(cpu_bytes_to_use=2**25, offload="eager", reset="with_connector")
     transfer = dict(kv_connector="CPUPrefixCacheConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     options = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, use_tqdm_on_load=False)
     sizes = dict(block_size=32, num_gpu_blocks_override=20, max_model_len=512, kv_cache_memory_bytes=2**28)

@@ -38,6 +38,7 @@ from connector.atom.requests import KnownRequests
 from connector.atom.settings import Settings
 from connector.atom.state_device import StateDevice
 from connector.atom.states import States
+from connector.tier.revision import reset
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Hit, MisuseError, Pending, RankReport, Request
 from cpu_prefix_cache.messages.request import MISS, Answer
 from cpu_prefix_cache.messages.tier import TierReport
@@ -99,7 +100,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         if self.cache is not None:
             for seq in list(self._awaiting.values()):  # its blocks are from before the reset, so it is among what runs
                 self._end_wait(self.cache, seq, MISS)
-            self.cache.reset()
+            reset(self.cache, self._settings.revision_file)
             for seq in self._admitted.values():
                 seq.offload_loaded_tokens = seq.num_cached_tokens  # if a load has ended, ATOM would take it in now
                 self._states.forget(seq.id)

@@ -14,6 +14,7 @@ from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
 from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
+from connector.tier.revision import REVISION_FILE
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
     ConfigurationError,
@@ -55,6 +56,11 @@ class Settings:
         if tier is not None:
             tier_of(tier, config)  # raises
         return cls(config, options.pop(BYTES) // config.tp_world_size, tier, options)
+
+    @property
+    def revision_file(self) -> str | None:
+        """Where the tier's revision is, if it may change."""
+        return None if self.tier is None else self.tier.get(REVISION_FILE)
 
     @property
     def hash(self) -> str:

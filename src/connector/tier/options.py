@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from connector.tier.files import FileTierSettings
+from connector.tier.revision import REVISION_FILE, read_revision
 from connector.tier.settings import TierSettings
 from connector.tier.shared import SharedTierSettings
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, FileTier, SharedTier
@@ -23,8 +24,8 @@ class Keys(NamedTuple):
 TIER, FILE = "tier", "file"
 ALL = "offload", "model", "revision"
 FILES = Keys(("kind", "path", "bytes"), (*ALL, "keep_others"))
-STORE = Keys(("kind", "url"), (*ALL, "ask_milliseconds"))
-TEXTS = ("kind", "path", "url", "offload", "model", "revision")
+STORE = Keys(("kind", "url"), (*ALL, REVISION_FILE, "ask_milliseconds"))
+TEXTS = ("kind", "path", "url", "offload", "model", "revision", REVISION_FILE)
 
 
 def check_options(said: Any) -> None:
@@ -45,6 +46,8 @@ def check_options(said: Any) -> None:
         if name in said and (type(said[name]) is not str or not said[name]):
             got = type(said[name]).__name__ if name == "url" else repr(said[name])  # a URL may have a password
             raise ConfigurationError(f"{name} of the tier is a text, got {got}")
+    if "revision" in said and REVISION_FILE in said:
+        raise ConfigurationError(f"the tier has a revision and a {REVISION_FILE}: leave one of them out")
     for name in ("bytes", "ask_milliseconds"):
         if name in said and (type(said[name]) is not int or said[name] < 1):
             raise ConfigurationError(f"{name} of the tier is a whole number, at least 1; got {said[name]!r}")
@@ -59,13 +62,9 @@ def said_tier(
 ) -> FileTier | SharedTier:
     """The tier of one engine of those that the operator has started with these options, which are checked.
 
-    `weights` says what identifies them. It is asked if the operator has not said a revision.
+    `weights` says what identifies them. It is asked if the operator has given no revision.
     """
-    whose = {
-        "model": said.get("model", model),
-        "revision": said["revision"] if "revision" in said else weights(),
-        "hash": hash,
-    }
+    whose = {"model": said.get("model", model), "revision": _revision(said) or weights(), "hash": hash}
     if "offload" in said:
         whose["offload"] = said["offload"]
     if said["kind"] == FILE:
@@ -74,6 +73,10 @@ def said_tier(
     if "ask_milliseconds" in said:
         whose["ask_seconds"] = said["ask_milliseconds"] / 1000
     return SharedTier(said["url"], **whose)
+
+
+def _revision(said: Mapping[str, Any]) -> str | None:
+    return read_revision(said[REVISION_FILE]) if REVISION_FILE in said else said.get("revision")
 
 
 def settings_of(tier: FileTier | SharedTier, namespace: Namespace, owners: int) -> TierSettings:

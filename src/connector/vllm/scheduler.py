@@ -31,6 +31,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
 
+from connector.tier.revision import reset
+from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
 from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
@@ -64,7 +66,9 @@ class SchedulerHalf:
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
         self._counts = CacheCounts(self.cache)
-        self._resets = Resets(settings.reset, pool, self.cache.reset)
+        self._revision_file = settings.revision_file
+        self._adapters = Adapters()
+        self._resets = Resets(settings.reset, pool, self._empty)
         self.clock = clock
         self._planner = settings.planner
         self._group_ids = settings.group_ids
@@ -86,7 +90,8 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
         self._on_device[request.request_id] = num_computed_tokens
-        if request.skip_reading_prefix_cache or not _allows(request, LOAD) or request.request_id in self._load_failed:
+        self._adapters.look(request.lora_request)
+        if not self._may_load(request):
             return 0, False
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
@@ -94,6 +99,11 @@ class SchedulerHalf:
         if isinstance(answer, Hit) and answer.start == num_computed_tokens:  # others may read the blocks before it
             return answer.boundary - num_computed_tokens, True
         return 0, False
+
+    def _may_load(self, request: EngineRequest) -> bool:
+        if request.skip_reading_prefix_cache or request.request_id in self._load_failed:
+            return False
+        return _allows(request, LOAD) and not self._adapters.has_changed(request.lora_request)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         id = request.request_id
@@ -220,6 +230,10 @@ class SchedulerHalf:
     def reset_cache(self) -> None:
         self._resets.requested()
 
+    def _empty(self) -> None:
+        reset(self.cache, self._revision_file)
+        self._adapters.forget()
+
     def has_transfers(self) -> bool:
         """Whether an idle engine must go on stepping: also until all host memory is ready, so that it is before the
         first request, and with a tier until it is open, and nothing waits for it.
@@ -238,7 +252,8 @@ class SchedulerHalf:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
         # Of a session of streaming input nothing is stored: vLLM 0.32 leaves wrong KV under the hashes of its later
         # parts (seen with asynchronous scheduling, and without any connector).
-        stores = _allows(request, STORE) and not request.resumable
+        is_other = request.resumable or self._adapters.has_changed(request.lora_request)
+        stores = _allows(request, STORE) and not is_other
         return Request(request.request_id, keys, request.num_tokens, stores=stores)
 
     def _remember(self, request: EngineRequest, num_tokens: int) -> None:

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.cache import build_cache
 from connector.tier.options import TIER, check_options
+from connector.tier.revision import REVISION_FILE
 from connector.tier.settings import TierSettings
 from connector.vllm.groups import (
     device_blocks_per_chunk,
@@ -56,6 +57,7 @@ class Settings:
     steps: EngineSteps
     publishes_events: bool  # whether vLLM publishes KV events
     tier: TierSettings | None
+    revision_file: str | None  # of the tier, if it has one
     reset: str  # one of RESETS
     options: Mapping[str, Any]  # the options given, without BYTES, TIER and RESET
 
@@ -86,6 +88,7 @@ class Settings:
             hashes_per_chunk=hashes,
             steps=_steps(vllm_config, planner, kv_cache_config),
             publishes_events=_publishes_events(vllm_config),
+            revision_file=options.get(TIER, {}).get(REVISION_FILE),
             tier=_tier(options.pop(TIER, None), vllm_config, planner, hashes, regions),
             reset=options.pop(RESET, WITH_DEVICE),
             options=options,

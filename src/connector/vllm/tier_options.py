@@ -10,6 +10,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from connector.tier.options import check_options, said_tier
+from connector.tier.revision import REVISION_FILE
 from connector.vllm.weights import weights_of_all
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 from cpu_prefix_cache.slab.settings import CRYPTOGRAPHIC
@@ -40,7 +41,7 @@ def _check_keys(algorithm: str) -> None:
 
 def _check_bytes(vllm_config: VllmConfig, said: Mapping[str, Any]) -> None:
     """Raises ConfigurationError where the bytes of a block depend on more than its key and the namespace say."""
-    if vllm_config.lora_config is not None and "revision" not in said:
+    if vllm_config.lora_config is not None and not {"revision", REVISION_FILE} & set(said):
         raise ConfigurationError(
             "with LoRA keys have the adapters' names, and not their weights; give the tier a revision, and another "
             "one whenever an adapter is replaced under its name"

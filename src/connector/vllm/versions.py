@@ -92,6 +92,12 @@ def is_replayed(window: Any) -> bool:
     return bool(vars(window).get("bounded_replay", False))
 
 
+def keys_have_adapter_paths() -> bool:
+    """Whether block hashes depend on the path of an adapter. Before 0.32 on its name alone."""
+    release = release_of(vllm.__version__)
+    return release is not None and release >= (0, 32)
+
+
 def host_hit_source() -> Any:
     """vLLM's name for hits on the host in its statistics; None before 0.32, which has no such names."""
     if "_cache_hit_source" not in vars(base.KVConnectorBase_V1):

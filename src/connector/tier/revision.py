@@ -1,0 +1,44 @@
+"""The option `revision_file` of a shared store: a revision of the weights that changes while an engine runs.
+
+Engines have no call by which a connector could be told it. So whoever sends new weights writes their name into a file,
+and then resets. Engines whose files say the same share again.
+"""
+
+import logging
+from pathlib import Path
+
+from cpu_prefix_cache import ConfigurationError, CPUPrefixCache
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+
+logger = logging.getLogger(__name__)
+
+REVISION_FILE = "revision_file"
+
+
+def read_revision(path: str) -> str:
+    """Raises ConfigurationError if the file names none."""
+    try:
+        revision = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{REVISION_FILE} of the tier cannot be read: {error}") from error
+    if not revision:
+        raise ConfigurationError(f"{REVISION_FILE} of the tier, {path}, is empty; write a name of the weights into it")
+    return revision
+
+
+def reset(cache: CPUPrefixCache, path: str | None) -> None:
+    """Reset a cache. What it stores from now on is shared with those whose revision is that of the file at `path`; with
+    nobody, if there is none or it cannot be read.
+    """
+    if isinstance(cache, TieredCache):
+        cache.reset(None if path is None else _read(path))
+    else:
+        cache.reset()
+
+
+def _read(path: str) -> str | None:
+    try:
+        return read_revision(path)
+    except ConfigurationError as error:
+        logger.error("%s: nothing is shared until the next reset", error)
+        return None
