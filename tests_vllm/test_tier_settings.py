@@ -17,6 +17,7 @@ from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
@@ -240,6 +241,7 @@ def together(monkeypatch):
 
     monkeypatch.setattr(ranks, "agree", agree)
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(regions, "_shared_region", mapping.private)  # how they share it is none of these tests
     monkeypatch.setattr(ranks, "largest", lambda number: number)
     said = []
     monkeypatch.setattr(ranks, "as_on_the_first", lambda value: said.append(value) or said[0])
@@ -276,7 +278,6 @@ def test_of_ranks_that_share_a_region_the_first_has_the_slab(tmp_path, path, tog
     for rank in range(4):
         size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
         config = configure(tmp_path, tier(path), host=HOST, **size)
-        config.instance_id = f"test-{rank}"  # their shared memory is none of this test
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "as_on_the_first_stage", lambda numbers: numbers)
             halves.append(worker_of(config, latent()))
