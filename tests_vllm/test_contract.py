@@ -28,7 +28,7 @@ OURS = {name for name in vars(CPUPrefixCacheConnector) if not name.startswith("_
 # What both halves touch, beside the connector's own class.
 TOUCHED = {
     "VllmConfig": {
-        *("attention_config", "cache_config", "compilation_config", "device_config", "instance_id", "kv_events_config"),
+        *("attention_config", "cache_config", "compilation_config", "device_config", "kv_events_config"),
         *("kv_transfer_config", "lora_config", "model_config", "parallel_config", "scheduler_config"),
         "speculative_config",
     },
@@ -36,7 +36,7 @@ TOUCHED = {
     "SchedulerConfig": {"async_scheduling", "max_num_batched_tokens"},
     "ParallelConfig": {
         *("rank", "world_size", "local_world_size", "tensor_parallel_size", "pipeline_parallel_size"),
-        *("data_parallel_rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
         *("distributed_executor_backend", "data_parallel_index"),
     },
     "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle_block_drop"},

@@ -373,6 +373,7 @@ def test_what_a_rank_has_moved_is_told_once():
     }
     assert moves.take(moved) is None
     assert moves.take(moved._replace(bytes_read=160)).data == {"tier_transferred_bytes:read": 60}
+    assert moves.take(moved._replace(bytes_read=160, kept=3)).data == {"tier_kept_values": 3}
 
 
 # Times

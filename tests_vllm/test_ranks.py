@@ -214,6 +214,7 @@ def test_a_step_that_computes_nothing_or_is_timed_always_has_something_to_say(tm
 def test_a_rank_carries_its_share_of_a_store_and_all_of_a_load(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
     monkeypatch.setattr(ranks, "agree", _raise)
+    monkeypatch.setattr(regions, "_shared_region", mapping.private)
     group = latent()
     halves = [half(tmp_path, group, 2, rank) for rank in range(2)]
     (piece,) = halves[0]._settings.planner.pieces

@@ -78,7 +78,7 @@ def test_other_weights_find_nothing():  # tiers 15
 @pytest.mark.parametrize(
     ("tier", "sentence"),
     [
-        (dict(kind="redis"), "a tier of kind redis has a URL that begins with redis://, not with 'memory://one'"),
+        (dict(kind="redis"), "a tier of kind redis has a URL that begins with redis://, not with memory://"),
         (dict(path="/nvme"), "unknown key 'path' in tier"),
         (dict(ask_milliseconds=0), "ask_milliseconds of the tier is a whole number, at least 1; got 0"),
     ],

@@ -19,6 +19,7 @@ from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
@@ -234,6 +235,7 @@ def together(monkeypatch):
 
     monkeypatch.setattr(ranks, "agree", agree)
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(regions, "_shared_region", mapping.private)  # how they share it is none of these tests
     monkeypatch.setattr(ranks, "largest", lambda number: number)
     said = []
     monkeypatch.setattr(ranks, "as_on_the_first", lambda value: said.append(value) or said[0])

@@ -2,7 +2,7 @@
 
     in the scheduler   CacheCounts       the cache's statistics: counts since the last report, and present levels
     in each worker     TransferTimes     the bytes and seconds of each transfer that succeeded on this rank
-                       TierMoves         what the tier of this rank has read and written
+                       TierMoves         what the tier of this rank has read, written, and left in a store
     between processes  CacheStats        a report of either; vLLM aggregates those of all ranks, both halves, and steps
     in the frontend    CachePromMetrics  the same numbers under the names in METRICS
 
@@ -122,6 +122,7 @@ TIER_METRICS = (
         *("outcome", ("asked", "late", "declined", "unanswered")),
     ),
     Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
+    Metric("tier_kept_values", Kind.COUNT, "Values with wrong bytes left in a shared store: too many came wrong."),
     Metric("tier_unsaved_chunks", Kind.COUNT, "Chunks that left the host before they could be written to the tier."),
     Metric("tier_failed_transfers", Kind.COUNT, "Reads and writes of the tier that failed."),
     Metric("tier_found_chunks", Kind.COUNT, "Chunks that were there from before the start."),
@@ -132,7 +133,7 @@ TIER_METRICS = (
 KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in metric.series()}
 TROUBLES = (
     *("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off"),
-    *("tier_refused_slots", "tier_unsaved_chunks", "tier_failed_transfers"),
+    *("tier_refused_slots", "tier_kept_values", "tier_unsaved_chunks", "tier_failed_transfers"),
     *("tier_state:read_only", "tier_state:paused"),
 )
 
@@ -268,7 +269,7 @@ class TransferTimes:
 
 
 class TierMoves:
-    """What the tier of a rank has moved since the last call."""
+    """What the tier of a rank has moved since the last call, and what it has left in a store."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -280,6 +281,7 @@ class TierMoves:
             "tier_transferred_bytes:write": statistics.bytes_written,
             "tier_transfer_seconds:read": statistics.read_seconds,
             "tier_transfer_seconds:write": statistics.write_seconds,
+            "tier_kept_values": statistics.kept,
         }
         before, self._before = self._before, now
         new = {key: value - before.get(key, 0) for key, value in now.items() if value != before.get(key, 0)}

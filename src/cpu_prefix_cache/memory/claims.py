@@ -90,8 +90,9 @@ def claim(region: mmap.mmap, groups: Sequence[str]) -> None:
     if folder is None:
         return
     name = secrets.token_hex(16)
-    said = addressof(c_char.from_buffer(region)), len(region), os.getpid(), _pid_namespace(), list(groups)
+    begin = addressof(c_char.from_buffer(region))
     try:
+        said = begin, len(region), os.getpid(), _pid_namespace(), list(groups)
         file = _put(folder, name, json.dumps(said).encode())
     except OSError as failed:
         _warn(failed)

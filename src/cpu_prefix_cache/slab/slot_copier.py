@@ -49,9 +49,9 @@ class SlotStatistics(NamedTuple):
     read_seconds: float
     write_seconds: float
     refused: int  # slots
-    kept: int  # of these, values with wrong bytes that were not deleted from a store
     read_bytes_per_second: float | None  # lately; None: not enough was read
     write_bytes_per_second: float | None
+    kept: int = 0  # of the refused slots, values with wrong bytes that were not deleted from a store
 
 
 class SlotCopier(Copier):
@@ -130,9 +130,8 @@ class SlotCopier(Copier):
     def statistics(self) -> SlotStatistics:
         loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
         moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
-        return SlotStatistics(
-            *moved, self._num_refused, self._slots.kept, loads.bytes_per_second, stores.bytes_per_second
-        )
+        rates = loads.bytes_per_second, stores.bytes_per_second
+        return SlotStatistics(*moved, self._num_refused, *rates, self._slots.kept)
 
     def close(self) -> None:
         """Wait until all transfers have ended, and end the threads. May be called again."""
