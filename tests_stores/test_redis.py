@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -13,7 +14,7 @@ from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.testing import check_store
-from tests_stores.servers import RedisServer, free_port
+from tests_stores.servers import RedisServer, free_port, wait_for
 from tests_stores.traffic import HANG_SECONDS, Traffic, Under
 
 pytestmark = pytest.mark.needs("redis")
@@ -121,9 +122,27 @@ def test_a_password_where_none_is_known_and_a_database_that_is_not_there(redis_s
 
 
 def test_a_server_that_has_too_many_clients_may_have_fewer_later(start):
-    server = start(RedisServer, "--maxclients", "1")
-    with socket.create_connection(("127.0.0.1", server.port)):
-        assert "max number of clients" in told(server.url(), TierUnavailable)
+    server, held = start(RedisServer, "--maxclients", "1"), []
+
+    def is_the_client():
+        held.append(socket.create_connection(("127.0.0.1", server.port)))
+        held[-1].sendall(b"PING\r\n")
+        with suppress(ConnectionError):
+            return held[-1].recv(5) == b"+PONG"
+
+    wait_for(is_the_client)
+    told(server.url(), TierUnavailable)  # the server's sentence, or its end
+    for each in held:
+        each.close()
+    wait_for(lambda: is_open(server.url()))
+
+
+def is_open(url):
+    try:
+        RedisStore(url).close()
+    except TierUnavailable:
+        return False
+    return True
 
 
 def test_a_server_of_another_kind():
