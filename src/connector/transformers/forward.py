@@ -12,6 +12,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+# What a parameter for the past is called: `cache` since transformers 5.24, before it mostly the last.
+PAST_NAMES = ("cache", "cache_params", "past_key_values")
+
 
 class ForwardPass:
     """Calls `model`."""
@@ -20,7 +23,9 @@ class ForwardPass:
         self._model = model
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        self._past_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._past_name = next((name for name in PAST_NAMES if name in parameters), PAST_NAMES[-1])
+        self._takes = parameters.keys()
+        self._takes_any = takes_any
         self._takes_positions = takes_any or "position_ids" in parameters
         self._keeps_logits = takes_any or "logits_to_keep" in parameters
 
@@ -41,3 +46,12 @@ class ForwardPass:
             options["logits_to_keep"] = 1
         logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits
         return logits
+
+    def ignores_zeros(self, name: str) -> bool:
+        """Whether zeros for the input `name`, in the shape of `input_ids`, change no logit; found by trying."""
+        if not self._takes_any and name not in self._takes:
+            return True
+        ids = torch.arange(2, device=self._model.device)[None]
+        with torch.inference_mode():
+            without, zeros = (self._model(ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
+        return bool(without.equal(zeros))
