@@ -36,7 +36,7 @@ from connector.transformers.forward import ForwardPass
 from connector.transformers.identity import model_name, weights_revision
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
-from connector.transformers.prompts import Prompt, PromptRefused, each_prompt, one_prompt
+from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import Choice, Settings, check_configuration
 from connector.transformers.working import WorkingState
@@ -213,6 +213,7 @@ class PrefixCachedGenerator:
         self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
         self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
         self._compute = ForwardPass(model)
+        self._placeholders = placeholders(model.config.to_dict())
         self._is_closed = False
         self._has_tier = below is not None
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
@@ -257,7 +258,7 @@ class PrefixCachedGenerator:
                 "set batch_size to 1, or call answer"
             )
         settings = self._settings(max_new_tokens, **options)
-        return self._in_batches(self._asked(prompt, settings) for prompt in each_prompt(prompts))
+        return self._in_batches(self._asked(prompt, settings) for prompt in self._reader(settings).each(prompts))
 
     def answer(
         self, prompt: Prompt, max_new_tokens: int | None = None, cuts: Sequence[int] | None = None, **options: Any
@@ -273,7 +274,8 @@ class PrefixCachedGenerator:
         model or the device pool, and for cuts that do not ascend to the prompt's end. Raises ConfigurationError for
         settings that it cannot carry out, and MisuseError after `close`.
         """
-        asked = self._asked(one_prompt(prompt), self._settings(max_new_tokens, **options))
+        settings = self._settings(max_new_tokens, **options)
+        asked = self._asked(self._reader(settings).one(prompt), settings)
         if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(asked.tokens)]):
             raise PromptRefused(
                 f"cuts must ascend and end at the prompt's {len(asked.tokens)} tokens, got {list(cuts)}"
@@ -349,6 +351,9 @@ class PrefixCachedGenerator:
             streamer=streamer,
         )
 
+    def _reader(self, settings: Settings) -> PromptReader:
+        return PromptReader(settings.padding, self._compute.ignores_zeros)
+
     def _host_statistics(self) -> HostStatistics | None:
         return self._last_statistics if self._host is None else self._host.statistics()
 
@@ -365,6 +370,12 @@ class PrefixCachedGenerator:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not tokens:
             raise PromptRefused("a prompt needs at least one token")
+        if found := self._placeholders.keys() & set(tokens):
+            names = ", ".join(sorted(self._placeholders[token] for token in found))
+            raise PromptRefused(
+                f"the prompt has tokens that stand for other input ({names} of the model's configuration), and this "
+                "generator answers from token ids alone: use model.generate for it"
+            )
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise PromptRefused(f"a prompt is a text or token ids from 0 to {vocabulary - 1}")
 

@@ -80,6 +80,12 @@ class Settings:
                 "or a PreTrainedTokenizer"
             )
 
+    @property
+    def padding(self) -> int | None:
+        """The token that `generate` takes for padding in a prompt without a mask; None if it takes none."""
+        pad, ends = self._config.pad_token_id, self._config.eos_token_id
+        return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
+
     def for_prompt(self, tokens: Sequence[int]) -> "Choice":
         """What is decided for one prompt."""
         ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)[None].to(
