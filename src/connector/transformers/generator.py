@@ -204,7 +204,7 @@ class PrefixCachedGenerator:
         self.batch_size = batch_size
         self.max_model_len = _max_model_len(model, max_model_len)
         self.past = ModelPast(model)
-        self.continuation = check_continues(model, self.past)
+        self.continuation = check_continues(model, self.past, self.max_model_len)
         if batch_size > 1:
             check_decodes_together(model, self.past)
         self.kv = PagedKV(self.past, device_blocks, block_tokens, model.device)
@@ -614,7 +614,7 @@ class PrefixCachedGenerator:
         rows = state.rows
         ids = [each.tokens[begin : begin + tokens] for each, begin in zip(sequences, rows.lengths, strict=True)]
         rows.begin_forward(tokens, self.model.device)
-        logits = self._compute(torch.tensor(ids, device=self.model.device), rows.lengths, state.cache, last_only=True)
+        logits = self._compute(torch.tensor(ids, device=self.model.device), rows.lengths, state.cache, last=1)
         rows.end_forward()
         return logits[:, -1].float()
 

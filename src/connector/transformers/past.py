@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from connector.transformers.forward import ForwardPass
+from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.layers import LayerPast, Local, classify
 from cpu_prefix_cache import ConfigurationError
 
@@ -102,7 +102,8 @@ class ModelPast:
 def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
-    ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
+    with refusing(model):
+        ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
     parts: list[Part] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:
