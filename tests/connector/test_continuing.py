@@ -158,7 +158,7 @@ def test_a_kind_of_layer_that_is_not_known_is_refused_by_name(kind, name):
 def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
     model = llama(2)
     model.config.num_hidden_layers = 3
-    with pytest.raises(ConfigurationError, match="layer 2 of LlamaForCausalLM keeps no keys and values"):
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM keeps the past of its layer 2 outside"):
         ModelPast(model)
 
 

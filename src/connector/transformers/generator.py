@@ -19,6 +19,7 @@ they decode together. The life of a request:
 Before each forward pass the host cache copies, and the engine waits for it.
 """
 
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import Choice, Settings, check_configuration
+from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
@@ -149,7 +151,7 @@ class PrefixCachedGenerator:
 
     tokenizer             None: each byte is a token
     device_blocks         size of the device pool, in blocks of `block_tokens` tokens. Checkpoints take blocks too
-    host_bytes            host memory of the cache behind it
+    host_bytes            host memory of the cache behind it, in bytes or as a text: "2GiB"
     offload, policy       lazy, eager or off; one of cpu_prefix_cache.POLICIES
     store_after           a chunk is stored once so many prompts of at least `min_store_tokens` tokens had it
     prefill_tokens        prefill runs in chunks that end on multiples of this
@@ -160,6 +162,8 @@ class PrefixCachedGenerator:
     wrap_copier           for tests: see HostCache
     below                 a tier for what the host cannot hold, of files or of a store that is shared (docs/tiers.md).
                           Without a `model` it gets the name of this one, and a digest of its weights as `revision`
+
+    Threads may share it: it answers one batch at a time, and another thread waits for its turn.
 
     `close` it, or use it in a `with`: that gives its memory back. With a tier below it also writes what only the host
     has, and lets another process have the files.
@@ -173,7 +177,7 @@ class PrefixCachedGenerator:
         tokenizer: Tokenizer | None = None,
         *,
         device_blocks: int,
-        host_bytes: int = 0,
+        host_bytes: int | str = 0,
         offload: str = "lazy",
         policy: str = "lru",
         store_after: int = 1,
@@ -189,6 +193,17 @@ class PrefixCachedGenerator:
     ) -> None:
         if offload not in (*OFFLOAD_MODES, "off"):
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}, off; got {offload!r}")
+        check_whole(
+            device_blocks=device_blocks,
+            store_after=store_after,
+            min_store_tokens=min_store_tokens,
+            block_tokens=block_tokens,
+            prefill_tokens=prefill_tokens,
+            batch_size=batch_size,
+            max_model_len=max_model_len,
+            checkpoint_interval=checkpoint_interval,
+        )
+        host_bytes = num_bytes("host_bytes", host_bytes)
         if device_blocks < 1:
             raise ConfigurationError(f"the device pool needs at least 1 block, got {device_blocks}")
         if block_tokens < 1 or prefill_tokens < 1 or prefill_tokens % block_tokens:
@@ -214,6 +229,8 @@ class PrefixCachedGenerator:
         self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
         self._compute = ForwardPass(model)
         self._placeholders = placeholders(model.config.to_dict())
+        self._dtype = model.dtype
+        self._lock = threading.RLock()  # of one thread at a time: its processors may ask for another answer
         self._is_closed = False
         self._has_tier = below is not None
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
@@ -245,7 +262,7 @@ class PrefixCachedGenerator:
         self._served = 0
 
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], max_new_tokens: int | None = None, **options: Any
+        self, prompts: Prompt | Iterable[Prompt] | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Iterator[Generation]:
         """Answer one prompt or several (see prompts.py) in their order, `batch_size` of them whenever one is asked for.
 
@@ -261,7 +278,11 @@ class PrefixCachedGenerator:
         return self._in_batches(self._asked(prompt, settings) for prompt in self._reader(settings).each(prompts))
 
     def answer(
-        self, prompt: Prompt, max_new_tokens: int | None = None, cuts: Sequence[int] | None = None, **options: Any
+        self,
+        prompt: Prompt | None = None,
+        max_new_tokens: int | None = None,
+        cuts: Sequence[int] | None = None,
+        **options: Any,
     ) -> Generation:
         """Answer one prompt. `cuts` replace the usual positions at which prefill chunks end.
 
@@ -301,21 +322,23 @@ class PrefixCachedGenerator:
 
     def reset(self) -> None:
         """Nothing cached before now is used again: the model has new weights, for example."""
-        self._check_open()
-        self.pool.reset()
-        if self._host is not None:
-            self._host.reset()
+        with self._lock:
+            self._check_open()
+            self.pool.reset()
+            if self._host is not None:
+                self._host.reset()
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.
 
         After an interrupt it may be called again.
         """
-        if self._host is not None:
-            self._host.close()
-            self._last_statistics, self._host = self._host.statistics(), None
-        self.kv.release()
-        self._is_closed = True
+        with self._lock:
+            if self._host is not None:
+                self._host.close()
+                self._last_statistics, self._host = self._host.statistics(), None
+            self.kv.release()
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -326,6 +349,13 @@ class PrefixCachedGenerator:
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the generator is closed: make another one")
+
+    def _check_not_cast(self) -> None:
+        if self.model.dtype != self._dtype:
+            raise MisuseError(
+                f"the model was cast to {self.model.dtype} after the generator was made, which holds {self._dtype}: "
+                "make another generator"
+            )
 
     def _settings(
         self,
@@ -338,6 +368,7 @@ class PrefixCachedGenerator:
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Settings:
+        check_whole(seed=seed)
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
         return Settings(
@@ -355,7 +386,8 @@ class PrefixCachedGenerator:
         return PromptReader(settings.padding, self._compute.ignores_zeros)
 
     def _host_statistics(self) -> HostStatistics | None:
-        return self._last_statistics if self._host is None else self._host.statistics()
+        with self._lock:
+            return self._last_statistics if self._host is None else self._host.statistics()
 
     def _tier_hits(self) -> int:
         tier = self.tier_statistics() if self._has_tier else None
@@ -397,12 +429,14 @@ class PrefixCachedGenerator:
         return -(-(prompt_tokens + max_new_tokens - 1) // self.planner.grid_tokens)
 
     def _asked(self, prompt: str | list[int], settings: Settings) -> _Asked:
-        self._check_open()
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_tokens(tokens)
-        choice = settings.for_prompt(tokens)
-        self._check_fits(len(tokens), choice.max_new_tokens)
-        return _Asked(tokens, choice)
+        with self._lock:  # for the tokenizer, too
+            self._check_open()
+            self._check_not_cast()
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self._check_tokens(tokens)
+            choice = settings.for_prompt(tokens)
+            self._check_fits(len(tokens), choice.max_new_tokens)
+            return _Asked(tokens, choice)
 
     def _in_batches(self, prompts: Iterator[_Asked]) -> Iterator[Generation]:
         """Answer `prompts`. An error that ends them is raised after the answers to those before it."""
@@ -424,10 +458,13 @@ class PrefixCachedGenerator:
         if error is not None:
             raise error
 
-    @torch.inference_mode()
     def _answer_together(self, asked: Sequence[_Asked], cuts: Sequence[int] | None = None) -> list[Generation]:
         """Answer the first of these prompts, and with it as many of the next ones as the device pool has room for."""
-        self._check_open()
+        with self._lock, torch.inference_mode():
+            self._check_open()
+            return self._answer_first(asked, cuts)
+
+    def _answer_first(self, asked: Sequence[_Asked], cuts: Sequence[int] | None) -> list[Generation]:
         running: list[_Sequence] = []
         pasts: list[tuple[WorkingState, int]] = []
         with ExitStack() as stack:

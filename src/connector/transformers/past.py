@@ -108,7 +108,10 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:
             if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
-                raise ConfigurationError(f"layer {index} of {type(model).__name__} keeps no keys and values")
+                raise ConfigurationError(
+                    f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
+                    "none: there is nothing that this generator could cache"
+                )
             for name, each in (("keys", layer.keys), ("values", layer.values)):
                 parts.append(Part(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
         if isinstance(layer, LinearAttentionCacheLayerMixin):

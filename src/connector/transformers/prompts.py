@@ -64,7 +64,7 @@ class PromptReader:
         else:
             raise PromptRefused(f"a prompt is a text or token ids, got {type(prompts).__name__}")
 
-    def one(self, prompt: Prompt) -> str | list[int]:
+    def one(self, prompt: Any) -> str | list[int]:
         """The only prompt in `prompt`. Raises PromptRefused if there are several, or none."""
         prompts = list(self.each(prompt))
         if not prompts:
