@@ -40,6 +40,7 @@ from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import Choice, Settings, check_configuration
+from connector.transformers.versions import warn_if_untested
 from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
@@ -212,6 +213,7 @@ class PrefixCachedGenerator:
             )
         if batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1, got {batch_size}")
+        warn_if_untested()
         check_configuration(model)
         self.model = model.eval()
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
