@@ -10,6 +10,7 @@ from transformers import (
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
 )
+from transformers.cache_utils import Cache, DynamicLayer
 
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
@@ -160,6 +161,23 @@ def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
     model.config.num_hidden_layers = 3
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM keeps the past of its layer 2 outside"):
         ModelPast(model)
+
+
+class Loops(LlamaForCausalLM):
+    """Computes its last layer twice, and keeps the past of both times."""
+
+    def forward(self, input_ids, position_ids, **options):
+        answer = super().forward(input_ids, position_ids=position_ids, **options)
+        past = next(each for each in options.values() if isinstance(each, Cache))
+        keys = past.layers[-1].keys
+        past.layers.append(DynamicLayer())
+        past.update(keys, keys, len(past.layers) - 1)
+        return answer
+
+
+def test_a_model_that_keeps_the_past_of_layers_its_configuration_has_not_is_refused():
+    with pytest.raises(ConfigurationError, match="Loops keeps the past of 5 layers, but its configuration has 4"):
+        ModelPast(Loops(tiny("llama").config).eval())
 
 
 def test_a_family_that_is_not_there_is_refused():

@@ -28,8 +28,7 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{type(model).__name__} does not run with transformers' Cache as other causal models do: "
-            f"{type(error).__name__}: {error}"
+            f"{type(model).__name__} fails in a forward pass with transformers' Cache: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -104,6 +104,11 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
     cache = DynamicCache(config=model.config)
     with refusing(model):
         ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
+    if len(cache.layers) > len(layers):
+        raise ConfigurationError(
+            f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "
+            f"{len(layers)}: what the others keep is not known"
+        )
     parts: list[Part] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:
