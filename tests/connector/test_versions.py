@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
 
 from builtin_models import build_model
 from connector.transformers import PrefixCachedGenerator
@@ -12,6 +11,7 @@ from connector.transformers.versions import FIRST, LAST, is_tested, warn_if_unte
 
 HOME = Path(__file__).parents[2]
 NAME = "connector.transformers.versions"
+VERSION = f"{NAME}.transformers.__version__"
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_release_within_the_range_is_tested(number):
 
 @pytest.mark.parametrize("number", ["5.18.3", "4.57.1", "5.25.0", "6.0.0", "5.24.0.dev0", "main"])
 def test_another_release_runs_with_one_warning(number, monkeypatch, caplog, warns_again):
-    monkeypatch.setattr(transformers, "__version__", number)
+    monkeypatch.setattr(VERSION, number)
     model = build_model("full", hidden=32, layers=1)
     for _ in range(2):
         PrefixCachedGenerator(model, device_blocks=4, offload="off").close()
@@ -46,6 +46,6 @@ def test_another_release_runs_with_one_warning(number, monkeypatch, caplog, warn
 
 
 def test_control_a_tested_release_runs_without_a_warning(monkeypatch, caplog, warns_again):
-    monkeypatch.setattr(transformers, "__version__", "5.20.0")
+    monkeypatch.setattr(VERSION, "5.20.0")
     PrefixCachedGenerator(build_model("full", hidden=32, layers=1), device_blocks=4, offload="off").close()
     assert [record for record in caplog.records if record.name == NAME] == []

@@ -1,5 +1,5 @@
-"""The releases of transformers that the generator is tested with. Others run with a warning: each model is tried when it
-is loaded, but names and kinds of layers change.
+"""The releases of transformers that the generator is tested with. Others run with a warning: each model is tried when
+it is loaded, but names and kinds of layers change.
 """
 
 import logging
