@@ -114,6 +114,7 @@ MORE: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "mpt": {"use_cache": True},
     "modernbert-decoder": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), VOCABULARY - 1),
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -166,9 +167,9 @@ class Recorder(LogitsProcessor):
 
 
 def families() -> Iterator[str]:
-    """The kinds of models that AutoModelForCausalLM makes and that take token ids only."""
+    """The kinds of models that AutoModelForCausalLM makes; of one that sees or hears its text part alone."""
     for family, config in CONFIG_MAPPING.items():
-        if config in MODEL_FOR_CAUSAL_LM_MAPPING and not config.sub_configs:
+        if config in MODEL_FOR_CAUSAL_LM_MAPPING and "text_config" not in config.sub_configs:
             yield family
 
 

@@ -385,7 +385,11 @@ class PrefixCachedGenerator:
         )
 
     def _reader(self, settings: Settings) -> PromptReader:
-        return PromptReader(settings.padding, self._compute.ignores_zeros)
+        return PromptReader(settings.padding, self._ignores_zeros)
+
+    def _ignores_zeros(self, name: str) -> bool:
+        with self._lock:
+            return self._compute.ignores_zeros(name)
 
     def _host_statistics(self) -> HostStatistics | None:
         with self._lock:
