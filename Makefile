@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+HF_VENV := .venv-transformers
 
-.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -23,6 +24,7 @@ test-long: $(VENV)/installed
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests_stores/disk
+	LIES=all $(BIN)/python -m pytest tests_stores/test_lying_servers.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -58,6 +60,12 @@ test-pythons:
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests_vllm
+
+# The generator with the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
+# of its own) the newest that there is, whatever it does.
+HF_PIN := constraints-transformers-newest.txt
+test-transformers: $(HF_VENV)/installed
+	OMP_NUM_THREADS=1 $(HF_VENV)/bin/python -m pytest --numprocesses auto tests/connector
 
 # The engines of `examples/`: ours, and others with a patch, which are skipped where they are not beside this folder.
 test-engines: $(VENV)/installed
@@ -102,5 +110,13 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# The other versions are those of `make test`.
+$(HF_VENV)/installed: pyproject.toml constraints.txt $(HF_PIN)
+	@echo 'Installing torch and the newest transformers into $(HF_VENV): some minutes.'
+	$(PYTHON) -m venv $(HF_VENV)
+	grep -v '^transformers==' constraints.txt > $(HF_VENV)/constraints.txt
+	$(HF_VENV)/bin/python -m pip install --quiet --constraint $(HF_VENV)/constraints.txt $(addprefix --constraint ,$(HF_PIN)) hypothesis pytest pytest-xdist --editable '.[transformers]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) .field
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) .field

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
+from connector.transformers.forward import ForwardPass
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.rows import BlockTable
@@ -123,8 +124,7 @@ class Running:
 
 
 def run(model, ids, begin, end, past):
-    positions = torch.arange(begin, end)[None]
-    return model(ids[None, begin:end], position_ids=positions, past_key_values=past, use_cache=True).logits[0]
+    return ForwardPass(model)(ids[None, begin:end], [begin], past)[0]
 
 
 def poisoned(*shape):

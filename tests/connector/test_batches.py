@@ -186,10 +186,10 @@ def test_control_exchanged_rows_show(family, monkeypatch):
 def test_control_padding_that_is_not_hidden_shows(family, monkeypatch):
     without = ForwardPass.__call__
 
-    def unmasked(self, ids, lengths, past, last_only=False):
+    def unmasked(self, ids, lengths, past, last=0):
         inner, self._model = self._model, lambda ids, **options: inner(ids, **{**options, "attention_mask": None})
         try:
-            return without(self, ids, lengths, past, last_only)
+            return without(self, ids, lengths, past, last)
         finally:
             self._model = inner
 

@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from transformers import JambaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
+from transformers.cache_utils import Cache, DynamicLayer
 
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
 from cpu_prefix_cache import ConfigurationError, GroupKind
-from random_models import FAMILIES, build_family, initialise, tiny
+from random_models import FAMILIES, WINDOW, build_family, initialise, tiny
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
 
@@ -41,6 +49,55 @@ def test_a_model_that_reads_all_of_its_past_but_in_the_wrong_place_goes_on_with_
     model = CountsFromZero(tiny("llama").config).eval()
     initialise(model)
     assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+
+
+class CountsElsewhere(LlamaForCausalLM):
+    """A part of the past is an attribute of the module: how often each token came, which is added to the logits."""
+
+    def forward(self, input_ids, position_ids, **options):
+        answer = super().forward(input_ids, position_ids=position_ids, **options)
+        counts = torch.nn.functional.one_hot(input_ids, self.config.vocab_size).cumsum(dim=1)
+        if position_ids[0, 0] > 0:
+            counts = counts + self.counts
+        self.counts = counts[:, -1:]
+        answer.logits = answer.logits + counts[:, -answer.logits.shape[1] :]
+        return answer
+
+
+class ForgetsFarTokens(Gemma3ForCausalLM):
+    """Wrong only where a forward pass begins behind the window."""
+
+    def forward(self, input_ids, position_ids, **options):
+        begins_far = position_ids[0, 0] > WINDOW
+        return super().forward(input_ids, position_ids=position_ids - 8 * begins_far, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_the_past_outside_the_cache_is_found(dtype):
+    torch.manual_seed(0)
+    model = CountsElsewhere(tiny("llama").config).eval()
+    initialise(model)
+    past = ModelPast(model.to(dtype))
+    with pytest.raises(ConfigurationError, match="CountsElsewhere cannot continue from its own cache"):
+        check_continues(model, past)
+
+
+def test_recurrent_gemma_keeps_its_states_in_its_modules_and_is_refused():
+    config = RecurrentGemmaConfig(**SMALL, num_hidden_layers=3, lru_width=64, attention_window_size=64)
+    model = RecurrentGemmaForCausalLM(config).eval()
+    with pytest.raises(ConfigurationError, match="RecurrentGemmaForCausalLM"):
+        check_continues(model, ModelPast(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_shows_behind_a_window_only_is_found(dtype):
+    torch.manual_seed(0)
+    model = ForgetsFarTokens(tiny("gemma3").config).eval()
+    initialise(model)
+    past = ModelPast(model.to(dtype))
+    with pytest.raises(ConfigurationError, match="after 48 tokens, more than its window"):
+        check_continues(model, past)
+    assert check_continues(model, past, max_model_len=WINDOW) is Continuation.CHUNKS  # no request gets there
 
 
 def llama(layers, **options):
@@ -102,8 +159,25 @@ def test_a_kind_of_layer_that_is_not_known_is_refused_by_name(kind, name):
 def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
     model = llama(2)
     model.config.num_hidden_layers = 3
-    with pytest.raises(ConfigurationError, match="layer 2 of LlamaForCausalLM keeps no keys and values"):
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM keeps the past of its layer 2 outside"):
         ModelPast(model)
+
+
+class Loops(LlamaForCausalLM):
+    """Computes its last layer twice, and keeps the past of both times."""
+
+    def forward(self, input_ids, position_ids, **options):
+        answer = super().forward(input_ids, position_ids=position_ids, **options)
+        past = next(each for each in options.values() if isinstance(each, Cache))
+        keys = past.layers[-1].keys
+        past.layers.append(DynamicLayer())
+        past.update(keys, keys, len(past.layers) - 1)
+        return answer
+
+
+def test_a_model_that_keeps_the_past_of_layers_its_configuration_has_not_is_refused():
+    with pytest.raises(ConfigurationError, match="Loops keeps the past of 5 layers, but its configuration has 4"):
+        ModelPast(Loops(tiny("llama").config).eval())
 
 
 def test_a_family_that_is_not_there_is_refused():

@@ -2,9 +2,11 @@
 
 Some models cannot. A mask may look ahead; rotary factors may depend on the length of the whole prompt, which is not in
 a key; and some state layers (Mamba 1 in transformers) read their state only when one token follows, and ignore it when
-several do. No list of model names would stay up to date, so each model is tested when it is loaded: the logits of 24
-tokens at once, against those of 16, a snapshot, a restore, and the other 8, at once and one by one. Whether it can
-decode several requests together is tested in the same way, with two of different lengths.
+several do. Some keep a part of their past in their modules, where no snapshot finds it (RecurrentGemma). No list of
+model names would stay up to date, so each model is tested when it is loaded: the logits of 24 tokens at once, against
+those of 16, a snapshot, two other requests, a restore, and the other 8, at once and one by one. The same behind the
+end of the smallest window or attention chunk. Whether it can decode several requests together is tested in the same
+way, with two of different lengths.
 """
 
 import enum
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from connector.transformers.forward import ForwardPass
+from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.rows import BlockTable
@@ -22,8 +24,12 @@ from cpu_prefix_cache import ConfigurationError, GroupKind
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8
+# A window of so many tokens is crossed. It takes two forward passes of as many: a matter of seconds for most, and with
+# attention that writes its scores out (eager) of a GB or two. Larger ones are not.
+LARGEST_WINDOW = 2048
 # The largest difference of a logit, in standard deviations, in float32 and in half precision. Models that continue have
-# 2e-6 to 6e-6, in bfloat16 up to 5e-2; one that drops its states has 1e-4 and more, a mask that looks ahead about 1.
+# 2e-6 to 6e-6 (behind a window, too), in bfloat16 up to 5e-2; one that drops its states has 1e-4 and more, a mask that
+# looks ahead about 1.
 TOLERANCE = {True: 2e-5, False: 2e-1}
 NAN = 0xFF  # in every byte: NaN in any floating type
 
@@ -36,11 +42,16 @@ class Continuation(enum.Enum):
 
 
 @torch.inference_mode()
-def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
+def check_continues(model: PreTrainedModel, past: ModelPast, max_model_len: int = LARGEST_WINDOW) -> Continuation:
     """How `model` can continue from a restored past, so that its logits are those of an uninterrupted forward pass.
 
     Raises ConfigurationError for a model that cannot.
     """
+    with refusing(model):
+        return _check_continues(model, past, max_model_len)
+
+
+def _check_continues(model: PreTrainedModel, past: ModelPast, max_model_len: int) -> Continuation:
     name = type(model).__name__
     rope = model.config.get_text_config().to_dict().get("rope_parameters") or {}
     if "longrope" in str(rope):  # it may be nested by kind of layer
@@ -56,7 +67,21 @@ def check_continues(model: PreTrainedModel, past: ModelPast) -> Continuation:
             f"{name} cannot continue from its own cache: its logits are off by {one_by_one:.1e} deviations"
         )
     at_once = probe.error([TAIL]) <= tolerance and probe.reads_states(TAIL)
+    cut = _behind_a_window(past)
+    if CUT < cut <= max_model_len - TAIL:
+        far = _Probe(model, past, cut).error([TAIL] if at_once else [1] * TAIL)
+        if not far <= tolerance:
+            raise ConfigurationError(
+                f"{name} cannot continue from its own cache after {cut} tokens, more than its window has: its logits "
+                f"are off by {far:.1e} deviations"
+            )
     return Continuation.CHUNKS if at_once else Continuation.TOKENS
+
+
+def _behind_a_window(past: ModelPast) -> int:
+    """The end of the second block behind the smallest window or attention chunk; 0 if none is small enough."""
+    smallest = min((group.local.tokens for group in past.locals), default=LARGEST_WINDOW + 1)
+    return (smallest // BLOCK_TOKENS + 2) * BLOCK_TOKENS if smallest <= LARGEST_WINDOW else 0
 
 
 @torch.inference_mode()
@@ -69,7 +94,8 @@ def check_decodes_together(model: PreTrainedModel, past: ModelPast) -> None:
             f"{name} attends in chunks (Llama 4), which transformers does not mask for requests of different lengths: "
             "set batch_size to 1"
         )
-    error = _Probe(model, past).error_together()
+    with refusing(model):
+        error = _Probe(model, past).error_together()
     if not error <= TOLERANCE[model.dtype == torch.float32]:
         raise ConfigurationError(
             f"{name} cannot decode several requests together: its logits are off by {error:.1e} deviations; "
@@ -78,17 +104,21 @@ def check_decodes_together(model: PreTrainedModel, past: ModelPast) -> None:
 
 
 class _Probe:
-    """A model, and its past after CUT tokens, from which it can be continued repeatedly."""
+    """A model, and its past after `cut` tokens, from which it can be continued repeatedly."""
 
-    def __init__(self, model: PreTrainedModel, past: ModelPast) -> None:
+    def __init__(self, model: PreTrainedModel, past: ModelPast, cut: int = CUT) -> None:
         self._compute = ForwardPass(model)
+        self._model = model
         self._past = past
-        vocabulary = model.config.get_text_config().vocab_size
-        self._ids = torch.arange(CUT + TAIL, device=model.device)[None] % vocabulary
-        self._whole = self._compute(self._ids, [0], DynamicCache(config=model.config))[0].float()[CUT:]
-        self._kv = PagedKV(past, (CUT + TAIL) // BLOCK_TOKENS, BLOCK_TOKENS, model.device)
+        self._cut = cut
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._ids = torch.arange(cut + TAIL, device=model.device)[None] % self._vocabulary
+        whole = self._compute(self._ids, [0], DynamicCache(config=model.config), last=TAIL)
+        self._whole = whole[0, -TAIL:].float()
+        self._num_blocks = -(-(cut + TAIL) // BLOCK_TOKENS)
+        self._kv = PagedKV(past, self._num_blocks, BLOCK_TOKENS, model.device)
         begun = self._request(0)
-        self._run(begun, [CUT])
+        self._run(begun, [cut])
         self._windows = [self._snapshot(begun, group) for group in past.locals]
         self._states = torch.empty(past.states.num_bytes, dtype=torch.uint8, device=model.device)
         begun.snapshot_states(self._states)
@@ -118,12 +148,19 @@ class _Probe:
         return all(bool(self._run(self._restored(page), [tokens]).isnan().any()) for page in self._pages_of_nan())
 
     def _restored(self, states: torch.Tensor) -> WorkingState:
-        """A request at CUT, with these states."""
-        request = self._request(CUT)
+        """A request at the cut, with these states, after others were computed."""
+        self._run_others()
+        request = self._request(self._cut)
         for group, snapshot in zip(self._past.locals, self._windows, strict=True):
-            request.restore_window(group, CUT - len(snapshot), CUT, snapshot)
+            request.restore_window(group, self._cut - len(snapshot), self._cut, snapshot)
         request.restore_states(states)
         return request
+
+    def _run_others(self) -> None:
+        """Compute two other requests together: what a model keeps elsewhere than in its cache is theirs then."""
+        ids = self._ids[0, : CUT - 1]
+        others = torch.stack([ids + 3, 5 * ids + 1]) % self._vocabulary
+        self._compute(others, [0, 0], DynamicCache(config=self._model.config))
 
     def _run(self, requests: WorkingState, steps: Sequence[int]) -> torch.Tensor:
         """The logits [rows, tokens, vocabulary] of the next tokens, with `steps` of them in each forward pass."""
@@ -131,20 +168,20 @@ class _Probe:
         for step in steps:
             ids = torch.stack([self._ids[0, begin : begin + step] for begin in rows.lengths])
             rows.begin_forward(step, ids.device)
-            logits.append(self._compute(ids, rows.lengths, requests.cache).float())
+            logits.append(self._compute(ids, rows.lengths, requests.cache, last=TAIL).float())
             rows.end_forward()
         return torch.cat(logits, dim=1)
 
     def _request(self, length: int) -> WorkingState:
         table = BlockTable(BLOCK_TOKENS)
-        table.blocks, table.length = list(range((CUT + TAIL) // BLOCK_TOKENS)), length
+        table.blocks, table.length = list(range(self._num_blocks)), length
         return WorkingState(self._past, self._kv, table)
 
     def _snapshot(self, request: WorkingState, group: LocalGroup) -> torch.Tensor:
-        """The tokens that a token at CUT can see, each as a block."""
-        first = group.local.first(CUT)
-        tokens = torch.empty(CUT - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
-        for row, token in zip(tokens, range(first, CUT), strict=True):
+        """The tokens that a token at the cut can see, each as a block."""
+        first = group.local.first(self._cut)
+        tokens = torch.empty(self._cut - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
+        for row, token in zip(tokens, range(first, self._cut), strict=True):
             request.snapshot_window(group, token, token + 1, row)
         return tokens
 

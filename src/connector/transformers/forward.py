@@ -5,12 +5,31 @@ as `model.generate` hides the padding of a batch; where no row has any, there is
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from cpu_prefix_cache import ConfigurationError, PrefixCacheError
+
+# What a model's parameter for the past may be called: in transformers 5.24 always `cache`, before it one of the others.
+PAST_NAMES = ("cache", "cache_params", "past_key_values")
+
+
+@contextmanager
+def refusing(model: PreTrainedModel) -> Iterator[None]:
+    """Turn what the code of `model` raises while it is tried into a ConfigurationError: not every one takes a Cache."""
+    try:
+        yield
+    except (PrefixCacheError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(model).__name__} fails in a forward pass with transformers' Cache: {type(error).__name__}: {error}"
+        ) from error
 
 
 class ForwardPass:
@@ -20,14 +39,17 @@ class ForwardPass:
         self._model = model
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        self._past_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        usual = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+        self._past_name = next(name for taken in (parameters, usual) for name in PAST_NAMES if name in taken)
+        self._takes = parameters.keys()
+        self._takes_any = takes_any
         self._takes_positions = takes_any or "position_ids" in parameters
         self._keeps_logits = takes_any or "logits_to_keep" in parameters
 
-    def __call__(self, ids: torch.Tensor, lengths: Sequence[int], past: Cache, last_only: bool = False) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, lengths: Sequence[int], past: Cache, last: int = 0) -> torch.Tensor:
         """Compute the tokens `ids`, [rows, tokens], each row after the `lengths` tokens that `past` has of it.
 
-        Returns the logits, [rows, tokens, vocabulary]; with `last_only` some models return those of the last token
+        Returns the logits, [rows, tokens, vocabulary]; with `last` most models return those of the last so many tokens
         alone.
         """
         begins = torch.tensor(lengths, device=ids.device)[:, None]
@@ -37,7 +59,16 @@ class ForwardPass:
             options["position_ids"] = begins + torch.arange(new, device=ids.device)
         if min(lengths) < columns:
             options["attention_mask"] = (torch.arange(columns + new, device=ids.device) >= columns - begins).long()
-        if self._keeps_logits and last_only:
-            options["logits_to_keep"] = 1
+        if self._keeps_logits and last:
+            options["logits_to_keep"] = last
         logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits
         return logits
+
+    def ignores_zeros(self, name: str) -> bool:
+        """Whether zeros for the input `name`, in the shape of `input_ids`, change no logit; found by trying."""
+        if not self._takes_any and name not in self._takes:
+            return True
+        ids = torch.arange(2, device=self._model.device)[None]
+        with torch.inference_mode():
+            without, zeros = (self._model(ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
+        return bool(without.equal(zeros))

@@ -19,6 +19,7 @@ they decode together. The life of a request:
 Before each forward pass the host cache copies, and the engine waits for it.
 """
 
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -37,9 +38,11 @@ from connector.transformers.forward import ForwardPass
 from connector.transformers.identity import model_name, weights_revision
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
-from connector.transformers.prompts import Prompt, PromptRefused, each_prompt, one_prompt
+from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import Choice, Settings, check_configuration
+from connector.transformers.versions import warn_if_untested
+from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
@@ -150,7 +153,7 @@ class PrefixCachedGenerator:
 
     tokenizer             None: each byte is a token
     device_blocks         size of the device pool, in blocks of `block_tokens` tokens. Checkpoints take blocks too
-    host_bytes            host memory of the cache behind it
+    host_bytes            host memory of the cache behind it, in bytes or as a text: "2GiB"
     offload, policy       lazy, eager or off; one of cpu_prefix_cache.POLICIES
     store_after           a chunk is stored once so many prompts of at least `min_store_tokens` tokens had it
     prefill_tokens        prefill runs in chunks that end on multiples of this
@@ -161,6 +164,8 @@ class PrefixCachedGenerator:
     wrap_copier           for tests: see HostCache
     below                 a tier for what the host cannot hold, of files or of a store that is shared (docs/tiers.md).
                           Without a `model` it gets the name of this one, and a digest of its weights as `revision`
+
+    Threads may share it: it answers one batch at a time, and another thread waits for its turn.
 
     `close` it, or use it in a `with`: that gives its memory back. With a tier below it also writes what only the host
     has, and lets another process have the files.
@@ -174,7 +179,7 @@ class PrefixCachedGenerator:
         tokenizer: Tokenizer | None = None,
         *,
         device_blocks: int,
-        host_bytes: int = 0,
+        host_bytes: int | str = 0,
         offload: str = "lazy",
         policy: str = "lru",
         store_after: int = 1,
@@ -190,6 +195,17 @@ class PrefixCachedGenerator:
     ) -> None:
         if offload not in (*OFFLOAD_MODES, "off"):
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}, off; got {offload!r}")
+        check_whole(
+            device_blocks=device_blocks,
+            store_after=store_after,
+            min_store_tokens=min_store_tokens,
+            block_tokens=block_tokens,
+            prefill_tokens=prefill_tokens,
+            batch_size=batch_size,
+            max_model_len=max_model_len,
+            checkpoint_interval=checkpoint_interval,
+        )
+        host_bytes = num_bytes("host_bytes", host_bytes)
         if device_blocks < 1:
             raise ConfigurationError(f"the device pool needs at least 1 block, got {device_blocks}")
         if block_tokens < 1 or prefill_tokens < 1 or prefill_tokens % block_tokens:
@@ -198,6 +214,7 @@ class PrefixCachedGenerator:
             )
         if batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1, got {batch_size}")
+        warn_if_untested()
         check_configuration(model)
         self.model = model.eval()
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
@@ -205,7 +222,7 @@ class PrefixCachedGenerator:
         self.batch_size = batch_size
         self.max_model_len = _max_model_len(model, max_model_len)
         self.past = ModelPast(model)
-        self.continuation = check_continues(model, self.past)
+        self.continuation = check_continues(model, self.past, self.max_model_len)
         if batch_size > 1:
             check_decodes_together(model, self.past)
         self.kv = PagedKV(self.past, device_blocks, block_tokens, model.device)
@@ -214,6 +231,9 @@ class PrefixCachedGenerator:
         self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
         self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
         self._compute = ForwardPass(model)
+        self._placeholders = placeholders(model.config.to_dict())
+        self._dtype = model.dtype
+        self._lock = threading.RLock()  # of one thread at a time: its processors may ask for another answer
         self._is_closed = False
         self._has_tier = below is not None
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
@@ -246,7 +266,7 @@ class PrefixCachedGenerator:
         self._served = 0
 
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], max_new_tokens: int | None = None, **options: Any
+        self, prompts: Prompt | Iterable[Prompt] | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Iterator[Generation]:
         """Answer one prompt or several (see prompts.py) in their order, `batch_size` of them whenever one is asked for.
 
@@ -259,10 +279,14 @@ class PrefixCachedGenerator:
                 "set batch_size to 1, or call answer"
             )
         settings = self._settings(max_new_tokens, **options)
-        return self._in_batches(self._asked(prompt, settings) for prompt in each_prompt(prompts))
+        return self._in_batches(self._asked(prompt, settings) for prompt in self._reader(settings).each(prompts))
 
     def answer(
-        self, prompt: Prompt, max_new_tokens: int | None = None, cuts: Sequence[int] | None = None, **options: Any
+        self,
+        prompt: Prompt | None = None,
+        max_new_tokens: int | None = None,
+        cuts: Sequence[int] | None = None,
+        **options: Any,
     ) -> Generation:
         """Answer one prompt. `cuts` replace the usual positions at which prefill chunks end.
 
@@ -275,7 +299,8 @@ class PrefixCachedGenerator:
         model or the device pool, and for cuts that do not ascend to the prompt's end. Raises ConfigurationError for
         settings that it cannot carry out, and MisuseError after `close`.
         """
-        asked = self._asked(one_prompt(prompt), self._settings(max_new_tokens, **options))
+        settings = self._settings(max_new_tokens, **options)
+        asked = self._asked(self._reader(settings).one(prompt), settings)
         if cuts is not None and (list(cuts) != sorted(set(cuts)) or list(cuts[-1:]) != [len(asked.tokens)]):
             raise PromptRefused(
                 f"cuts must ascend and end at the prompt's {len(asked.tokens)} tokens, got {list(cuts)}"
@@ -301,22 +326,24 @@ class PrefixCachedGenerator:
 
     def reset(self) -> None:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
-        self._check_open()
-        self.pool.reset()
-        self._weights = Weights(self.model, self.reset)
-        if self._host is not None:
-            self._host.reset(weights_revision(self.model) if self._has_tier else None)
+        with self._lock:
+            self._check_open()
+            self.pool.reset()
+            self._weights = Weights(self.model, self.reset)
+            if self._host is not None:
+                self._host.reset(weights_revision(self.model) if self._has_tier else None)
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.
 
         After an interrupt it may be called again.
         """
-        if self._host is not None:
-            self._host.close()
-            self._last_statistics, self._host = self._host.statistics(), None
-        self.kv.release()
-        self._is_closed = True
+        with self._lock:
+            if self._host is not None:
+                self._host.close()
+                self._last_statistics, self._host = self._host.statistics(), None
+            self.kv.release()
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -327,6 +354,13 @@ class PrefixCachedGenerator:
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the generator is closed: make another one")
+
+    def _check_not_cast(self) -> None:
+        if self.model.dtype != self._dtype:
+            raise MisuseError(
+                f"the model was cast to {self.model.dtype} after the generator was made, which holds {self._dtype}: "
+                "make another generator"
+            )
 
     def _settings(
         self,
@@ -339,6 +373,7 @@ class PrefixCachedGenerator:
         streamer: BaseStreamer | None = None,
         **options: Any,
     ) -> Settings:
+        check_whole(seed=seed)
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
         return Settings(
@@ -352,8 +387,16 @@ class PrefixCachedGenerator:
             streamer=streamer,
         )
 
+    def _reader(self, settings: Settings) -> PromptReader:
+        return PromptReader(settings.padding, self._ignores_zeros)
+
+    def _ignores_zeros(self, name: str) -> bool:
+        with self._lock:
+            return self._compute.ignores_zeros(name)
+
     def _host_statistics(self) -> HostStatistics | None:
-        return self._last_statistics if self._host is None else self._host.statistics()
+        with self._lock:
+            return self._last_statistics if self._host is None else self._host.statistics()
 
     def _tier_hits(self) -> int:
         tier = self.tier_statistics() if self._has_tier else None
@@ -368,6 +411,12 @@ class PrefixCachedGenerator:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not tokens:
             raise PromptRefused("a prompt needs at least one token")
+        if found := self._placeholders.keys() & set(tokens):
+            names = ", ".join(sorted(self._placeholders[token] for token in found))
+            raise PromptRefused(
+                f"the prompt has tokens that stand for other input ({names} of the model's configuration), and this "
+                "generator answers from token ids alone: use model.generate for it"
+            )
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise PromptRefused(f"a prompt is a text or token ids from 0 to {vocabulary - 1}")
 
@@ -389,12 +438,14 @@ class PrefixCachedGenerator:
         return -(-(prompt_tokens + max_new_tokens - 1) // self.planner.grid_tokens)
 
     def _asked(self, prompt: str | list[int], settings: Settings) -> _Asked:
-        self._check_open()
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_tokens(tokens)
-        choice = settings.for_prompt(tokens)
-        self._check_fits(len(tokens), choice.max_new_tokens)
-        return _Asked(tokens, choice)
+        with self._lock:  # for the tokenizer, too
+            self._check_open()
+            self._check_not_cast()
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self._check_tokens(tokens)
+            choice = settings.for_prompt(tokens)
+            self._check_fits(len(tokens), choice.max_new_tokens)
+            return _Asked(tokens, choice)
 
     def _in_batches(self, prompts: Iterator[_Asked]) -> Iterator[Generation]:
         """Answer `prompts`. An error that ends them is raised after the answers to those before it."""
@@ -416,12 +467,15 @@ class PrefixCachedGenerator:
         if error is not None:
             raise error
 
-    @torch.inference_mode()
     def _answer_together(self, asked: Sequence[_Asked], cuts: Sequence[int] | None = None) -> list[Generation]:
         """Answer the first of these prompts, and with it as many of the next ones as the device pool has room for."""
-        self._check_open()
-        if self._prefix_caching:
-            self._weights.follow()
+        with self._lock, torch.inference_mode():
+            self._check_open()
+            if self._prefix_caching:
+                self._weights.follow()
+            return self._answer_first(asked, cuts)
+
+    def _answer_first(self, asked: Sequence[_Asked], cuts: Sequence[int] | None) -> list[Generation]:
         running: list[_Sequence] = []
         pasts: list[tuple[WorkingState, int]] = []
         with ExitStack() as stack:
@@ -608,7 +662,7 @@ class PrefixCachedGenerator:
         rows = state.rows
         ids = [each.tokens[begin : begin + tokens] for each, begin in zip(sequences, rows.lengths, strict=True)]
         rows.begin_forward(tokens, self.model.device)
-        logits = self._compute(torch.tensor(ids, device=self.model.device), rows.lengths, state.cache, last_only=True)
+        logits = self._compute(torch.tensor(ids, device=self.model.device), rows.lengths, state.cache, last=1)
         rows.end_forward()
         return logits[:, -1].float()
 

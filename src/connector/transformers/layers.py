@@ -4,7 +4,7 @@
     local       those of the recent tokens only         sliding windows, chunked attention
     state       values that every token updates         Mamba, linear attention, short convolutions
     full and state, in one layer                        Falcon-H1
-    nothing                                             feed-forward layers that are counted as layers
+    nothing                                             feed-forward layers, and those that share another's keys
 
 Any other kind (static, quantized, compressed, indexed, ...) raises ConfigurationError with its name, because treating
 it as one of these would silently give wrong results.
@@ -13,9 +13,10 @@ it as one of these would silently give wrong results.
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -27,6 +28,9 @@ from transformers.cache_utils import (
 
 from connector.transformers.rows import Rows
 from cpu_prefix_cache import ConfigurationError, GroupKind, MisuseError
+
+# A layer that keeps nothing. 5.19 has no kind for it: there such a layer is a state layer, and stays without a state.
+NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +49,14 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class LayerPast:
-    """What one layer keeps. `states` is its number of (convolution, recurrent) pairs of states."""
+    """What one layer keeps: nothing, if all are at their defaults.
+
+    `states` is its number of (convolution, recurrent) pairs of states, or of those it has room for.
+    """
 
     full: bool = False
     local: Local | None = None
     states: int = 0
-
-    @property
-    def has_states(self) -> bool:
-        """Also without any: a layer that keeps nothing is one with no states."""
-        return self.states > 0 or not (self.full or self.local)
 
 
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
@@ -81,6 +83,8 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
         return LayerPast(local=Local(GroupKind.CHUNK_LOCAL if chunked else GroupKind.WINDOW, layer.sliding_window))
     if type(layer) is LinearAttentionLayer:
         return LayerPast(states=layer.number_of_states)
+    if type(layer) is NothingLayer:
+        return LayerPast()
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return LayerPast(full=True, states=layer.number_of_states)
     raise ConfigurationError(

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from connector.transformers.forward import ForwardPass
+from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.layers import LayerPast, Local, classify
 from cpu_prefix_cache import ConfigurationError
 
@@ -102,12 +102,21 @@ class ModelPast:
 def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
-    ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
+    with refusing(model):
+        ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
+    if len(cache.layers) > len(layers):
+        raise ConfigurationError(
+            f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "
+            f"{len(layers)}: what the others keep is not known"
+        )
     parts: list[Part] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:
             if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
-                raise ConfigurationError(f"layer {index} of {type(model).__name__} keeps no keys and values")
+                raise ConfigurationError(
+                    f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
+                    "none: there is nothing that this generator could cache"
+                )
             for name, each in (("keys", layer.keys), ("values", layer.values)):
                 parts.append(Part(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
         if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -4,10 +4,13 @@
     several        any iterable of these; a tensor or an array [prompts, tokens]; a tokenizer's output for several
 
 A tokenizer's output (`tokenizer(text)`, `apply_chat_template(messages)`) is a mapping with `input_ids`. Where it has an
-`attention_mask`, what the mask leaves out is padding and is dropped.
+`attention_mask`, what the mask leaves out is padding and is dropped; ids without a mask are read as `generate` reads
+them, which takes `pad_token_id` for padding unless it ends answers. Any other key (images, positions, ...) is refused
+by its name, unless it provably changes nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -19,55 +22,93 @@ from cpu_prefix_cache import PrefixCacheError
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray[Any, Any] | Mapping[str, Any]
 
 
+# A placeholder is called in a configuration image_token_id, video_token_index, audio_prompt_token_id, ...; tokens that
+# begin or end a stretch of them (vision_start_token_id) are ordinary ones.
+KINDS_OF_INPUT = {"image", "video", "audio", "vision", "visual", "speech", "frame"}
+ORDINARY = {"start", "end", "bos", "eos"}
+
+
 class PromptRefused(PrefixCacheError):
     """A prompt is empty, not of the model's tokens, or too long for the model or the device pool. The user's error."""
 
 
-def each_prompt(prompts: Any) -> Iterator[str | list[int]]:
-    """The prompts in `prompts`, a Prompt or an iterable of them, each as a text or as a list of token ids.
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Reads prompts for one model and one call.
 
-    An iterable is read as far as prompts are asked for.
-
-    Raises PromptRefused for what is neither a prompt nor made of prompts.
+    `padding` is the token that counts as padding in ids without a mask, if one does. `ignores_zeros` says of a key of a
+    mapping whether the model computes the same with zeros for it, in the shape of `input_ids`, as without it.
     """
-    if isinstance(prompts, str):
-        yield prompts
-    elif isinstance(prompts, Mapping):
-        yield from _rows(prompts)
-    elif isinstance(prompts, torch.Tensor | np.ndarray):
-        yield from _rows({"input_ids": prompts})
-    elif isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Integral | float):
-        yield _token_ids(prompts)
-    elif isinstance(prompts, Iterable):
-        for prompt in prompts:
-            yield from each_prompt(prompt)
-    else:
-        raise PromptRefused(f"a prompt is a text or token ids, got {type(prompts).__name__}")
 
+    padding: int | None
+    ignores_zeros: Callable[[str], bool]
 
-def one_prompt(prompt: Prompt) -> str | list[int]:
-    """The only prompt in `prompt`. Raises PromptRefused if there are several, or none."""
-    prompts = list(each_prompt(prompt))
-    if not prompts:
-        raise PromptRefused("a prompt needs at least one token")
-    if len(prompts) > 1:
-        raise PromptRefused(f"answer takes one prompt, got {len(prompts)}: give them to generate")
-    return prompts[0]
+    def each(self, prompts: Any) -> Iterator[str | list[int]]:
+        """The prompts in `prompts`, a Prompt or an iterable of them, each as a text or as a list of token ids.
 
+        An iterable is read as far as prompts are asked for.
 
-def _rows(encoded: Mapping[str, Any]) -> Iterator[list[int]]:
-    """The prompts of a tokenizer's output, without padding."""
-    if "input_ids" not in encoded:
-        raise PromptRefused(
-            f"a prompt that is a mapping has input_ids, this one has {', '.join(map(str, encoded)) or 'nothing'}; make "
-            "messages of a chat a prompt with tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
-        )
-    ids = _table(encoded["input_ids"])
-    mask = _table(encoded["attention_mask"]) if "attention_mask" in encoded else [[1] * len(row) for row in ids]
-    if [len(row) for row in mask] != [len(row) for row in ids]:
-        raise PromptRefused("the attention_mask of a prompt must have the shape of its input_ids")
-    for row, kept in zip(ids, mask, strict=True):
-        yield [token for token, keep in zip(row, kept, strict=True) if keep]
+        Raises PromptRefused for what is neither a prompt nor made of prompts, and for inputs beside the tokens.
+        """
+        if isinstance(prompts, str):
+            yield prompts
+        elif isinstance(prompts, Mapping):
+            yield from self._rows(prompts)
+        elif isinstance(prompts, torch.Tensor | np.ndarray):
+            yield from self._rows({"input_ids": prompts})
+        elif isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Integral | float):
+            yield from self._rows({"input_ids": [prompts]})
+        elif isinstance(prompts, Iterable):
+            for prompt in prompts:
+                yield from self.each(prompt)
+        else:
+            raise PromptRefused(f"a prompt is a text or token ids, got {type(prompts).__name__}")
+
+    def one(self, prompt: Any) -> str | list[int]:
+        """The only prompt in `prompt`. Raises PromptRefused if there are several, or none."""
+        prompts = list(self.each(prompt))
+        if not prompts:
+            raise PromptRefused("a prompt needs at least one token")
+        if len(prompts) > 1:
+            raise PromptRefused(f"answer takes one prompt, got {len(prompts)}: give them to generate")
+        return prompts[0]
+
+    def _rows(self, encoded: Mapping[str, Any]) -> Iterator[list[int]]:
+        """The prompts of a tokenizer's output, without padding."""
+        given = {name: value for name, value in encoded.items() if value is not None}
+        if "input_ids" not in given:
+            raise PromptRefused(
+                f"a prompt that is a mapping has input_ids, this one has {', '.join(map(str, given)) or 'nothing'}; "
+                "make messages of a chat a prompt with "
+                "tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+            )
+        ids = _table(given.pop("input_ids"))
+        mask = self._mask(ids, given.pop("attention_mask", None))
+        if refused := [name for name, value in given.items() if not self._is_without_effect(name, value, ids)]:
+            raise PromptRefused(
+                f"this generator answers from token ids alone, and the prompt has {', '.join(map(str, refused))}: use "
+                "model.generate for it, or leave out what should not count"
+            )
+        for row, kept in zip(ids, mask, strict=True):
+            yield [token for token, keep in zip(row, kept, strict=True) if keep]
+
+    def _mask(self, ids: list[list[int]], given: Any) -> list[list[int]]:
+        """What is no padding of `ids`."""
+        if given is None:
+            return [[token != self.padding for token in row] for row in ids]
+        mask = _table(given)
+        if [len(row) for row in mask] != [len(row) for row in ids]:
+            raise PromptRefused("the attention_mask of a prompt must have the shape of its input_ids")
+        return mask
+
+    def _is_without_effect(self, name: str, value: Any, ids: list[list[int]]) -> bool:
+        """Whether the model computes the same without this value: it is zeros, and the model ignores them."""
+        try:
+            zeros = _table(value)
+        except (PromptRefused, TypeError):  # of another shape or type
+            return False
+        same_shape = [len(row) for row in zeros] == [len(row) for row in ids]
+        return same_shape and not any(map(any, zeros)) and self.ignores_zeros(name)
 
 
 def _table(ids: Any) -> list[list[int]]:
@@ -86,3 +127,22 @@ def _token_ids(tokens: Sequence[Any]) -> list[int]:
             strange = next(token for token in tokens if type(token) is kind)
             raise PromptRefused(f"a prompt is a text or token ids, which are integers; got {strange!r} among them")
     return list(tokens) if kinds == {int} else [int(token) for token in tokens]
+
+
+def placeholders(config: Mapping[str, Any]) -> dict[int, str]:
+    """The tokens in whose place a model puts images or other input, by a configuration and those within it.
+
+    Each has the name that the configuration gives it.
+    """
+    found: dict[int, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= placeholders(value)
+        elif _is_placeholder(str(name).split("_")) and value is not None:
+            found |= dict.fromkeys(value if isinstance(value, list) else [value], str(name))
+    return found
+
+
+def _is_placeholder(words: Sequence[str]) -> bool:
+    is_token = len(words) > 1 and words[-2] == "token" and words[-1] in ("id", "ids", "index")
+    return is_token and not KINDS_OF_INPUT.isdisjoint(words) and ORDINARY.isdisjoint(words)

@@ -9,6 +9,7 @@ built by the methods of GenerationMixin that `generate` itself calls, so that eq
 """
 
 import copy
+import difflib
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,9 @@ CARRIED_OUT = frozenset(
 WITHOUT_EFFECT = frozenset(
     {"bos_token_id", "pad_token_id", "decoder_start_token_id", "disable_compile", "transformers_version"}
 )
+
+# What `generate` takes beside its settings; here it is in the prompt.
+INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "pixel_values"})
 
 
 class Settings:
@@ -79,6 +83,12 @@ class Settings:
                 "stop_strings need a tokenizer of transformers, whose vocabulary is known; give stopping_criteria, "
                 "or a PreTrainedTokenizer"
             )
+
+    @property
+    def padding(self) -> int | None:
+        """The token that `generate` takes for padding in a prompt without a mask; None if it takes none."""
+        pad, ends = self._config.pad_token_id, self._config.eos_token_id
+        return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
     def for_prompt(self, tokens: Sequence[int]) -> "Choice":
         """What is decided for one prompt."""
@@ -161,11 +171,23 @@ class Choice:
 
 
 def check_configuration(model: Any) -> None:
-    """Raise ConfigurationError for settings in `model.config`. `generate` looks for them in every call, in .5 ms."""
+    """Raise ConfigurationError for a model that does not generate, or not from a cache, and for settings that are in
+    `model.config`. `generate` looks for them in every call, in .5 ms.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ConfigurationError(f"{name} has an encoder: this generator takes causal models, which have none")
+    if not model.can_generate():
+        raise ConfigurationError(f"{name} has no head to generate with: load it by AutoModelForCausalLM")
     if said := model.config._get_generation_parameters():
         raise ConfigurationError(
             f"model.config says {', '.join(said)}, which transformers does not read there: set it in "
             "model.generation_config"
+        )
+    if model.generation_config.use_cache is False:
+        raise ConfigurationError(
+            f"the configuration of {name} says use_cache=False, and this generator is a cache: set "
+            "model.generation_config.use_cache = True"
         )
 
 
@@ -182,15 +204,35 @@ def _merged(model: Any, given: GenerationConfig | None, options: Mapping[str, An
         unknown |= config.update(**options)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    defaults = config._get_default_generation_params()
-    refused = [f"{name}={value!r}" for name, value in _said(config).items() if _is_refused(name, value, defaults)]
-    if refused or unknown:
-        names = ", ".join([*refused, *unknown])
+    if not INPUTS.isdisjoint(unknown):
         raise ConfigurationError(
-            f"this generator samples one token after the other, and cannot carry out {names}: "
-            "leave it out of the options and of generation_config, or call model.generate"
+            f"{', '.join(sorted(INPUTS & set(unknown)))} belong to the prompt: give a tokenizer's output as one "
+            "argument, answer(tokenizer(text)) instead of answer(**tokenizer(text))"
+        )
+    if unknown:
+        raise ConfigurationError(f"there is no setting {', '.join(map(_with_a_guess, unknown))}")
+    defaults = config._get_default_generation_params()
+    places = {"the options": options, "generation_config": _said(given)}
+    refused = [
+        f"{name}={value!r} in " + next((place for place in places if name in places[place]), "model.generation_config")
+        for name, value in _said(config).items()
+        if _is_refused(name, value, defaults)
+    ]
+    if refused:
+        raise ConfigurationError(
+            f"this generator samples one token after the other, and cannot carry out {', '.join(refused)}: leave it "
+            "out there, or call model.generate"
         )
     return config
+
+
+def _with_a_guess(name: str) -> str:
+    """The unknown setting `name`, and the known one that may be meant."""
+    known = sorted(each for each in vars(GenerationConfig()) if not each.startswith("_"))
+    longer = sorted((each for each in known if each.startswith(name)), key=len)
+    if guesses := longer or difflib.get_close_matches(name, known, n=1):
+        return f"{name} (did you mean {guesses[0]}?)"
+    return name
 
 
 def _is_refused(name: str, value: object, defaults: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from connector.transformers.layers import FullAndStateLayer, LayerPast, LocalLayer
+from connector.transformers.layers import FullAndStateLayer, LayerPast, LocalLayer, NothingLayer
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast, Part, states_of
 from connector.transformers.rows import BlockTable, Rows
@@ -38,9 +38,9 @@ class WorkingState:
         kept = list(enumerate(past.layers))
         self._full = {index: kv.layer(index, self.rows) for index, each in kept if each.full}
         self._locals = {index: LocalLayer(each.local, self.rows) for index, each in kept if each.local is not None}
-        self._states = {index: self._with_states(index, each) for index, each in kept if each.has_states}
+        self._states = {index: self._with_states(index, each) for index, each in kept if each.states}
         layers: dict[int, Any] = self._full | self._locals | self._states  # with full attention and states: the last
-        self.cache = Cache(layers=[layers[index] for index, _ in kept])
+        self.cache = Cache(layers=[layers[index] if index in layers else NothingLayer() for index, _ in kept])
 
     @staticmethod
     def joined(sources: Sequence[tuple["WorkingState", int]]) -> "WorkingState":

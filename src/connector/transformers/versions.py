@@ -1,0 +1,30 @@
+"""The releases of transformers that the generator is tested with. Others run with a warning: each model is tried when
+it is loaded, but names and kinds of layers change.
+"""
+
+import logging
+import re
+from functools import cache
+
+import transformers
+
+logger = logging.getLogger(__name__)
+
+Release = tuple[int, int]
+FIRST: Release = (5, 19)  # of constraints.txt
+LAST: Release = (5, 24)  # of constraints-transformers-newest.txt
+RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+
+
+def is_tested(number: str) -> bool:
+    """Whether this release is in the range; a build between releases is not."""
+    numbers = re.match(r"(\d+)\.(\d+)", number)
+    return numbers is not None and "dev" not in number and FIRST <= (int(numbers[1]), int(numbers[2])) <= LAST
+
+
+@cache  # once in a process
+def warn_if_untested() -> None:
+    """Warn if this release of transformers is outside the tested range."""
+    number = transformers.__version__
+    if not is_tested(number):
+        logger.warning("PrefixCachedGenerator was tested with transformers %s; this is %s", RANGE, number)
