@@ -135,7 +135,7 @@ def test_a_number_of_a_block_is_an_integer(wrong):
     refuses(engine, "r", "abcd", "are given by their numbers, got", lambda blocks: [*blocks[:3], wrong])
 
 
-@pytest.mark.parametrize("table", [7, torch.tensor(7), object()], ids=repr)
+@pytest.mark.parametrize("table", [7, torch.tensor(7), object()], ids=["int", "tensor", "object"])
 def test_a_table_is_more_than_a_number(table):
     refuses(served("abcd"), "r", "abcd", "a list, a tensor or an array", lambda blocks: table)
 
