@@ -81,7 +81,7 @@ class CPUPrefixCache:
     Every rank's host region has `host_blocks` blocks of `planner.host_block_bytes` bytes each. Of these `ready_blocks`
     may be used at once (default: all), and more as ranks report them. `steps` bounds the engine's steps.
 
-    If the model needs checkpoints, they are kept at the last boundary of prompts and of finished requests, where a
+    If the model needs checkpoints, they are kept for the last boundaries of prompts and of finished requests, where a
     second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
 
     `thresholds` exclude rare or short prompts from stores. The default excludes none. With `declines` off, nothing is
@@ -229,7 +229,8 @@ class CPUPrefixCache:
         """Tokens at which the engine should let a step end, so that it has a checkpoint there. Ascending.
 
         Boundaries of the request's prompt; none in a model that needs no checkpoints. A checkpoint is kept if the
-        device has it when the boundary is reported as computed.
+        device has it when the chunks are reported as computed that must be there to resume from it: those up to the
+        boundary, and what prefix groups look ahead to.
 
         Raises MisuseError for a request that is not admitted.
         """
