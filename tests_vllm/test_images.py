@@ -31,7 +31,9 @@ def see(engine: Engine, image: str | None) -> tuple[int, int]:
     id = f"{image} {engine.counts['submitted']}"
     engine.counts["submitted"] += 1
     place = PlaceholderRange(offset=IMAGE_START, length=IMAGE_TOKENS)
-    images = [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)] if image else None
+    images = (
+        [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)] if image else None
+    )
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     request = Request(id, list(TOKENS), sampling, None, mm_features=images, block_hasher=engine._hasher)
     engine.requests[id] = request
