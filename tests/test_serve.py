@@ -1,0 +1,117 @@
+"""What `benchmarks/serve.py` sends of a trace, and when: its users, its times, its figures. The engine is a simple one."""
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serve_loop import Loop, Tokens, results
+from benchmarks.serve_trace import Request, dealt, ideal_hit, read, timed
+
+LIMIT = 10_000
+
+
+def line(at: int, ids: list[int], tokens: int, session: int | None = None, answer: int = 100) -> dict:
+    values = {"timestamp": at, "input_length": tokens, "output_length": answer, "hash_ids": ids}
+    return values if session is None else values | {"session": session}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    def write(*lines: dict, name: str = "trace.jsonl.gz") -> Path:
+        path = tmp_path / name
+        text = "".join(json.dumps(each) + "\n" for each in lines)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        return path
+
+    return write
+
+
+def test_blocks_shrink_and_keep_what_they_share(trace):
+    path = trace(line(0, [1, 2, 3], 1200), line(1000, [1, 2, 4], 1536))
+    (one, two), left_out = read(path, block_tokens=64, max_answer=48, max_tokens=LIMIT)
+    assert (one.tokens, two.tokens, one.answer, left_out) == (150, 192, 48, 0)
+    assert one.pieces(64) == [(1, 64), (2, 64), (3, 22)]
+    assert two.pieces(64)[:2] == one.pieces(64)[:2]
+    assert ideal_hit([one, two], 64) == pytest.approx(1 - 4 * 64 / (150 + 192))
+
+
+def test_a_request_that_the_engine_would_refuse_is_left_out_and_counted(trace):
+    path = trace(line(0, [1], 512), line(1, [2, 3], 1024), name="trace.jsonl")
+    requests, left_out = read(path, block_tokens=512, max_answer=10, max_tokens=600)
+    assert [request.ids for request in requests] == [(1,)]
+    assert left_out == 1
+
+
+def test_a_prompt_of_no_blocks_is_refused(trace):
+    with pytest.raises(ValueError, match="request 0 of the trace has no hash_ids"):
+        read(trace(line(0, [], 12)), block_tokens=64, max_answer=1, max_tokens=LIMIT)
+
+
+def requests_of(*sessions: str) -> list[Request]:
+    return [Request(float(at), session, (at,), 64, 4) for at, session in enumerate(sessions)]
+
+
+def test_a_user_plays_sessions_to_their_end():
+    shares = dealt(requests_of(*"aaabbcddd"), users=2, limit=8)
+    assert ["".join(request.session for request in share) for share in shares] == ["aaadd", "bbc"]
+
+
+def test_without_sessions_users_share_the_requests(trace):
+    path = trace(*(line(at, [at], 512) for at in range(6)))
+    requests, _ = read(path, block_tokens=64, max_answer=1, max_tokens=LIMIT)
+    shares = dealt(requests, users=2, limit=100)
+    assert [[request.ids[0] for request in share] for share in shares] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_times_are_stretched_to_the_rate():
+    times = timed(requests_of(*"abcde"), rate=2, limit=5)
+    assert [at for at, _ in times] == pytest.approx([0, 0.625, 1.25, 1.875, 2.5])
+
+
+class Engine:
+    """Answers one token in each turn of the event loop, and half of each prompt was cached."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.running = self.most = 0
+
+    async def ask(self, prompt, answer):
+        self.log.append(("asked", prompt[0]))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        for _ in range(answer):
+            await asyncio.sleep(0)
+            yield Tokens(1, len(prompt) // 2)
+        self.running -= 1
+        self.log.append(("answered", prompt[0]))
+
+
+def test_a_user_waits_for_each_answer():
+    engine = Engine()
+    users = [[([at] * 8, 3) for at in (1, 2, 3)], [([at] * 8, 3) for at in (10, 20)]]
+    loop = Loop(engine.ask, print, 5)
+    asyncio.run(loop.closed(users))
+    for user in users:
+        own = [entry for entry in engine.log if entry[1] in {prompt[0] for prompt, _ in user}]
+        assert own == [(what, prompt[0]) for prompt, _ in user for what in ("asked", "answered")]
+    assert engine.most == 2
+    assert [(each["prompt"], each["cached"], len(each["tokens"])) for each in results(loop)] == [(8, 4, 3)] * 5
+
+
+def test_an_open_loop_does_not_wait():
+    engine = Engine()
+    loop = Loop(engine.ask, print, 3)
+    asyncio.run(loop.open([(0.0, [at], 50) for at in range(3)]))
+    assert engine.most == 3
+    assert all(each["tokens"][0] >= each["sent"] == 0.0 for each in results(loop))
+
+
+def test_an_answer_cut_short_is_no_answer():
+    async def mute(prompt, answer):
+        yield Tokens(answer - 1, 0)
+
+    with pytest.raises(RuntimeError, match="a request has 2 tokens, and was to have 3"):
+        asyncio.run(Loop(mute, print, 1).closed([[([1], 3)]]))
