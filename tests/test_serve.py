@@ -1,7 +1,8 @@
-"""What `benchmarks/serve.py` sends of a trace, and when: its users, its times, its figures. The engine is a simple one."""
+"""Requests, times and figures of `benchmarks/serve.py`, with a simple engine in place of vLLM."""
 
 import asyncio
 import gzip
+import importlib
 import json
 from pathlib import Path
 
@@ -115,3 +116,35 @@ def test_an_answer_cut_short_is_no_answer():
 
     with pytest.raises(RuntimeError, match="a request has 2 tokens, and was to have 3"):
         asyncio.run(Loop(mute, print, 1).closed([[([1], 3)]]))
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """The module, which is found beside the script that uses it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("serve_report")
+
+
+def answered(prompt: int, cached: int, sent: float, *tokens: float) -> dict:
+    return dict(prompt=prompt, cached=cached, sent=sent, tokens=list(tokens))
+
+
+def test_figures_of_what_was_answered(report):
+    requests = [answered(100, 0, 0.0, 1.0, 1.5, 1.6), answered(300, 200, 1.0, 1.5)]
+    row = report.served_row(dict(answered=requests, seconds=2.0), gpus=2, price=3.6)
+    assert (row["prompt_tokens_per_s"], row["tokens_per_s_per_gpu"], row["hit"]) == (200, 101, 0.5)
+    assert row["first_token_ms"] == dict(mean=750.0, p50=1000.0, p95=1000.0, p99=1000.0)
+    assert row["between_tokens_ms"] == dict(mean=300.0, p50=500.0, p95=500.0, p99=500.0)
+    assert row["cost_per_million_tokens"] == pytest.approx(7.2 / 3600 * 2 / 404 * 1e6, abs=1e-4)
+    title, _, line = report.served_table([("ours-lazy@40", row)]).splitlines()
+    assert title.count("|") == line.count("|")
+    assert line.startswith("| ours-lazy@40 | 200 | 101 | 0.500 | 750, 1,000, 1,000, 1,000 | 300.0, ")
+
+
+def test_figures_of_a_convoy(report):
+    together = [answered(10, cached, 0.0, at) for cached, at in ((9, 0.3), (8, 0.2), (9, 0.4))]
+    row = report.convoy_row([answered(10, 9, 5.0, 5.1)], together)
+    assert [row[name] for name in ("alone_ms", "first_ms", "median_ms", "last_ms")] == [100.0, 200.0, 300.0, 400.0]
+    assert (row["last_over_first"], row["least_cached"], row["prompts"]) == (2.0, 8, 3)
+    title, _, line = report.convoy_table([("none", row)]).splitlines()
+    assert title.count("|") == line.count("|")
