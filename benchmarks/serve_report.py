@@ -60,7 +60,7 @@ def served_table(rows: Sequence[tuple[str, Row]]) -> str:
 def _served(row: Row, priced: bool) -> list[str]:
     cells = [f"{row['prompt_tokens_per_s']:,}", f"{row['tokens_per_s_per_gpu']:,}", f"{row['hit']:.3f}"]
     cells += [_spread(row["first_token_ms"], 0), _spread(row["between_tokens_ms"], 1)]
-    return cells + [f"{row['cost_per_million_tokens']:.4f}"] * priced
+    return cells + ([f"{row['cost_per_million_tokens']:.4f}"] if priced else [])
 
 
 def _spread(figures: Mapping[str, float] | None, digits: int) -> str:

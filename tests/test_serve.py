@@ -131,7 +131,8 @@ def answered(prompt: int, cached: int, sent: float, *tokens: float) -> dict:
 
 def test_figures_of_what_was_answered(report):
     requests = [answered(100, 0, 0.0, 1.0, 1.5, 1.6), answered(300, 200, 1.0, 1.5)]
-    row = report.served_row(dict(answered=requests, seconds=2.0), gpus=2, price=3.6)
+    answer = dict(answered=requests, seconds=2.0)
+    row = report.served_row(answer, gpus=2, price=3.6)
     assert (row["prompt_tokens_per_s"], row["tokens_per_s_per_gpu"], row["hit"]) == (200, 101, 0.5)
     assert row["first_token_ms"] == dict(mean=750.0, p50=1000.0, p95=1000.0, p99=1000.0)
     assert row["between_tokens_ms"] == dict(mean=300.0, p50=500.0, p95=500.0, p99=500.0)
@@ -139,6 +140,8 @@ def test_figures_of_what_was_answered(report):
     title, _, line = report.served_table([("ours-lazy@40", row)]).splitlines()
     assert title.count("|") == line.count("|")
     assert line.startswith("| ours-lazy@40 | 200 | 101 | 0.500 | 750, 1,000, 1,000, 1,000 | 300.0, ")
+    title, _, line = report.served_table([("none", report.served_row(answer, gpus=2, price=None))]).splitlines()
+    assert title.count("|") == line.count("|") == 7
 
 
 def test_figures_of_a_convoy(report):
