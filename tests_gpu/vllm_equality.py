@@ -16,7 +16,7 @@ control is about. What a drafter proposes must be the same, too; where only its 
 The status is the number of engines for which that is not so.
 
 Prompts that differ `cold` differ before anything was loaded: then two engines compute differently, and nothing follows
-about the cache. qwen3.5-mtp was seen to, where six engines started at once; why is not known.
+about the cache. qwen3.5-mtp was seen to, beside other engines that were starting; why is not known.
 """
 
 import argparse
