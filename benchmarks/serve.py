@@ -29,7 +29,7 @@ from typing import Any
 import serve_trace
 from common import environment, print_environment
 from serve_report import convoy_row, convoy_table, served_row, served_table
-from vllm_reload import MAX_MODEL_LEN, PIN_SECONDS_PER_GIB, SHAPES, SWEEP, Engine, model_folder, say
+from vllm_reload import ENGINES, MAX_MODEL_LEN, PIN_SECONDS_PER_GIB, SHAPES, SWEEP, Engine, model_folder, say
 
 PACKAGES = ["vllm", "torch", "triton"]
 BLOCK_TOKENS = 16  # of the device
@@ -37,11 +37,24 @@ CONVOY_TOKENS, CONVOY_TAIL = 32_768, 64
 WARM_UP = [4_096, 512, 64]  # tokens of prompts before the clock starts
 
 
+def parsed(cell: str) -> tuple[str, int]:
+    """The name of an engine and its GiB of host memory. Raises ValueError for others than those that can start."""
+    name, _, gib = cell.partition("@")
+    if name not in ENGINES:
+        raise ValueError(f"there is no engine {name!r}: give one of {', '.join(ENGINES)}")
+    if ENGINES[name] is None:
+        if gib:
+            raise ValueError(f"{name} has no host memory: give {name} alone")
+        return name, 0
+    if not gib.isdecimal() or not int(gib):
+        raise ValueError(f"{cell}: give GiB of host memory behind the name, such as {name}@40")
+    return name, int(gib)
+
+
 @contextmanager
 def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """The engine of `NAME@GIB`, warm, with its host memory pinned; and what it says of itself at start."""
-    name, _, gib = cell.partition("@")
-    host_gib = int(gib or 0)
+    name, host_gib = parsed(cell)
     settings = argparse.Namespace(**{**vars(args), "host_gib": host_gib, "log_stats": False})
     running = Engine(name, model, settings, script="serve_engine.py")
     try:
@@ -163,6 +176,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.trace is None and not args.convoy:
         parser.error("give a trace, or --convoy")
+    try:
+        for cell in args.engines.split(","):
+            parsed(cell)
+    except ValueError as error:
+        parser.error(str(error))
     args.command = " ".join(["benchmarks/serve.py", *sys.argv[1:]])
     print_environment(PACKAGES)
     kept = measured(args)

@@ -119,10 +119,33 @@ def test_an_answer_cut_short_is_no_answer():
 
 
 @pytest.fixture
-def report(monkeypatch):
-    """The module, which is found beside the script that uses it."""
+def module(monkeypatch):
+    """One that imports others which are found beside the script."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("serve_report")
+    return importlib.import_module
+
+
+@pytest.fixture
+def report(module):
+    return module("serve_report")
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("our-lazy@40", "there is no engine 'our-lazy': give one of none, null, ours-lazy"),
+        ("ours-lazy", "ours-lazy: give GiB of host memory behind the name, such as ours-lazy@40"),
+        ("ours-lazy@0", "ours-lazy@0: give GiB"),
+        ("none@40", "none has no host memory: give none alone"),
+    ],
+)
+def test_an_engine_that_cannot_start_is_refused_before_any_does(module, cell, message):
+    with pytest.raises(ValueError, match=message):
+        module("serve").parsed(cell)
+
+
+def test_engines_are_given_with_their_host_memory(module):
+    assert [module("serve").parsed(cell) for cell in ("none", "null@16")] == [("none", 0), ("null", 16)]
 
 
 def answered(prompt: int, cached: int, sent: float, *tokens: float) -> dict:
