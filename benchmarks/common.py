@@ -10,10 +10,16 @@ from importlib import metadata
 from pathlib import Path
 
 
-def print_environment(packages: Sequence[str]) -> None:
+def environment(packages: Sequence[str]) -> list[str]:
     versions = ", ".join(f"{name} {_version(name)}" for name in packages)
-    print(f"machine: {_processor()}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}")
-    print(f"versions: Python {platform.python_version()}, {versions}; commit {_commit()}")
+    return [
+        f"machine: {_processor()}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}",
+        f"versions: Python {platform.python_version()}, {versions}; commit {_commit()}",
+    ]
+
+
+def print_environment(packages: Sequence[str]) -> None:
+    print("\n".join(environment(packages)))
     if os.getloadavg()[0] > 0.5:
         print("note: the machine is not idle; compare ratios, not times", file=sys.stderr)
 

@@ -80,8 +80,11 @@ GEMMA = {  # Gemma 3 12B, with the same KV: five windows of 1,024 tokens for eac
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-SHAPES = {"llama": LLAMA, "gemma3": GEMMA}
-DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000}  # two prompts of 32,768 tokens; one, with blocks in six groups
+SMALL = LLAMA | dict(num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=2)
+SMALL |= dict(num_key_value_heads=1, head_dim=32)  # for a trial without a GPU
+SHAPES = {"llama": LLAMA, "gemma3": GEMMA, "small": SMALL}
+MAX_MODEL_LEN = 40_960
+DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000, "small": 5_000}  # two prompts of 32,768; one, in six groups
 GIB = 1 << 30
 PIN_SECONDS_PER_GIB = 0.25  # when several engines pin at the same time
 PAUSE_SECONDS = 0.2  # longer than any engine needs to store what one prompt has evicted
@@ -99,23 +102,29 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "null": (NULL, {"offload": "lazy"}),
     "ours-lazy": (OURS, {"offload": "lazy"}),
     "ours-eager": (OURS, {"offload": "eager"}),
+    "ours-adaptive": (OURS, {"offload": "lazy", "policy": "adaptive"}),
+    "ours-arc": (OURS, {"offload": "lazy", "policy": "arc"}),
+    "ours-eager-adaptive": (OURS, {"offload": "eager", "policy": "adaptive"}),
     "simple-lazy": (SIMPLE, {"lazy_offload": True}),
     "simple-eager": (SIMPLE, {}),
     "offloading": (OFFLOADING, {}),
+    "offloading-arc": (OFFLOADING, {"eviction_policy": "arc"}),
 }
 
 
 class Engine:
     """A child process, and seeds for new prompts."""
 
-    def __init__(self, name: str, model: Path, args: argparse.Namespace, **more: Any) -> None:
+    def __init__(
+        self, name: str, model: Path, args: argparse.Namespace, script: str = "vllm_engine.py", **more: Any
+    ) -> None:
         """`more` options of our connector are said by who starts one engine by itself."""
         options: dict[str, Any] = dict(
             model=str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=40_960,
+            max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=True,
             num_gpu_blocks_override=args.device_blocks,
             gpu_memory_utilization=0.1,
@@ -130,7 +139,7 @@ class Engine:
             options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self.name = name
         self._new = count(1_000_000)
-        command = [sys.executable, str(HERE / "vllm_engine.py"), json.dumps(options)]
+        command = [sys.executable, str(HERE / script), json.dumps(options)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
         )

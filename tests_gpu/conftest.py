@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-collect_ignore = ["damaging.py", "vllm_equality.py"]  # no tests; they need vLLM, and doctest would import them
+# no tests; they need vLLM, and doctest would import them
+collect_ignore = ["damaging.py", "drafters.py", "vllm_equality.py"]
 
 if not torch.cuda.is_available():
     pytest.exit("tests_gpu needs a CUDA or HIP device", returncode=1)

@@ -1,16 +1,22 @@
 """Whether a vLLM server answers with what came back from the host as it does with what it kept: on one GPU, or several.
 
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--at-once 3]
+    PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
 
 Each model is run by engines in processes of their own:
 
     kept           no connector, and a device that keeps everything
     lazy, eager    a device of a few prompts: they have left it when they are asked again
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
+    damaged drafter    with a drafter, the control of its own layer: what it loads is overwritten
 
 They are asked eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to
 its middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
-control is about. The status is the number of engines for which that is not so.
+control is about. What a drafter proposes must be the same, too; where only its layer is damaged, nothing else differs.
+The status is the number of engines for which that is not so.
+
+Prompts that differ `cold` differ before anything was loaded: then two engines compute differently, and nothing follows
+about the cache. qwen3.5-mtp was seen to, beside other engines that were starting; why is not known.
 """
 
 import argparse
@@ -25,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests_gpu.drafters import DRAFTERS, speculative
 
 from tests_vllm import models
 from tests_vllm.models import initialise, some_tokens
@@ -32,6 +39,7 @@ from tests_vllm.models import initialise, some_tokens
 MARK = "ANSWER "  # vLLM writes to the same pipe
 TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written
 NUM_PROMPTS, TAIL, ANSWER = 8, 24, 6
+DAMAGED_DRAFTER = "damaged drafter"
 ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
 HOST_BYTES = 1 << 30
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
@@ -94,7 +102,29 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
         2500,
         dict(mamba_cache_mode="align", gdn_prefill_backend="triton"),
     ),
+    "qwen3.5-mtp": (
+        "Qwen3_5TextConfig",
+        dict(
+            num_hidden_layers=4,
+            head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            mtp_num_hidden_layers=1,
+        ),
+        100,
+        2500,
+        dict(mamba_cache_mode="align", gdn_prefill_backend="triton"),
+    ),
 }
+MODELS["gemma3-eagle"] = MODELS["gemma3"]
+
+
+def drafter_of(name: str) -> str | None:
+    """The method of the drafter that stands beside a model, behind its name."""
+    return name.partition("-")[2] or None
 
 
 def save(name: str, folder: Path) -> None:
@@ -105,6 +135,8 @@ def save(name: str, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**{**SIZES, **sizes}))
     initialise(model)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if method := drafter_of(name):
+        DRAFTERS[method](model, folder)
 
 
 # In the process of one engine
@@ -117,8 +149,10 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
 
     *_, device_blocks, length, options = MODELS[name]
     module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES)
+    if method := drafter_of(name):
+        options = options | dict(speculative_config=speculative(method, Path(folder)))
     if variant.startswith("damaged "):
-        os.environ["DAMAGED_GROUP"] = variant.removeprefix("damaged ")
+        os.environ["DAMAGED"] = variant.removeprefix("damaged ")
         module = "tests_gpu.damaging"
     else:
         extra["offload"] = variant
@@ -147,14 +181,15 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         tensor_parallel_size=ranks,
         **options,
     )
+    drafts = observed_drafts(llm) if drafter_of(name) else []
     prompts = [some_tokens(length, ("prompt", at)) for at in range(NUM_PROMPTS)]
-    first = [_answer(llm, prompt) for prompt in prompts]
+    first = [_answer(llm, prompt, drafts) for prompt in prompts]
     for at in range(12):
-        _answer(llm, some_tokens(length, ("other", at)))
+        _answer(llm, some_tokens(length, ("other", at)), drafts)
     second, parted = [], []
     for at, prompt in enumerate(prompts):
-        second.append(_answer(llm, prompt + some_tokens(TAIL, ("tail", at))))
-        parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at))))
+        second.append(_answer(llm, prompt + some_tokens(TAIL, ("tail", at)), drafts))
+        parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at)), drafts))
     told: dict[str, Any] = dict(first=first, second=second, parted=parted)
     if variant != "kept":
         cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
@@ -166,14 +201,32 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
     return told
 
 
-def _answer(llm: Any, prompt: Sequence[int]) -> dict[str, Any]:
-    """The logprobs of the likeliest tokens, token by token of the answer, and how many of the prompt were hit."""
+def observed_drafts(llm: Any) -> list[list[int]]:
+    """Where all that is drafted from now on is noted. vLLM's scheduler has placeholders in its place."""
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+    drafts: list[list[int]] = []
+    if drafter is not None:
+        propose = drafter.propose
+
+        def observed(*arguments: Any, **options: Any) -> Any:
+            proposed = propose(*arguments, **options)
+            drafts.extend(proposed.tolist())
+            return proposed
+
+        drafter.propose = observed
+    return drafts
+
+
+def _answer(llm: Any, prompt: Sequence[int], drafts: list[list[int]]) -> dict[str, Any]:
+    """The logprobs of the likeliest tokens, token by token of the answer, how many of the prompt were hit, and what was
+    drafted."""
     from vllm import SamplingParams
 
+    drafts.clear()
     sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=5)
     [output] = llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
     logprobs = [{str(token): each.logprob for token, each in at.items()} for at in output.outputs[0].logprobs]
-    return dict(cached=output.num_cached_tokens, logprobs=logprobs)
+    return dict(cached=output.num_cached_tokens, logprobs=logprobs, drafts=drafts[: ANSWER - 1])
 
 
 # In the process that compares them
@@ -200,15 +253,20 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
         for which in ("first", "second", "parted")
     )
     hits = [answer["cached"] for answer in told["second"]]
-    if variant.startswith("damaged "):
+    drafts = sum(a["drafts"] != b["drafts"] for a, b in zip(kept["second"], told["second"], strict=True))
+    if variant == DAMAGED_DRAFTER:
+        right = max(before + after) <= TOLERANCE and drafts >= NUM_PROMPTS - 1
+    elif variant.startswith("damaged "):
         right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
     else:
         right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
+        right = right and not drafts and bool(kept["second"][0]["drafts"]) == bool(drafter_of(name))
     right = right and told["loaded"] >= sum(hits) > 0
     said = [", ".join(f"{each:.2g}" for each in differences) for differences in (after, parted)]
     print(
         f"{'ok   ' if right else 'WRONG'} {name}, {variant}: cold {max(before):.2g}; hit {hits}, "
-        f"differences {said[0]}, parted {said[1]}; {told['host_bytes_per_token']:.0f} bytes a token",
+        f"differences {said[0]}, parted {said[1]}; drafted otherwise in {drafts}; "
+        f"{told['host_bytes_per_token']:.0f} bytes a token",
         flush=True,
     )
     return right
@@ -221,7 +279,7 @@ def check(name: str, folder: Path, ranks: int, at_once: int) -> int:
         kept = pool.submit(run, name, folder, "kept", ranks)
         started = {variant: pool.submit(run, name, folder, variant, ranks) for variant in ("lazy", "eager")}
         lazy = started["lazy"].result()
-        controls = [f"damaged {group}" for group in lazy["groups"]]
+        controls = [f"damaged {group}" for group in lazy["groups"]] + [DAMAGED_DRAFTER] * bool(drafter_of(name))
         started |= {variant: pool.submit(run, name, folder, variant, ranks) for variant in controls}
         return sum(
             not is_as_it_must_be(name, variant, kept.result(), told.result()) for variant, told in started.items()
