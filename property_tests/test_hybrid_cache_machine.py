@@ -162,10 +162,10 @@ class HybridCacheMachine(PrefixCacheMachine):
         on_host, kept = self.on_host(), self.kept_on_host()
         able = [n0]
         for depth in range(n0 // GRID + 1, len(prompt) + 1):
-            if prompt[:depth] not in on_host or depth * GRID >= num_tokens:
+            if prompt[:depth] not in on_host:
                 break
             b = self.resumed(prompt[:depth])
-            if not self.needed(b) or prompt[:depth] in kept:
+            if b < num_tokens and (not self.needed(b) or prompt[:depth] in kept):
                 able.append(b)
         return max(able)
 

@@ -120,7 +120,7 @@ def slow_boundary(model: Sequence[Layer], host: Host, prompt: str, n0: int, num_
     for b in range(n0 + 1, last + 1):
         on_grid = b % GRID == 0 and b <= len(prompt) * GRID
         chunks = all(prompt[:end] in host.chunks for end in range(n0 // GRID + 1, b // GRID + 1))
-        is_within = whole(model, b) <= last
+        is_within = whole(model, b) <= num_tokens
         if on_grid and chunks and is_within and all(has_tokens(model, each, host, prompt, n0, b) for each in model):
             able.append(b)
     return max(able)

@@ -973,13 +973,14 @@ class Engine:
 def longest_boundary(cache: object, request: object, n0: int) -> int:
     """The oracle, the slow way: one chunk after another, as long as it is there and a token is left to compute.
 
-    Where a drafter reads ahead, what it reads must be there behind the boundary.
+    Where a drafter reads ahead, what it reads must be there behind the boundary, and may hold the last token.
     """
     grid, ahead = cache.planner.grid_tokens, max(group.lookahead_tokens for group in cache.planner.groups)
     best, depth = n0, n0 // grid
     while (
         depth < len(request.keys)
-        and (depth + 1) * grid <= request.num_tokens - 1
+        and (depth + 1) * grid - ahead <= request.num_tokens - 1
+        and (depth + 1) * grid <= request.num_tokens
         and cache.pool.find(request.keys[depth]) is not None
     ):
         depth += 1

@@ -52,7 +52,8 @@ def engines(tmp_path):
 
 
 SCENARIOS = {
-    "the same prompt": lambda new, shared: ([shared], [*shared[:-1], 950]),
+    "the same prompt": lambda new, shared: ([shared], shared),
+    "another last token": lambda new, shared: ([shared], [*shared[:-1], 950]),
     "its next turn": lambda new, shared: ([shared], [*shared, *new(41)]),
     "a third sibling": lambda new, shared: ([[*shared, *new(20)], [*shared, *new(20)]], [*shared, *new(20)]),
 }
@@ -73,11 +74,15 @@ def test_the_host_finds_what_the_device_would(engines, model, drafter, scenario,
     before, after = SCENARIOS[scenario](lambda count: tokens(rng, count), tokens(rng, length))
     options = dict(groups=MODELS[model], drafter=DRAFTERS[drafter])
     device = ask(engines(**options), before, after, forget=False)
+    # With one group vLLM looks for what is before the last token and drops a block of that; with several it looks a
+    # block further.
+    drops = drafter == "eagle"
+    more = BLOCK if model == "full" and drops and scenario == "the same prompt" and length == ON_A_BOUNDARY else 0
     for mode, asynchronous in (("eager", False), ("lazy", False), ("lazy", True)):
         host = ask(engines(**options, offload=mode, asynchronous=asynchronous), before, after, forget=True)
-        assert (host.on_device, host.on_host) == (0, device.on_device), f"{mode}, asynchronous: {asynchronous}"
+        assert (host.on_device, host.on_host) == (0, device.on_device + more), f"{mode}, asynchronous: {asynchronous}"
     # vLLM splits no step at the earlier of two boundaries, so it has no state there itself.
-    is_missed = "state" in model and drafter == "eagle" and scenario == "the same prompt" and length == ON_A_BOUNDARY
+    is_missed = "state" in model and drops and scenario == "another last token" and length == ON_A_BOUNDARY
     assert device.on_device >= (0 if is_missed else length - 3 * BLOCK)
 
 

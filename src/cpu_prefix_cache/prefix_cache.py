@@ -503,7 +503,7 @@ class CPUPrefixCache:
 
     def _is_union_miss(self, request: Request, end: int) -> bool:
         """Whether the last boundary was missed only because the host has the chunks and the device the checkpoint."""
-        last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
+        last = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
         boundary = self.planner.resumable_chunks(last)
         if boundary * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False

@@ -125,6 +125,10 @@ class HybridChunkPlanner:
         """How many chunks of a prompt a hit may cover: its last token is always computed, for its logits (rule 6)."""
         return max(0, num_tokens - 1) // self.grid_tokens
 
+    def findable_chunks(self, num_tokens: int) -> int:
+        """How many chunks of a prompt a hit may need: what groups look ahead to may hold the prompt's last token."""
+        return min(self.full_chunks(num_tokens), self.chunks_to_resume(self.hittable_chunks(num_tokens)))
+
     def resumable_chunks(self, present: int) -> int:
         """With so many chunks present, after how many of them a request can resume: prefix groups may look ahead."""
         return max(0, present - self.lookahead_chunks)

@@ -84,7 +84,7 @@ class KVCacheCoordinator:
         nothing beyond it.
         """
         planner, grid = self.planner, self.planner.grid_tokens
-        depth = self.pool.resident_run(keys, n0 // grid, min(planner.hittable_chunks(num_tokens), len(keys)))
+        depth = self.pool.resident_run(keys, n0 // grid, min(planner.findable_chunks(num_tokens), len(keys)))
         if planner.has_checkpoints and planner.resumable_chunks(depth) * grid > n0:
             depth = self.pool.depth(self.pool.resume_points.nearest(self._chunk(keys, depth)))
         return max(n0, planner.resumable_chunks(depth) * grid)

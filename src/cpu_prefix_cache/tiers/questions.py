@@ -147,7 +147,7 @@ class Questions:
         if self._seconds is None:
             return None
         planner, keys = self._planner, request.keys
-        stop = min(planner.hittable_chunks(request.num_tokens), len(keys))
+        stop = min(planner.findable_chunks(request.num_tokens), len(keys))
         known = self._pool.resident_run(keys, 0, stop)
         depth = known
         if planner.has_checkpoints and stop:

@@ -154,7 +154,7 @@ class TieredCache(CPUPrefixCache):
     def _unknown_until(self, request: Request, n0: int, host_end: int) -> float | None:
         """Until when this request waits to hear what the tier has. None where it is known, or could save no time."""
         grid = self.planner.grid_tokens
-        end = self.planner.resumable_chunks(self.planner.hittable_chunks(request.num_tokens)) * grid
+        end = self.planner.resumable_chunks(self.planner.findable_chunks(request.num_tokens)) * grid
         if end < n0 + max(1, self.min_load_tokens):
             return None
         blocks = (end // grid - host_end // grid) * self.planner.host_blocks_per_chunk
