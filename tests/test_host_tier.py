@@ -201,6 +201,12 @@ def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_url_by_itself_is_refused_without_its_password():
+    with pytest.raises(ConfigurationError, match="got str") as refused:
+        engine_with("redis://:hunter2@cache:6379")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
     """The same shapes and the same keys: nothing but the weights differs."""
 
