@@ -131,7 +131,8 @@ class Slab:
         """The floor is on disk when this returns, and what says that records up to `generation` may be found.
 
         Raises OSError. If that leaves a floor in memory alone, the log says so, and the next process to open the
-        folder begins anew, where the disk lets a file be deleted.
+        folder begins anew, where the disk lets a file be deleted; also when the floor is kept later, since what says
+        that the folder is ready is not written again.
         """
         try:
             self._generations.keep(generation)
