@@ -19,6 +19,7 @@ from batching_engine import BLOCK_TOKENS, Engine, Request, prompts
 from cpu_prefix_cache import ChainHasher, ConfigurationError, FileTier, MisuseError, SharedTier, TierUnavailable
 from cpu_prefix_cache.memory import claims
 from cpu_prefix_cache.slab import allocation, opening
+from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.stores import opening as stores_opening
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 from tests.troubled_copiers import COPIERS
@@ -200,6 +201,12 @@ def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_url_by_itself_is_refused_without_its_password():
+    with pytest.raises(ConfigurationError, match="got str") as refused:
+        engine_with("redis://:hunter2@cache:6379")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
     """The same shapes and the same keys: nothing but the weights differs."""
 
@@ -321,6 +328,19 @@ def test_a_folder_that_another_engine_has(path, impatient, caplog):
     """S8.22"""
     first = engine_with(tier(path))
     opens_later(tier(path), first.host.close, caplog)
+
+
+def test_an_attempt_that_fails_over_an_open_folder_lets_it_go(path, impatient, caplog, monkeypatch):
+    of_slab, errors = RankTier.of_slab, []
+
+    def fails(*arguments):
+        errors.append(OSError(errno.EIO, "Input/output error"))
+        raise errors[-1]
+
+    monkeypatch.setattr(RankTier, "of_slab", fails)
+    opens_later(tier(path), lambda: monkeypatch.setattr(RankTier, "of_slab", of_slab), caplog)
+    assert errors[0].__traceback__ is not None, "kept with all of its frames"
+    assert "another process" not in caplog.text
 
 
 def test_a_disk_without_room(path, impatient, caplog, monkeypatch):

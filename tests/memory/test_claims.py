@@ -165,8 +165,34 @@ def test_only_the_pages_of_the_region_count():
     assert claims._resident_bytes(smaps, [range(0x9000, 0xA000)]) == 0
 
 
-def test_a_claim_of_another_pid_namespace_counts_whole():
-    assert claims._not_taken(claims.Process(os.getpid(), 1, ()), [range(5 * MIB)]) == 5 * MIB
+def test_nothing_is_promised_to_a_process_of_another_pid_namespace(other, monkeypatch):
+    """Containers that share /dev/shm. All that it has taken counts as used already, and would count twice."""
+    ask(other(), 64)
+    monkeypatch.setattr(claims, "_pid_namespace", lambda: 1)
+    assert promised() == 0
+
+
+def test_what_any_rank_has_taken_of_a_shared_region_is_taken():
+    file, region = mapping.make_shared(16 * MIB)
+    assert promised() == 16 * MIB
+    child = os.fork()
+    if not child:
+        mapping.map_shared(file, 16 * MIB)[: 12 * MIB] = bytes(12 * MIB)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(file)
+    assert promised() == 4 * MIB
+    region[:] = bytes(16 * MIB)
+    assert promised() == 0
+
+
+def test_a_shared_region_that_has_ended_leaves_no_descriptor():
+    promised()  # opens the folder
+    before = os.listdir("/proc/self/fd")
+    file, region = mapping.make_shared(MIB)
+    os.close(file)
+    del region
+    assert os.listdir("/proc/self/fd") == before and promised() == 0
 
 
 @pytest.mark.parametrize("trick", ["link", "mode", "file"])
@@ -193,7 +219,7 @@ def test_a_folder_of_another_user_is_not_used(folder, caplog):
     assert "belongs to user 65534" in caplog.text and list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"nothing", b"[1, 2, 3, 4]", b'["a", 2, 3, 4, []]', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"nothing", b"[1, 2, 3, 4]", b'["a", 2, 3, 4, [], -1]', b"\xff"])
 def test_files_that_are_no_claims_claim_nothing(folder, content):
     kept = mapping.private(MIB)
     (mine,) = (each for each in folder.iterdir() if each.name != claims.LOCK)

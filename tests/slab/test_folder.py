@@ -228,6 +228,32 @@ def test_a_process_that_ends_while_it_begins_anew_leaves_nothing_to_be_found(let
     assert set(letters.kept) == {"."}
 
 
+@pytest.mark.parametrize("truncates", [True, False])
+def test_records_whose_name_the_disk_keeps_are_not_found(letters, tmp_path, monkeypatch, truncates):
+    letters.slab.close()
+    os.unlink(letters.file("manifest.json"))  # as a reset does that could not be kept
+    unlink, truncate = os.unlink, os.ftruncate
+
+    def keeps(name, **more):
+        if name == "records":
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(name, **more)
+
+    def fails(file, length):
+        if not truncates and not length:
+            raise OSError(errno.EIO, "Input/output error")
+        truncate(file, length)
+
+    monkeypatch.setattr(os, "unlink", keeps)
+    monkeypatch.setattr(os, "ftruncate", fails)
+    if truncates:
+        letters.slab = open_slab(tmp_path)
+        assert letters.kept == "." * SLOTS
+    else:
+        with pytest.raises(TierUnavailable, match="Input/output error"):
+            open_slab(tmp_path)
+
+
 def test_a_folder_that_was_never_made_ready_begins_anew(letters, tmp_path):
     letters.slab.close()
     os.unlink(letters.file("manifest.json"))

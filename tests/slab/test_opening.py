@@ -1,14 +1,19 @@
 """A tier that opens itself: its owner neither waits for what hangs nor falls with what fails."""
 
+import errno
 import logging
+import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, RankReport, StepPlan, TierUnavailable
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
-from cpu_prefix_cache.slab import opening
+from cpu_prefix_cache.slab import opening, record_file
 from cpu_prefix_cache.slab.opening import NOTHING_MOVED, OpeningTier
+from cpu_prefix_cache.slab.rank_tier import RankTier
+from tests.slab.small_slab import BLOCK, PIECES, open_slab, region
 
 SECONDS = 30  # more than any machine takes
 
@@ -181,3 +186,35 @@ def test_a_tier_that_is_dropped_is_not_opened_any_more():
     del tier
     thread.join(SECONDS)
     assert not thread.is_alive() and attempts.made
+
+
+class Once:
+    """`act`, which fails at its first call as a disk may, and keeps nothing."""
+
+    def __init__(self, act):
+        self.act, self.calls = act, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return self.act(*arguments)
+
+
+def test_a_disk_that_fails_once_at_the_first_attempt_is_open_at_the_next(tmp_path, monkeypatch, caplog):
+    """The lock of the folder is not kept by an attempt that has failed."""
+    reads = Once(os.preadv)
+    monkeypatch.setattr(record_file, "os", SimpleNamespace(preadv=reads, pwrite=os.pwrite))
+    tier = OpeningTier(0, "the tier", lambda: RankTier.of_slab(open_slab(tmp_path), region(4, BLOCK), PIECES[1:2], 0))
+    until_open(tier)
+    assert "Input/output error" in caplog.text and "another process" not in caplog.text
+    tier.close()
+
+
+def test_an_error_that_is_kept_for_others_keeps_no_lock(tmp_path, monkeypatch):
+    """Nothing is left to whenever the garbage is collected."""
+    monkeypatch.setattr(record_file, "os", SimpleNamespace(preadv=Once(os.preadv), pwrite=os.pwrite))
+    with pytest.raises(OSError, match="Input/output error") as kept:
+        open_slab(tmp_path)
+    assert kept.tb is not None, "with all of its frames"
+    open_slab(tmp_path).close()

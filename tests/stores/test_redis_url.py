@@ -2,14 +2,28 @@
 
 import ssl
 import traceback
+from urllib.parse import quote
 
 import pytest
 
 from connector.tier.options import check_options
 from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.stores.opening import check_kind, open_store
-from cpu_prefix_cache.stores.redis_url import parse_redis_url
+from cpu_prefix_cache.stores.redis_url import _say_ignored, parse_redis_url
+from cpu_prefix_cache.stores.settings import parse_tier
 
+CERTIFICATE = """
+-----BEGIN CERTIFICATE-----
+MIIBeDCCAR2gAwIBAgIUfulVp2Z6H8se0ShwXYl1rkZYvEowCgYIKoZIzj0EAwIw
+EDEOMAwGA1UEAwwFY2FjaGUwIBcNMjYxMTI2MDkzMDIwWhgPMjEyNjExMDIwOTMw
+MjBaMBAxDjAMBgNVBAMMBWNhY2hlMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE
+DHYEhiay5cygEvXorREA/KTKvr6QHtQHUovGlo/XCJP4joyf2eqbKZ0o83PEKf1+
+//yI7QPFev3xkNLwUiRjRaNTMFEwHQYDVR0OBBYEFN5Kq1L6Gxau/SW8p6klUOl0
+s9BwMB8GA1UdIwQYMBaAFN5Kq1L6Gxau/SW8p6klUOl0s9BwMA8GA1UdEwEB/wQF
+MAMBAf8wCgYIKoZIzj0EAwIDSQAwRgIhAIsHw25nfJQF5N757ZlIcZodovhl3g2a
+ADPuxHXIRp8OAiEAwa+s3bSJWH4knbzO/g8nzNZQ318Y+g7dX8o/Xpq4tow=
+-----END CERTIFICATE-----
+"""  # of an authority, whose key nobody has
 SECRET = "hun/ter#2?x@y%z:w"  # which URLs write hun%2Fter%232%3Fx%40y%25z%3Aw
 
 
@@ -28,6 +42,7 @@ def told(act, *arguments):
         ("redis://me:hun%2Fter%232%3Fx%40y%25z%3Aw@cache", ("cache", 6379, "", 0, "me", SECRET)),
         ("redis://me:a@b@[::1]:7?db=3", ("::1", 7, "", 3, "me", "a@b")),
         ("redis://cache?username=me&password=hun%2Fter%232%3Fx%40y%25z%3Aw", ("cache", 6379, "", 0, "me", SECRET)),
+        ("redis://cache/0?db=1", ("cache", 6379, "", 1, "", "")),
         ("redis://:0", ("localhost", 0, "", 0, "", "")),
         ("unix:///run/re%20dis.sock?db=2&password=pw", ("localhost", 6379, "/run/re dis.sock", 2, "", "pw")),
         ("unix://me:pw@/run/redis.sock", ("localhost", 6379, "/run/redis.sock", 0, "me", "pw")),
@@ -44,6 +59,10 @@ def test_tls_checks_certificates_and_names_unless_the_operator_says_otherwise():
     assert plain.verify_mode is ssl.CERT_REQUIRED and plain.check_hostname
     other_name = parse_redis_url("rediss://cache?ssl_check_hostname=false").tls
     assert other_name.verify_mode is ssl.CERT_REQUIRED and not other_name.check_hostname
+    optional = parse_redis_url("rediss://cache?ssl_cert_reqs=optional").tls
+    assert optional.verify_mode is ssl.CERT_REQUIRED and optional.check_hostname, "the same, for a client"
+    newest = parse_redis_url("rediss://cache?ssl_min_version=TLSv1_3").tls
+    assert newest.minimum_version is ssl.TLSVersion.TLSv1_3
     anybody = parse_redis_url("rediss://cache?ssl_cert_reqs=none").tls
     assert anybody.verify_mode is ssl.CERT_NONE
 
@@ -65,7 +84,6 @@ def test_tls_checks_certificates_and_names_unless_the_operator_says_otherwise():
         "cache?db=1&db=1&password=hunter2",
         ":hunter2@cache?password=hunter2",
         ":hunter2@cache?password_env=HUNTER2",
-        ":hunter2@cache/1?db=2",
         ":hunter2@cache#",
         ":hunter2@a..b",
     ],
@@ -85,12 +103,19 @@ def test_no_sentence_about_a_wrong_url_has_a_part_of_the_password(scheme, rest):
         (SharedTier, ":hunter2@cache:6379"),
         (lambda url: check_kind("redis", url), ":hunter2@cache:6379"),
         (lambda url: check_kind("redis", url), "hunter2"),
+        (parse_tier, "redis:/:hunter2@cache:6379"),
+        (parse_tier, "redis//:hunter2@cache:6379"),
+        (parse_tier, "redis//hunter2@cache:6379"),
+        (parse_tier, ":hunter2@cache:6379"),
+        (parse_tier, "hunter2"),
+        (parse_tier, "hunter"),
+        (check_options, {"kind": "redis://:hunter2@cache"}),
         (check_options, "redis://:hunter2@cache"),
         (check_options, {"kind": "redis", "url": ["redis://:hunter2@cache"]}),
     ],
 )
 def test_nor_has_one_about_what_is_no_url(act, argument):
-    assert "hunter2" not in told(act, argument)
+    assert "hunter" not in told(act, argument)
 
 
 @pytest.mark.parametrize("url", ["redis://:hun/ter2@cache", "redis://:hun?ter2@cache", "redis://:hun#ter2@cache"])
@@ -100,8 +125,40 @@ def test_what_would_work_for_such_a_password_is_said(url):
 
 
 def test_unknown_options_are_refused_with_those_that_are_known():
-    assert "ssl" not in (said := told(parse_redis_url, "redis://cache?socket_timeout=3")) and "password_file" in said
-    assert "ssl_ca_certs" in told(parse_redis_url, "rediss://cache?socket_timeout=3")
+    assert "ssl" not in (said := told(parse_redis_url, "redis://cache?sockettimeout=3")) and "password_file" in said
+    assert "ssl_ca_certs" in told(parse_redis_url, "rediss://cache?sockettimeout=3")
+    assert "ssl_min_version is TLSv1_2 or TLSv1_3" in told(parse_redis_url, "rediss://cache?ssl_min_version=TLSv1")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_options_of_connections_and_answers_are_ignored_with_one_warning(scheme, caplog):
+    _say_ignored.cache_clear()
+    url = f"{scheme}://cache?protocol=3&client_name=engine&socket_timeout=3&max_connections=9&health_check_interval=5"
+    for _ in range(3):
+        assert parse_redis_url(url).host == "cache"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "protocol, client_name, socket_timeout, max_connections, health_check_interval" in line
+    assert "engine" not in line
+
+
+@pytest.mark.parametrize("name", ["ssl_ciphers", "ssl_password", "ssl_validate_ocsp"])
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_what_changes_tls_and_is_not_carried_out_is_refused_by_name(scheme, name):
+    said = told(parse_redis_url, f"{scheme}://cache?{name}=hunter2&protocol=3")
+    assert f"the option {name} changes TLS" in said and "hunter2" not in said
+
+
+def test_options_of_tls_are_refused_by_name_without_it():
+    assert "ssl_ca_certs changes TLS, and is for rediss://" in told(parse_redis_url, "redis://cache?ssl_ca_certs=x")
+
+
+def test_authorities_may_be_given_as_text():
+    text = quote(CERTIFICATE)
+    (authority,) = parse_redis_url(f"rediss://cache?ssl_ca_data={text}").tls.get_ca_certs()
+    assert authority["subject"] == ((("commonName", "cache"),),)
+    for wrong in ("hunter2", "%C3%A9"):
+        said = told(parse_redis_url, f"rediss://cache?ssl_ca_data={wrong}")
+        assert "ssl_ca_data" in said and "hunter" not in said
 
 
 def test_a_password_in_a_file_is_read_for_each_connection(tmp_path):

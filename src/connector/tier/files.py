@@ -34,17 +34,18 @@ class FileTierSettings(TierSettings):
     def open(self, own: Mapping[str, Value], part: RankPart) -> "TierOfRank":
         from connector.tier.owner import Owner
         from cpu_prefix_cache.slab.rank_tier import RankTier
-        from cpu_prefix_cache.slab.slab import Slab
+        from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
 
         sizes = {"ranks": self.owners, "slots": part.slots, "slot_bytes": part.region.shape[1]}
         slab = Slab.of(self.said, RankNamespace.of(self.namespace, own), rank=part.number, **sizes)
-        if slab.has_mark(MARK):
-            slab.advance(slab.next_generation)
-            slab.keep()
-            slab.remove_mark(MARK)
-        slab.mark_resets(partial(slab.leave_mark, MARK))
-        tier = RankTier.of_slab(slab, part.region, part.pieces, part.rank)
-        return Owner(tier, part.region, part.absent)
+        with unlocked_on_failure(slab):
+            if slab.has_mark(MARK):
+                slab.advance(slab.next_generation)
+                slab.keep()
+                slab.remove_mark(MARK)
+            slab.mark_resets(partial(slab.leave_mark, MARK))
+            tier = RankTier.of_slab(slab, part.region, part.pieces, part.rank)
+            return Owner(tier, part.region, part.absent)
 
     def __str__(self) -> str:
         return f"a tier of {self.said.nbytes / 2**30:,.1f} GiB in {self.said.folder}"

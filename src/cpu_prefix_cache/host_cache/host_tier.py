@@ -56,7 +56,8 @@ class HostTier:
         if not isinstance(said, FileTier | SharedTier):
             raise ConfigurationError(
                 "below a HostCache is a FileTier(path, nbytes, model=..., revision=...), or a SharedTier(store, "
-                f"model=..., revision=...), since neither files nor a store tell whose KV they hold; got {said!r}"
+                "model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
+                f"{type(said).__name__}"  # which may be a URL with a password
             )
         from cpu_prefix_cache.slab.namespace import namespace_of
         from cpu_prefix_cache.slab.opening import OpeningTier
@@ -132,13 +133,14 @@ class HostTier:
 def _files(said: FileTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
     from cpu_prefix_cache.slab.rank_tier import RankTier
     from cpu_prefix_cache.slab.sizing import num_slots
-    from cpu_prefix_cache.slab.slab import Slab
+    from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
 
     slots = num_slots(said, planner.host_block_bytes, ranks=1, host_blocks=region.shape[0])
 
     def open_slab() -> RankTier:
         slab = Slab.of(said, namespace, rank=0, ranks=1, slots=slots, slot_bytes=planner.host_block_bytes)
-        return RankTier.of_slab(slab, region, planner.pieces, 0)
+        with unlocked_on_failure(slab):
+            return RankTier.of_slab(slab, region, planner.pieces, 0)
 
     return _Below({"slots": slots, "below_offload": said.offload}, f"the tier in {said.path}", open_slab)
 

@@ -2,7 +2,9 @@
 
 The pages of a region are taken while its engine works, so for a while the system calls memory available that is
 promised already. Each region has a file in a folder of this user, which its process keeps locked. The file says how
-large the region is and where; how much of it has been taken, the kernel says of its process.
+large the region is and where; how much of it has been taken, the kernel says of its process, or of the file without a
+name that several processes map. Of a process in another namespace of pids it does not say that. Nothing counts as
+promised to it then: what it has taken counts as used already, and would count twice as long as it lives.
 
     alive    the file is locked. The kernel unlocks it when the process ends, however it ends
     dead     whoever reads it next removes it
@@ -21,7 +23,7 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import addressof, c_char
 from functools import cache
@@ -45,6 +47,14 @@ class Process(NamedTuple):
     groups: tuple[str, ...]
 
 
+class Claim(NamedTuple):
+    """A region of a process: its addresses, and the descriptor there of the file that it is, or -1."""
+
+    process: Process
+    region: range
+    file: int
+
+
 class Promise(NamedTuple):
     """What a process has been given and has not taken yet."""
 
@@ -54,12 +64,12 @@ class Promise(NamedTuple):
 
 def promises() -> list[Promise]:
     """To all living processes, this one too."""
-    regions: dict[Process, list[range]] = {}
+    claims: dict[Process, list[Claim]] = {}
     folder = _folder()
     for name in [] if folder is None else os.listdir(folder):
         if folder is not None and name != LOCK and (claim := _read(folder, name)) is not None:
-            regions.setdefault(claim[0], []).append(claim[1])
-    return [Promise(_not_taken(process, own), process.groups) for process, own in regions.items()]
+            claims.setdefault(claim.process, []).append(claim)
+    return [Promise(_not_taken(process, own), process.groups) for process, own in claims.items()]
 
 
 @contextmanager
@@ -84,21 +94,26 @@ def turn() -> Iterator[None]:
         os.close(file)
 
 
-def claim(region: mmap.mmap, groups: Sequence[str]) -> None:
-    """Claim what a region has not taken yet, until it ends. `groups` are the control groups that limit it."""
+def claim(region: mmap.mmap, groups: Sequence[str], shared: int = -1) -> None:
+    """Claim what a region has not taken yet, until it ends. `groups` are the control groups that limit it, and `shared`
+    is the descriptor of the file that it is, if it is one.
+    """
     folder = _folder()
     if folder is None:
         return
     name = secrets.token_hex(16)
     begin = addressof(c_char.from_buffer(region))
+    files: list[int] = []
     try:
-        said = begin, len(region), os.getpid(), _pid_namespace(), list(groups)
-        file = _put(folder, name, json.dumps(said).encode())
+        files += [] if shared < 0 else [os.dup(shared)]
+        said = begin, len(region), os.getpid(), _pid_namespace(), list(groups), files[0] if files else -1
+        files.append(_put(folder, name, json.dumps(said).encode()))
     except OSError as failed:
+        _close(files)
         _warn(failed)
         return
-    _held.add(file)
-    weakref.finalize(region, _end, os.getpid(), folder, name, file)
+    _held.update(files)
+    weakref.finalize(region, _end, os.getpid(), folder, name, files)
 
 
 def _put(folder: int, name: str, content: bytes) -> int:
@@ -114,16 +129,22 @@ def _put(folder: int, name: str, content: bytes) -> int:
     return file
 
 
-def _end(pid: int, folder: int, name: str, file: int) -> None:
-    if os.getpid() == pid:  # a forked child has closed it already
-        _held.discard(file)
+def _end(pid: int, folder: int, name: str, files: Sequence[int]) -> None:
+    if os.getpid() == pid:  # a forked child has closed them already
+        _held.difference_update(files)
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
-        os.close(file)
+        _close(files)
 
 
-def _read(folder: int, name: str) -> tuple[Process, range] | None:
-    """A process and the addresses of a region of it. None if its process has ended, or it is no claim."""
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _read(folder: int, name: str) -> Claim | None:
+    """None if its process has ended, or it is no claim."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
@@ -132,8 +153,9 @@ def _read(folder: int, name: str) -> tuple[Process, range] | None:
         if _lock(file, fcntl.LOCK_SH):  # shared, so that others who ask at this moment do not take it for alive
             os.unlink(name, dir_fd=folder)
             return None
-        begin, num_bytes, pid, namespace, groups = json.loads(os.read(file, CLAIM_BYTES))
-        return Process(int(pid), int(namespace), tuple(groups)), range(int(begin), int(begin) + int(num_bytes))
+        begin, num_bytes, pid, namespace, groups, shared = json.loads(os.read(file, CLAIM_BYTES))
+        process = Process(int(pid), int(namespace), tuple(groups))
+        return Claim(process, range(int(begin), int(begin) + int(num_bytes)), int(shared))
     except (OSError, ValueError, TypeError):
         return None
     finally:
@@ -177,16 +199,23 @@ def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _not_taken(process: Process, regions: Sequence[range]) -> int:
-    """All of them, where the kernel does not say what has been taken."""
-    promised = sum(map(len, regions))
+def _not_taken(process: Process, own: Sequence[Claim]) -> int:
+    """0 where the kernel does not say what has been taken."""
+    if process.namespace != _pid_namespace():
+        return 0
+    private = [each.region for each in own if each.file < 0]
     try:
-        if process.namespace != _pid_namespace():
-            return promised
-        lines = Path(f"/proc/{process.pid}/smaps").read_text().splitlines()
+        of_files = sum(_not_in_file(each) for each in own if each.file >= 0)
+        lines = Path(f"/proc/{process.pid}/smaps").read_text().splitlines() if private else []
     except OSError:
-        return promised
-    return max(0, promised - _resident_bytes(lines, regions))
+        return 0
+    return of_files + max(0, sum(map(len, private)) - _resident_bytes(lines, private))
+
+
+def _not_in_file(claim: Claim) -> int:
+    """Whichever of the processes that map it has taken the rest."""
+    status = os.stat(f"/proc/{claim.process.pid}/fd/{claim.file}")
+    return max(0, len(claim.region) - 512 * status.st_blocks)
 
 
 def _resident_bytes(smaps: Sequence[str], regions: Sequence[range]) -> int:
@@ -205,9 +234,7 @@ def _resident_bytes(smaps: Sequence[str], regions: Sequence[range]) -> int:
 
 def _forget_in_child() -> None:
     """A child has no part in the regions of its parent, and does not keep them claimed."""
-    for file in _held:
-        with suppress(OSError):
-            os.close(file)
+    _close(_held)
     _held.clear()
 
 

@@ -41,7 +41,7 @@ def make_shared(num_bytes: int) -> tuple[int, mmap.mmap]:
         except BaseException:
             os.close(file)
             raise
-        claims.claim(region, groups())
+        claims.claim(region, groups(), file)
     return file, region
 
 

@@ -74,6 +74,8 @@ class Folder:
                 self.lock = _locked(self.opened, self.path, undo)
                 there = self._usable(manifest.read_manifest(self.opened, self.path), wanted, undo)
                 self.records = _kept(open_file(self.opened, "records", self.path), undo)
+                if there is None:
+                    os.ftruncate(self.records, 0)  # a disk may keep its name
                 self.blocks = _kept(open_file(self.opened, "blocks", self.path), undo)
                 if not keep_others:
                     with _one_rank_at_a_time(folders[-2]):  # the others find it made

@@ -56,7 +56,7 @@ class OpeningTier:
         self._attempts = _Attempts(name, open)
         self._end = weakref.finalize(self, self._attempts.give_up)
         error = self._attempts.first_error(PATIENCE_SECONDS)
-        if isinstance(error, ConfigurationError):
+        if error is not None:
             self._end()
             raise error
 
@@ -104,12 +104,12 @@ class _Attempts(threading.Thread):
         self._what, self._open = name, open
         self._lock, self._over, self._tried = threading.Lock(), threading.Event(), threading.Event()
         self._missed: TierPlan | None = None  # the first that follows the last reset
-        self._first_error: Exception | None = None
+        self._first_error: ConfigurationError | None = None
         self._said = ""
         self.start()
 
-    def first_error(self, seconds: float) -> Exception | None:
-        """What the first attempt has raised, waiting so long for it."""
+    def first_error(self, seconds: float) -> ConfigurationError | None:
+        """The first attempt's, without its frames, waiting so long for it. Other errors are no reason to stop."""
         if not self._tried.wait(seconds):
             self._say(f"nothing has answered within {seconds:.0f} s")
         return self._first_error
@@ -169,10 +169,9 @@ class _Attempts(threading.Thread):
             carried_out = plan
 
     def _failed(self, error: Exception) -> None:
-        if not self._tried.is_set():
-            self._first_error = error
-            if isinstance(error, ConfigurationError):  # said by whoever waits for it, or next time
-                return
+        if not self._tried.is_set() and isinstance(error, ConfigurationError):
+            self._first_error = error.with_traceback(None)  # said by whoever waits for it, or next time
+            return
         self._say(str(error), None if isinstance(error, OSError | ConfigurationError) else error)
 
     def _say(self, reason: str, unexpected: Exception | None = None) -> None:

@@ -85,7 +85,10 @@ def parse_file_tier(text: str) -> FileTier:
     """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ConfigurationError(f"unknown kind of tier {kind!r} in {text!r}; known is file, as in file:/nvme/kv:64GiB")
+        got = repr(kind) if rest and kind.isalpha() else "in a text"  # any other part of a URL may be of a password
+        raise ConfigurationError(
+            f"unknown kind of tier {got}; known is file, as in file:/nvme/kv:64GiB, and the URL of a store has ://"
+        )
     path, _, size = rest.rpartition(":")
     if not path:
         raise ConfigurationError(f"a file tier is given as file:PATH:SIZE, such as file:/nvme/kv:64GiB; got {text!r}")

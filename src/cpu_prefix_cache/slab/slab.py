@@ -87,10 +87,14 @@ class Slab:
         )
         self._generations = self._folder.generations
         self.next_generation = self._generations.first
-        self.records = RecordFile(self._folder.records, slots)
         self._unkept = 0  # the last floor of which the log says that it could not be kept
         self.is_direct = False
-        self._begin_direct()
+        try:
+            self.records = RecordFile(self._folder.records, slots)
+            self._begin_direct()
+        except BaseException:
+            self._folder.close()  # or the lock lives as long as the error does, and keeps the next attempt out
+            raise
 
     @classmethod
     def of(cls, tier: FileTier, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int) -> "Slab":
@@ -127,7 +131,8 @@ class Slab:
         """The floor is on disk when this returns, and what says that records up to `generation` may be found.
 
         Raises OSError. If that leaves a floor in memory alone, the log says so, and the next process to open the
-        folder begins anew, where the disk lets a file be deleted.
+        folder begins anew, where the disk lets a file be deleted; also when the floor is kept later, since what says
+        that the folder is ready is not written again.
         """
         try:
             self._generations.keep(generation)
@@ -294,3 +299,13 @@ class Slab:
             raise MisuseError(f"slots are from 0 to {self.slots - 1}, got {min(slots)} to {max(slots)}")
         if any(view.nbytes != self.slot_bytes for view in views):
             raise MisuseError(f"a slot has {self.slot_bytes} bytes, and the views others")
+
+
+@contextlib.contextmanager
+def unlocked_on_failure(slab: Slab) -> Iterator[None]:
+    """An attempt to open what stands on `slab`. If it fails, the folder is free for the next one."""
+    try:
+        yield
+    except BaseException:
+        slab.close()
+        raise

@@ -46,7 +46,8 @@ def open_store(url: str) -> KeyedStore:
 def check_kind(kind: str, url: object) -> None:
     """Raise ConfigurationError unless this kind of store is known, and `url` is of one: "rediss://host" is a redis."""
     if kind not in _known():
-        raise ConfigurationError(f"unknown kind of tier {kind!r}; known are file, {', '.join(sorted(_known()))}")
+        got = repr(kind) if kind.isalnum() else "in a text"  # which may be a URL with a password
+        raise ConfigurationError(f"unknown kind of tier {got}; known are file, {', '.join(sorted(_known()))}")
     if isinstance(url, str) and not url.startswith(kind):
         begin = f"{url.partition('://')[0]}://" if "://" in url else "anything else"  # which may be a password
         raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {begin}")

@@ -5,28 +5,50 @@ since any part may be one of a password that was not written as URLs demand.
 
 | option | |
 |---|---|
-| db, username, password | as in the form above |
+| db | as in the form above, and it counts more than that |
+| username, password | as in the form above |
 | password_file | a file that has the password, read for each connection: so a new one is taken without a restart |
 | password_env | the name of a variable of the environment that has the password |
-| ssl_ca_certs, ssl_ca_path | a file of authorities, or a folder; otherwise the system's |
+| ssl_ca_certs, ssl_ca_path, ssl_ca_data | a file of authorities, a folder, or their PEM; otherwise the system's |
 | ssl_certfile, ssl_keyfile | our certificate, and its key where that is in another file |
-| ssl_cert_reqs | required, or none: any certificate is taken |
+| ssl_cert_reqs | required, or optional, which is the same for a client, or none: any certificate is taken |
 | ssl_check_hostname | true, or false: a certificate of another host is taken |
+| ssl_min_version | TLSv1_2, or TLSv1_3 |
+
+Other options that redis-py takes are ignored, with one warning, where they are of its connections and answers
+(`IGNORED`), and refused where they change TLS (`TLS_ELSEWHERE`).
 """
 
+import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 PORT, HOST = 6379, "localhost"
 PASSWORD_BYTES = 4096
 LOGIN = ("db", "username", "password", "password_file", "password_env")
-TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+TLS = (
+    *("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"),
+    *("ssl_cert_reqs", "ssl_check_hostname", "ssl_min_version"),
+)
+TLS_ELSEWHERE = (
+    *("ssl_ciphers", "ssl_password", "ssl_include_verify_flags", "ssl_exclude_verify_flags", "ssl_validate_ocsp"),
+    *("ssl_validate_ocsp_stapled", "ssl_ocsp_context", "ssl_ocsp_expected_cert"),
+)
+IGNORED = (
+    *("protocol", "client_name", "lib_name", "lib_version", "encoding", "encoding_errors", "decode_responses"),
+    *("socket_timeout", "socket_connect_timeout", "socket_keepalive", "socket_read_size", "retry_on_timeout"),
+    *("retry_on_error", "max_connections", "timeout", "health_check_interval"),
+)
+VERSIONS = {"TLSv1_2": ssl.TLSVersion.TLSv1_2, "TLSv1_3": ssl.TLSVersion.TLSv1_3}
 ENCODED = "in a user or a password, / is written as %2F, ? as %3F, # as %23, @ as %40 and % as %25"
 ELSEWHERE = "or give the password elsewhere: ?password_file=PATH or ?password_env=NAME"
 
@@ -56,7 +78,7 @@ def parse_redis_url(url: str) -> RedisAddress:
     path = parts.path if parts.scheme == "unix" else ""
     if parts.scheme == "unix" and (not path.strip("/") or parts.hostname):
         raise _wrong("unix:// is followed by a path that begins with /")
-    database = options.get("db", "0") if path else _one(options, "db", parts.path.strip("/")) or "0"
+    database = options.get("db", "" if path else parts.path.strip("/")) or "0"
     if not database.isdecimal() or len(database) > 9:
         raise _wrong("the database is a number")
     try:
@@ -93,9 +115,24 @@ def _options(query: str, known: tuple[str, ...]) -> dict[str, str]:
     except ValueError:
         pairs = [("", "")]
     options = dict(pairs)
-    if len(options) < len(pairs) or not options.keys() <= set(known):
+    if refused := [name for name in (*TLS, *TLS_ELSEWHERE) if name in options and name not in known]:
+        where = "for rediss://" if refused[0] in TLS else "not carried out here"
+        raise _wrong(f"the option {refused[0]} changes TLS, and is {where}; leave it out")
+    if len(options) < len(pairs) or not options.keys() <= {*known, *IGNORED}:
         raise _wrong(f"its options are {', '.join(known)}, each once and with a value (NAME=VALUE&NAME=VALUE)")
+    if ignored := [name for name in IGNORED if name in options]:
+        _say_ignored(", ".join(ignored))
     return options
+
+
+@cache
+def _say_ignored(names: str) -> None:
+    """Once in a process: a store that does not answer is tried again and again."""
+    logger.warning(
+        "options of the store's URL that mean nothing here are ignored: %s. Each call has a time of its own, and makes "
+        "the connections that it needs",
+        names,
+    )
 
 
 def _one(options: Mapping[str, str], name: str, said: str) -> str:
@@ -139,18 +176,25 @@ def _read_password(path: Path) -> str:
 
 def _context(options: Mapping[str, str]) -> ssl.SSLContext:
     requires, checks = options.get("ssl_cert_reqs", "required"), options.get("ssl_check_hostname", "true").lower()
-    if requires not in ("required", "none") or checks not in ("true", "false"):
-        raise _wrong("ssl_cert_reqs is required or none, and ssl_check_hostname true or false")
+    if requires not in ("required", "optional", "none") or checks not in ("true", "false"):
+        raise _wrong("ssl_cert_reqs is required, optional or none, and ssl_check_hostname true or false")
+    least, authorities = options.get("ssl_min_version"), options.get("ssl_ca_data")
+    if least is not None and least not in VERSIONS:
+        raise _wrong(f"ssl_min_version is {' or '.join(VERSIONS)}")
+    if authorities is not None and not authorities.isascii():
+        raise _wrong("ssl_ca_data is the PEM of certificates")
     certificate, key = options.get("ssl_certfile"), options.get("ssl_keyfile")
     try:
-        context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"))
+        context = ssl.create_default_context(
+            cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"), cadata=authorities
+        )
         if certificate:
             context.load_cert_chain(certificate, key)
     except OSError as failed:  # of which SSLError is one
-        raise ConfigurationError(
-            f"a file that {', '.join(TLS[:4])} of the store name cannot be used: {failed}"
-        ) from failed
-    context.check_hostname = checks == "true" and requires == "required"
+        raise ConfigurationError(f"what {', '.join(TLS[:5])} of the store name cannot be used: {failed}") from failed
+    if least is not None:  # otherwise the system's
+        context.minimum_version = VERSIONS[least]
+    context.check_hostname = checks == "true" and requires != "none"
     if requires == "none":
         context.verify_mode = ssl.CERT_NONE
     return context
