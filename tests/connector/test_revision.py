@@ -1,11 +1,12 @@
 """A revision of the weights in a file: two engines of a fleet that is sent new weights share again."""
 
 import logging
+import os
 
 import pytest
 
 from connector.tier.options import check_options, said_tier
-from connector.tier.revision import read_revision, reset
+from connector.tier.revision import MAX_BYTES, read_revision, reset
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 from tests.stores.test_shared import engine_with, serve, shared
@@ -49,6 +50,23 @@ def test_a_file_that_names_nothing_is_refused_at_start_and_shares_with_nobody_la
     with caplog.at_level(logging.ERROR):
         assert engines_that_were_reset(str(file), str(file)) == [False, False]
     assert "nothing is shared until the next reset" in caplog.text
+
+
+def test_a_pipe_keeps_nobody_waiting(file):
+    """Nobody writes into it."""
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ConfigurationError, match="is no regular file"):
+        read_revision(str(file))
+    assert engines_that_were_reset(str(file), str(file)) == [False, False]
+
+
+def test_a_file_that_is_no_name_is_not_read_whole(file):
+    file.write_text("x" * MAX_BYTES)
+    assert read_revision(str(file)) == "x" * MAX_BYTES
+    file.write_text("x" * (MAX_BYTES + 1))
+    with pytest.raises(ConfigurationError, match="more than 4096 bytes; write a name"):
+        read_revision(str(file))
 
 
 def test_it_is_the_revision_at_the_start(file):

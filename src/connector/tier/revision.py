@@ -5,7 +5,8 @@ and then resets. Engines whose files say the same share again.
 """
 
 import logging
-from pathlib import Path
+import os
+import stat
 
 from cpu_prefix_cache import ConfigurationError, CPUPrefixCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
@@ -13,17 +14,29 @@ from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 logger = logging.getLogger(__name__)
 
 REVISION_FILE = "revision_file"
+MAX_BYTES = 4096
 
 
 def read_revision(path: str) -> str:
     """Raises ConfigurationError if the file names none."""
     try:
-        revision = Path(path).read_text().strip()
+        revision = _text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{REVISION_FILE} of the tier cannot be read: {error}") from error
     if not revision:
         raise ConfigurationError(f"{REVISION_FILE} of the tier, {path}, is empty; write a name of the weights into it")
     return revision
+
+
+def _text(path: str) -> str:
+    """The text of a small regular file. Engines read it in the thread that schedules: no pipe is waited for."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        read = file.read(MAX_BYTES + 1)
+    if len(read) > MAX_BYTES:
+        raise OSError(f"{path} has more than {MAX_BYTES} bytes; write a name of the weights into it")
+    return read.decode()
 
 
 def reset(cache: CPUPrefixCache, path: str | None) -> None:

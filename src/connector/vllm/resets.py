@@ -26,6 +26,11 @@ RESETS = {  # each with what the start line says
     WITH_CONNECTOR: "emptied by reset_connector=True alone",
     NEVER: "never emptied, also by new weights",
 }
+UNTIL = {  # each with what brings an adapter back whose files have changed
+    WITH_DEVICE: "until vLLM's reset_prefix_cache() is called",
+    WITH_CONNECTOR: "until vLLM's reset_prefix_cache(reset_connector=True) is called",
+    NEVER: f"as long as the engine runs, because the option {RESET} is {NEVER}; load it under another name",
+}
 
 
 class Resets:

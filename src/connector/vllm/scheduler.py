@@ -38,7 +38,7 @@ from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
-from connector.vllm.resets import Resets
+from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
 from cpu_prefix_cache.messages.tier import TierPlan
@@ -67,7 +67,7 @@ class SchedulerHalf:
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
         self._counts = CacheCounts(self.cache)
         self._revision_file = settings.revision_file
-        self._adapters = Adapters()
+        self._adapters = Adapters(UNTIL[settings.reset])
         self._resets = Resets(settings.reset, pool, self._empty)
         self.clock = clock
         self._planner = settings.planner
@@ -90,7 +90,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
         self._on_device[request.request_id] = num_computed_tokens
-        self._adapters.look(request.lora_request)
+        self._adapters.look(request.request_id, request.lora_request)
         if not self._may_load(request):
             return 0, False
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
@@ -103,7 +103,7 @@ class SchedulerHalf:
     def _may_load(self, request: EngineRequest) -> bool:
         if request.skip_reading_prefix_cache or request.request_id in self._load_failed:
             return False
-        return _allows(request, LOAD) and not self._adapters.has_changed(request.lora_request)
+        return _allows(request, LOAD) and self._adapters.are_same(request.request_id, request.lora_request)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         id = request.request_id
@@ -116,6 +116,7 @@ class SchedulerHalf:
             self._fail_unplanned(id, num_external_tokens)
             num_external_tokens, boundary = 0, n0
         ours = self._request(request)
+        self._adapters.passed(id)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
         # it will load.
         lease = self.cache.reserve(ours, boundary) if num_external_tokens else None
@@ -220,6 +221,7 @@ class SchedulerHalf:
     def request_finished(self, request: EngineRequest) -> None:
         self._resets.follow()
         self._on_device.pop(request.request_id, None)
+        self._adapters.passed(request.request_id)
         self._load_failed.discard(request.request_id)
         if self._admitted.pop(request.request_id, None) is not None:
             tokens = _computed_tokens(request)
@@ -252,7 +254,7 @@ class SchedulerHalf:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
         # Of a session of streaming input nothing is stored: vLLM 0.32 leaves wrong KV under the hashes of its later
         # parts (seen with asynchronous scheduling, and without any connector).
-        is_other = request.resumable or self._adapters.has_changed(request.lora_request)
+        is_other = request.resumable or not self._adapters.are_same(request.request_id, request.lora_request)
         stores = _allows(request, STORE) and not is_other
         return Request(request.request_id, keys, request.num_tokens, stores=stores)
 
