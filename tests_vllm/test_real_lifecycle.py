@@ -1,6 +1,7 @@
 """Engines as a whole: how they begin, beside which other connectors, and that nothing is left when they are gone."""
 
 import gc
+import json
 import os
 import resource
 import threading
@@ -209,10 +210,18 @@ def test_blocks_of_another_length():
 HOST_BYTES = 2**28  # of which every page is written
 
 
+FOLDER = Path(f"/dev/shm/cpu-prefix-cache-{os.geteuid()}")
+
+
 def left_behind() -> tuple[list[str], list[str], list[str]]:
-    """Threads, files of shared memory, and open files that are not there in a process without an engine."""
+    """Threads, files of shared memory, and open files that are not there in a process without an engine.
+
+    What stays is the user's folder for claims of memory, without a claim of this process.
+    """
     threads = [thread.name for thread in threading.enumerate() if thread.name.split("-")[0] in ("store", "load")]
-    shared = [name for name in os.listdir("/dev/shm") if "cpu-prefix-cache" in name]
+    shared = [name for name in os.listdir("/dev/shm") if "cpu-prefix-cache" in name and name != FOLDER.name]
+    claims = (path for path in FOLDER.glob("*") if path.name != "lock")
+    shared += [path.name for path in claims if os.getpid() in json.loads(path.read_text())]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpu-prefix-cache" in line]
     return threads, shared, mapped
 
