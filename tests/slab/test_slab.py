@@ -327,15 +327,31 @@ def test_a_reset_does_not_wait_for_a_thread_that_waits_for_the_disk(letters, mon
     thread.join()
 
 
-def test_a_mark_is_made_before_the_floor_is_kept(letters, tmp_path):
-    seen = []
-    letters.slab.mark_resets(lambda: seen.append(json.loads((tmp_path / letters.file("generations")).read_text())))
+def test_a_mark_is_made_before_the_floor_is_kept(letters, monkeypatch):
+    written, write = [], generations.write_durably
+    monkeypatch.setattr(generations, "write_durably", lambda folder, name, data: written.append(name))
     letters.slab.keep()
-    assert seen == []
+    assert written == []
     letters.slab.advance(5 << 32)
     letters.slab.keep()
     letters.slab.keep()
-    assert [each["floor"] for each in seen] == [0]
+    assert written == ["was-reset", "generations"]
+    monkeypatch.setattr(generations, "write_durably", write)
+
+
+def test_what_is_written_after_a_reset_is_for_no_later_process(letters, tmp_path, caplog):
+    """Nobody tells with which weights. What is written after the next start is found again."""
+    letters.put("ab")
+    letters.first = letters.slab.next_generation + (1 << 32)
+    letters.slab.advance(letters.first)
+    letters.put("cd")
+    assert letters.kept.replace(".", "") == "cd"
+    letters.reopen(tmp_path)
+    assert letters.kept == "." * SLOTS and "begins anew: it was reset" in caplog.text
+    letters.first = letters.slab.next_generation
+    letters.put("ef")
+    letters.reopen(tmp_path)
+    assert letters.kept.replace(".", "") == "ef"
 
 
 def test_each_opening_begins_a_range_of_generations(letters, tmp_path):
