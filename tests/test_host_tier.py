@@ -197,6 +197,20 @@ def test_what_is_stored_after_a_reset_is_for_no_later_engine(tmp_path, revision)
     third.host.close()
 
 
+@pytest.mark.parametrize("revision", ["", "step-\udcff"])
+def test_a_reset_to_what_names_no_weights_changes_nothing(revision):
+    engine = engine_with(SharedTier(MemoryStore(), model="tiny", revision="1"))
+    serve(engine, number=5)
+    cached = engine.host.statistics().cache.pool.cached
+    with pytest.raises(ConfigurationError, match="is a text"):
+        engine.host.reset(revision)
+    with pytest.raises(ConfigurationError, match="is a text"):
+        engine.host.cache.reset(revision)
+    engine.host.begin_step()
+    assert engine.host.statistics().cache.pool.cached == cached > 0
+    engine.host.close()
+
+
 def test_keys_that_are_no_cryptographic_digests_are_refused(tmp_path):
     engine = engine_with(tier(tmp_path))
     with pytest.raises(MisuseError, match="32 bytes, and sha256"):
@@ -218,6 +232,11 @@ def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, 
     with pytest.raises(ConfigurationError, match=rf"{missing} is missing: give it model=.* or weights="):
         engine_with(FileTier(str(tmp_path), 2 << 20, **whose))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tier_that_is_a_url_alone_is_refused_without_its_password():
+    with pytest.raises(ConfigurationError, match=r"a SharedTier\(store.*; got str$"):
+        engine_with("redis://:hunter2@host:6379")
 
 
 def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
