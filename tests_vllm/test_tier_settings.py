@@ -174,7 +174,7 @@ def weights(model, revision=None, commit=None):
     return weights_of(str(model), SimpleNamespace(_commit_hash=commit), revision)
 
 
-def test_weights_in_a_folder_are_known_by_names_sizes_and_times(tmp_path):
+def test_weights_in_a_folder_are_known_by_their_files(tmp_path):
     first, second = tmp_path / "model-1.safetensors", tmp_path / "part" / "model-2.safetensors"
     second.parent.mkdir()
     first.write_bytes(b"1")

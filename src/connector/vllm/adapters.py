@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from connector.vllm.versions import keys_have_adapter_paths
-from cpu_prefix_cache.slab.weights import weights_in
+from cpu_prefix_cache.slab.weights import states_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Adapters:
         """A request has this adapter. Reads the state of its files."""
         if adapter is None or (name := _name(adapter)) in self._changed:
             return
-        files = weights_in(Path(adapter.lora_path))
+        files = states_in(Path(adapter.lora_path))
         if files is None:  # vLLM can load no others from there, either
             return
         if self._first.setdefault(name, (adapter.lora_path, files)) != (adapter.lora_path, files):
