@@ -56,7 +56,8 @@ class HostTier:
         if not isinstance(said, FileTier | SharedTier):
             raise ConfigurationError(
                 "below a HostCache is a FileTier(path, nbytes, model=..., revision=...), or a SharedTier(store, "
-                f"model=..., revision=...), since neither files nor a store tell whose KV they hold; got {type(said).__name__}"
+                "model=..., revision=...), since neither files nor a store tell whose KV they hold; "
+                f"got {type(said).__name__}"
             )
         from cpu_prefix_cache.slab.namespace import namespace_of
         from cpu_prefix_cache.slab.opening import OpeningTier
