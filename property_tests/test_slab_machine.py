@@ -2,7 +2,8 @@
 
 Files are damaged, swapped, truncated and reopened in between, and the disk fails while a reset is kept or a process
 ends. Whatever happens, what is served is what was written under that label, and is not below the floor: at once in this
-process, and in later ones once the floor is kept. What was written and left alone is served.
+process, and in later ones once the floor is kept. What was written and left alone is served, but not by the process
+that follows a reset.
 """
 
 import errno
@@ -67,6 +68,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.written: dict[int, Written] = {}
         self.history: list[tuple[int, Written]] = []  # what slots had before
         self.floor, self.kept, self.count = 0, 0, 0  # kept: the floor that is on disk
+        self.at_opening = 0  # the floor
         self.open()
 
     def open(self) -> None:
@@ -161,21 +163,26 @@ class SlabMachine(RuleBasedStateMachine):
 
     # what happens to it
 
+    def follow(self) -> None:
+        """The next process, after a reset or after none that was kept."""
+        was_reset = self.kept > self.at_opening
+        self.open()
+        self.count = 0
+        self.floor = self.kept = self.at_opening = self.first if was_reset else self.kept
+        assert self.slab.floor == self.floor
+
     @rule()
     def reopen(self) -> None:
         self.slab.close()
-        self.open()
-        self.count, self.kept = 0, self.floor
-        assert self.slab.floor == self.floor
+        self.kept = self.floor
+        self.follow()
 
     @rule()
     def end_on_a_read_only_disk(self) -> None:
         """The next process goes by the floor that was kept last."""
         with read_only():
             self.slab.close()
-        self.open()
-        self.count, self.floor = 0, self.kept
-        assert self.slab.floor == self.floor
+        self.follow()
 
     @precondition(lambda self: self.floor > self.kept)
     @rule()
@@ -185,7 +192,7 @@ class SlabMachine(RuleBasedStateMachine):
             self.slab.close()
         self.written, self.history = {}, []
         self.open()
-        self.floor, self.kept, self.count = 0, 0, 0
+        self.floor, self.kept, self.at_opening, self.count = 0, 0, 0, 0
         assert self.slab.floor == 0 and not any(map(self.slab.record, range(SLOTS)))
 
     @rule(slot=slot_numbers, at=st.integers(0, BLOCK - 1), bit=st.integers(0, 7))

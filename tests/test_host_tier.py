@@ -178,6 +178,40 @@ def test_a_reset_ends_what_the_files_hold_also_for_the_next_engine(tmp_path):
     second.host.close()
 
 
+@pytest.mark.parametrize("revision", [None, "step 2"])
+def test_what_is_stored_after_a_reset_is_for_no_later_engine(tmp_path, revision):
+    """It begins with the weights of before, whose name the files have."""
+    first = engine_with(tier(tmp_path, offload="eager"))
+    first.host.reset(revision)
+    _, seen = serve(first)
+    assert seen.hit_tokens > 0, "nothing was stored after the reset"
+    first.host.close()
+    second = engine_with(tier(tmp_path, offload="eager"))
+    for _ in range(20):
+        second.step()
+    assert second.host.statistics().tier.found == 0
+    serve(second)
+    second.host.close()
+    third = engine_with(tier(tmp_path, offload="eager"))
+    _, seen = serve(third)
+    assert seen.found > HOST_BLOCKS, "what no reset has followed is found"
+    third.host.close()
+
+
+@pytest.mark.parametrize("revision", ["", "step-\udcff"])
+def test_a_reset_to_what_names_no_weights_changes_nothing(revision):
+    engine = engine_with(SharedTier(MemoryStore(), model="tiny", revision="1"))
+    serve(engine, number=5)
+    cached = engine.host.statistics().cache.pool.cached
+    with pytest.raises(ConfigurationError, match="is a text"):
+        engine.host.reset(revision)
+    with pytest.raises(ConfigurationError, match="is a text"):
+        engine.host.cache.reset(revision)
+    engine.host.begin_step()
+    assert engine.host.statistics().cache.pool.cached == cached > 0
+    engine.host.close()
+
+
 def test_keys_that_are_no_cryptographic_digests_are_refused(tmp_path):
     engine = engine_with(tier(tmp_path))
     with pytest.raises(MisuseError, match="32 bytes, and sha256"):

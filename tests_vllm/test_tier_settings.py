@@ -10,7 +10,7 @@ import torch
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.files import MARK, FileTierSettings
+from connector.tier.files import FileTierSettings
 from connector.tier.weights import weights_of
 from connector.vllm import rank_tier, ranks, regions
 from connector.vllm.messages import StepMetadata, WorkerReports
@@ -24,6 +24,7 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening
+from cpu_prefix_cache.slab.generations import MARK
 from tests_vllm.engine import full, latent, one_group, vllm_config, window
 from tests_vllm.test_ranks import BLOCKS, latent_caches, plain_caches
 
@@ -173,7 +174,7 @@ def weights(model, revision=None, commit=None):
     return weights_of(str(model), SimpleNamespace(_commit_hash=commit), revision)
 
 
-def test_weights_in_a_folder_are_known_by_names_sizes_and_times(tmp_path):
+def test_weights_in_a_folder_are_known_by_their_files(tmp_path):
     first, second = tmp_path / "model-1.safetensors", tmp_path / "part" / "model-2.safetensors"
     second.parent.mkdir()
     first.write_bytes(b"1")

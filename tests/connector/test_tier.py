@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from builtin_models import build_model
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import PrefixCachedGenerator, identity
 from connector.transformers.identity import model_name, weights_revision
 from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.slab.settings import FileTier
@@ -62,6 +62,61 @@ def test_generators_whose_weights_have_changed_alike_share_again():
                     parameter.mul_(1.05)
             found.append(generator.answer(PROMPT, 4).tier_hit_tokens)
     assert found[0] == 0 < found[1]
+
+
+SPECIAL = [257 + at * 7 % 60 for at in range(400)]
+
+
+def train_special_tokens(of):
+    with torch.no_grad():
+        of.get_input_embeddings().weight[257:] *= 3.0
+
+
+def tier_hits_after(change, of, store):
+    with shared(of, store) as generator:
+        generator.answer(SPECIAL, 4)
+        generator.answer(PROMPT, 4)
+        change(generator)
+        return generator.answer(SPECIAL, 4).tier_hit_tokens
+
+
+def shared(of, store):
+    below = SharedTier(store, ask_seconds=10.0)
+    return PrefixCachedGenerator(of, device_blocks=96, host_bytes=HOST_BYTES, offload="eager", below=below)
+
+
+def test_weights_that_have_changed_in_a_few_rows_find_nothing_of_before():
+    assert tier_hits_after(lambda generator: train_special_tokens(generator.model), model(), MemoryStore()) == 0
+
+
+def test_after_a_reset_nothing_of_before_is_found_though_the_weights_are_the_same():
+    """Control: another generator finds it."""
+    of, store = model(), MemoryStore()
+    assert tier_hits_after(PrefixCachedGenerator.reset, of, store) == 0
+    with shared(of, store) as generator:
+        assert generator.answer(SPECIAL, 4).tier_hit_tokens > 0
+
+
+def test_a_revision_changes_with_any_byte_and_with_adapters():
+    same, rows, off = model(), model(), model()
+    train_special_tokens(rows)
+    off.model.layers[0].self_attn.k_proj._disable_adapters = True
+    assert len({weights_revision(each) for each in (same, rows, off)}) == 3
+
+
+def test_a_reset_that_fails_is_tried_again(monkeypatch):
+    with shared(of := model(), MemoryStore()) as generator:
+        generator.answer(PROMPT, 4)
+        train_special_tokens(of)
+        with monkeypatch.context() as broken:
+            broken.setattr(identity, "_digest", raising)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                generator.answer(PROMPT, 4)
+        assert generator.answer(PROMPT, 4).host_hit_tokens == 0
+
+
+def raising(tensor):
+    raise RuntimeError("out of memory")
 
 
 def test_a_name_alone_does_not_say_which_weights(tmp_path):

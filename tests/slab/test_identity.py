@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.slab.identity import identity_of
+from cpu_prefix_cache.slab.identity import check_identity, identity_of
 
 
 @pytest.fixture
@@ -44,6 +44,44 @@ def test_a_revision_changes_with_weight_files_and_configuration(folder):
     os.utime(folder / "model.safetensors", ns=(5, 5))
     seen.append(revision())
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("at", [0, 250_000, 499_999])
+def test_weights_whose_files_have_one_time_are_told_apart(folder, at):
+    """SOURCE_DATE_EPOCH, nix, ostree. Training changes nearly all bytes; here a run of them, wherever it is."""
+    file, seen = folder / "model.safetensors", []
+    for byte in b"\0\1":
+        content = bytearray(500_000)
+        begin = max(0, at - 40_000)
+        content[begin : at + 40_000] = bytes([byte]) * (min(500_000, at + 40_000) - begin)
+        file.write_bytes(content)
+        os.utime(file, (1, 1))
+        seen.append(identity_of(None, None, folder))
+    assert seen[0].model == seen[1].model and seen[0].revision != seen[1].revision
+
+
+def test_weights_that_cannot_be_read_name_nothing(folder, monkeypatch):
+    def refuses(*_, **__):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("pathlib.Path.open", refuses)
+    with pytest.raises(ConfigurationError, match="cannot be read: not yours"):
+        identity_of(None, None, folder)
+
+
+def test_a_file_may_have_any_name(folder):
+    before = identity_of(None, None, folder).revision
+    (folder / os.fsdecode(b"\xff.safetensors")).write_bytes(b"more")
+    assert identity_of(None, None, folder).revision != before
+
+
+@pytest.mark.parametrize("text", ["", "step-\udcff"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_text_that_no_digest_takes_is_refused(text, at):
+    given: list[str | None] = [None, None]
+    given[at] = text
+    with pytest.raises(ConfigurationError, match="is a text"):
+        check_identity(*given, None)
 
 
 def test_one_file_is_enough(folder):

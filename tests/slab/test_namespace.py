@@ -73,6 +73,12 @@ def test_no_field_is_empty(field):
         namespace(**{field: ""})
 
 
+def test_a_field_has_characters_that_can_be_encoded():
+    for fields in (("a", "\udcff"),), (("\udcff", "a"),):
+        with pytest.raises(ConfigurationError, match="UTF-8"):
+            Namespace(fields)
+
+
 def test_a_field_is_a_text_or_a_number():
     with pytest.raises(ConfigurationError, match="'a'"):
         Namespace((("a", b"bytes"),))

@@ -122,8 +122,8 @@ def test_what_is_damaged_or_cleared_is_not_found(tmp_path):
 def test_what_is_below_the_floor_is_not_found(story):
     story.chunk("a", [0, 1], 1)
     story.chunk("b", [2, 3], 2)
-    story.slab.advance(story.first + 2)
-    assert story.restart().portion() == [("b", (2, 3))]
+    story.restart().slab.advance(story.first + 2)
+    assert story.portion() == [("b", (2, 3))]
 
 
 def test_a_reset_between_portions_counts(story):

@@ -1,7 +1,6 @@
 """What is served is what was written under that label. Everything else is refused."""
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -229,8 +228,8 @@ def test_nothing_below_the_floor_is_served(letters, tmp_path):
     assert letters.get("ab") == ".b"
     letters.slab.keep()
     letters.reopen(tmp_path)
-    assert letters.slab.floor == letters.label("b").generation
-    assert letters.get("ab") == ".b"
+    assert letters.slab.floor == letters.slab.next_generation
+    assert letters.get("ab") == ".."
 
 
 def test_the_floor_only_rises(letters):
@@ -248,7 +247,7 @@ def test_what_the_floor_forbids_is_refused_before_it_is_kept(letters, monkeypatc
 
 
 def test_nothing_is_written_before_the_floor_is_kept(letters, tmp_path):
-    """Else a later process would find the new beside what the reset forbids."""
+    """Else a later process would find the new, and what the reset forbids."""
     letters.put("ab")
     letters.first += 1 << 32
     letters.slab.advance(letters.first)
@@ -258,7 +257,7 @@ def test_nothing_is_written_before_the_floor_is_kept(letters, tmp_path):
     letters.slab.close()
     shutil.copytree(kept, letters.slab.folder, dirs_exist_ok=True)
     letters.slab = Letters(tmp_path).slab
-    assert letters.kept[:3] == "..c"
+    assert letters.kept == "." * SLOTS
 
 
 def test_a_floor_is_kept_at_the_end(letters, tmp_path):
@@ -290,8 +289,9 @@ def test_a_reset_on_a_disk_that_is_read_only_serves_nothing_until_it_is_repaired
     assert "cannot keep a reset" in said and "nothing is written or served" in said and "delete it" in said
     monkeypatch.undo()
     letters.put("c")
-    letters.reopen(tmp_path)
     assert letters.kept[:2] == "c." and "is on disk now" in caplog.text
+    letters.reopen(tmp_path)
+    assert letters.kept == "." * SLOTS
 
 
 def test_a_slab_is_closed_on_a_disk_that_is_read_only(letters, monkeypatch):
@@ -327,15 +327,31 @@ def test_a_reset_does_not_wait_for_a_thread_that_waits_for_the_disk(letters, mon
     thread.join()
 
 
-def test_a_mark_is_made_before_the_floor_is_kept(letters, tmp_path):
-    seen = []
-    letters.slab.mark_resets(lambda: seen.append(json.loads((tmp_path / letters.file("generations")).read_text())))
+def test_a_mark_is_made_before_the_floor_is_kept(letters, monkeypatch):
+    written, write = [], generations.write_durably
+    monkeypatch.setattr(generations, "write_durably", lambda folder, name, data: written.append(name))
     letters.slab.keep()
-    assert seen == []
+    assert written == []
     letters.slab.advance(5 << 32)
     letters.slab.keep()
     letters.slab.keep()
-    assert [each["floor"] for each in seen] == [0]
+    assert written == ["was-reset", "generations"]
+    monkeypatch.setattr(generations, "write_durably", write)
+
+
+def test_what_is_written_after_a_reset_is_for_no_later_process(letters, tmp_path, caplog):
+    """Nobody tells with which weights. What is written after the next start is found again."""
+    letters.put("ab")
+    letters.first = letters.slab.next_generation + (1 << 32)
+    letters.slab.advance(letters.first)
+    letters.put("cd")
+    assert letters.kept.replace(".", "") == "cd"
+    letters.reopen(tmp_path)
+    assert letters.kept == "." * SLOTS and "begins anew: it was reset" in caplog.text
+    letters.first = letters.slab.next_generation
+    letters.put("ef")
+    letters.reopen(tmp_path)
+    assert letters.kept.replace(".", "") == "ef"
 
 
 def test_each_opening_begins_a_range_of_generations(letters, tmp_path):

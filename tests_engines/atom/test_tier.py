@@ -20,11 +20,11 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom.geometry import CHANNEL
 from connector.atom.settings import Settings
-from connector.tier.files import MARK
 from cpu_prefix_cache import ConfigurationError, RankReport
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening
+from cpu_prefix_cache.slab.generations import MARK
 from cpu_prefix_cache.tiers import tiered_cache
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests_engines.atom.engine import Engine

@@ -1,12 +1,7 @@
-"""A tier in files: each owner has a slab in the engine's folder.
-
-After a reset a mark is left in the folder of a rank. Weights may have been replaced then, in place, and nothing says by
-which. So after the next start nothing of before is served: what was written before the reset, nor after it.
-"""
+"""A tier in files: each owner has a slab in the engine's folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connector.tier.namespace import RankNamespace
@@ -17,8 +12,6 @@ from cpu_prefix_cache.slab.sizing import num_slots
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.slab.opening import TierOfRank
-
-MARK = "was-reset"
 
 
 @dataclass(frozen=True)
@@ -39,11 +32,6 @@ class FileTierSettings(TierSettings):
         sizes = {"ranks": self.owners, "slots": part.slots, "slot_bytes": part.region.shape[1]}
         slab = Slab.of(self.said, RankNamespace.of(self.namespace, own), rank=part.number, **sizes)
         with unlocked_on_failure(slab):
-            if slab.has_mark(MARK):
-                slab.advance(slab.next_generation)
-                slab.keep()
-                slab.remove_mark(MARK)
-            slab.mark_resets(partial(slab.leave_mark, MARK))
             tier = RankTier.of_slab(slab, part.region, part.pieces, part.rank)
             return Owner(tier, part.region, part.absent)
 

@@ -1,6 +1,7 @@
 """A tier in a store that machines share: each owner opens the store by its URL, and has values of its own in it.
 
-After a reset in this process, names begin anew that no other process has (`stores/keyed_slots.py`).
+After a reset in this process, values have names that no other process has, or those of the revision that the option
+`revision_file` names (`revision.py`, `stores/keyed_slots.py`).
 """
 
 from collections.abc import Mapping

@@ -33,17 +33,18 @@ class Weights:
 
     def follow(self) -> None:
         """The weights may have changed since the last call."""
-        before, self._seen = self._seen, self._look()
-        if before != self._seen:
+        seen = self._look()
+        if seen != self._seen:
             logger.warning("the model has other weights than at the last answer: nothing cached before is used")
             self._reset()
+        self._seen = seen  # not before: a reset that fails is tried again
 
     @torch.inference_mode()
     def _look(self) -> Hashable:
         known: list[Hashable] = []
         samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for module in self._model.modules():
-            known += _adapters(module)
+            known += adapters_of(module)
             for tensor in _tensors(module):
                 known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
                 if tensor.numel() and not tensor.is_meta:
@@ -77,5 +78,6 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((min(SAMPLE, span),), (max(1, span // SAMPLE),))
 
 
-def _adapters(module: torch.nn.Module) -> list[Hashable]:
+def adapters_of(module: torch.nn.Module) -> list[Hashable]:
+    """What a layer of PEFT's says of those that it computes with."""
     return [repr(vars(module)[name]) for name in ADAPTERS if name in vars(module)]

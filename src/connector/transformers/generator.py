@@ -236,6 +236,9 @@ class PrefixCachedGenerator:
         self._lock = threading.RLock()  # of one thread at a time: its processors may ask for another answer
         self._is_closed = False
         self._has_tier = below is not None
+        named = None if below is None else _named(below, model)
+        self._shares = isinstance(named, SharedTier)
+        self._revisions = {named and named.revision}  # of the weights, that were named so far
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
@@ -256,7 +259,7 @@ class PrefixCachedGenerator:
                 thresholds=Thresholds(store_after, min_store_tokens),
                 checkpoint_interval=checkpoint_interval,
                 wrap_copier=wrap_copier,
-                below=None if below is None else _named(below, model),
+                below=named,
             )
             self._host.prepare()
             _take_in(self._host)
@@ -328,10 +331,19 @@ class PrefixCachedGenerator:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         with self._lock:
             self._check_open()
+            revision = self._new_revision() if self._shares else None
             self.pool.reset()
             self._weights = Weights(self.model, self.reset)
             if self._host is not None:
-                self._host.reset(weights_revision(self.model) if self._has_tier else None)
+                self._host.reset(revision)
+
+    def _new_revision(self) -> str | None:
+        """That of the weights now. None if it was named before, so that nothing stored until now is found under it."""
+        revision = weights_revision(self.model)
+        if revision in self._revisions:
+            return None
+        self._revisions.add(revision)
+        return revision
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.

@@ -36,7 +36,8 @@ from cpu_prefix_cache.slab.sizing import bytes_of
 
 logger = logging.getLogger(__name__)
 
-FILES = ("records", "blocks", generations.NAME, manifest.NAME + NEW, generations.NAME + NEW)
+OWN = manifest.NAME, generations.NAME, generations.MARK
+FILES = (*OWN, *(name + NEW for name in OWN), "records", "blocks")
 
 
 class Folder:
@@ -136,13 +137,17 @@ class Folder:
             logger.warning("the files in %s are sparse: their file system reserves no room, so keep it free", self.path)
         kept = None if there is None else read_generations(self.opened, self.path)
         self.generations = Generations(self.opened, kept or Kept())
+        if self.generations.was_reset:
+            logger.warning(
+                "%s begins anew: it was reset, and nothing tells which weights wrote to it since then", self.path
+            )
         if there is not None and there.get("slots") != slots:
             logger.warning("%s had %s slots and has %d: what fits is kept", self.path, there.get("slots"), slots)
         if there != wanted:
             manifest.write_manifest(self.opened, wanted)
 
     def _clear(self, *more: str) -> None:
-        for name in (manifest.NAME, *FILES, *more):
+        for name in (*FILES, *more):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self.opened)
 

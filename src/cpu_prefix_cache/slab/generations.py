@@ -3,18 +3,22 @@
 A generation is 64 bits: the decider numbers what it writes, and begins a range of 2**32 of them at each start and each
 reset. `last` is the highest range that a record may be of; records below `floor` are never served again. Both only
 grow. The floor holds at once in this process. It is on disk, as `last` is, before a record of a later range is written.
+
+After a reset the weights may be others, while the folder has the name of those that the process began with. So a reset
+leaves a mark, and the next start serves nothing of before: what was written before the reset, nor after it.
 """
 
 import json
+import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_prefix_cache.slab.durable import write_durably
+from cpu_prefix_cache.slab.durable import remove_durably, write_durably
 from cpu_prefix_cache.slab.private import read_small
 
 NAME = "generations"
+MARK = "was-reset"
 RANGE_BITS = 32
 MOST = 1 << 63  # of a generation
 
@@ -28,16 +32,17 @@ class Kept(NamedTuple):
 
 class Generations:
     """In an open `folder`, which says what is `kept`. `first` is the first generation that no record had when this was
-    opened, and the range that it begins is taken. `mark` is called before a floor is kept.
+    opened, and the range that it begins is taken. `was_reset`: whether there was a reset since the last opening.
     """
 
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
-        self.floor, self._last = kept
-        self.first = self._last + 1 << RANGE_BITS
-        self.mark: Callable[[], object] = lambda: None
-        self._kept = self.floor
-        self._write(self.floor, self._last + 1)
+        self.first = kept.last + 1 << RANGE_BITS
+        self.was_reset = MARK in os.listdir(folder)
+        self.floor = self.first if self.was_reset else kept.floor
+        self._write(self.floor, kept.last + 1)
+        if self.was_reset:
+            remove_durably(folder, MARK)
 
     @property
     def is_floor_kept(self) -> bool:
@@ -54,7 +59,7 @@ class Generations:
         with self._lock:
             floor, last = self.floor, max(self._last, max(self.floor, generation) >> RANGE_BITS)
             if floor > self._kept:
-                self.mark()
+                write_durably(self._folder, MARK, b"")
             if floor > self._kept or last > self._last:
                 self._write(floor, last)
 

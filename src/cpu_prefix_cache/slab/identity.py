@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.slab.weights import weights_in
 
 CONFIGURATION = "config.json"
@@ -28,8 +29,8 @@ class Identity(NamedTuple):
 def check_identity(model: str | None, revision: str | None, weights: Weights | None) -> None:
     """Raise ConfigurationError for what can name no weights, whatever it is that a caller still adds."""
     for name, value in ("model", model), ("revision", revision):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise ConfigurationError(f"{name} of a tier is a text that is not empty, or left out; got {value!r}")
+        if value is not None:
+            check_text(f"{name} of a tier", value)
     if weights is not None and revision is not None:
         raise ConfigurationError(
             f"weights={os.fspath(weights)!r} makes a revision, and {revision!r} is given, too; leave one of them out"
@@ -51,7 +52,10 @@ def identity_of(model: str | None, revision: str | None, weights: Weights | None
 
 
 def _revision_of(path: Path) -> str:
-    weights = weights_in(path)
+    try:
+        weights = weights_in(path)
+    except OSError as error:
+        raise ConfigurationError(f"the weights that name a tier cannot be read: {error}") from error
     if weights is None:
         raise ConfigurationError(
             f"{path} has no weight files, so it names no weights; give the tier the folder that the model was loaded "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.slab.settings import check_hash
 
@@ -34,6 +35,9 @@ class Namespace:
                 raise ConfigurationError(f"a field of a namespace is a text or a whole number; {name!r} is {value!r}")
             if value == "":
                 raise ConfigurationError(f"a field of a namespace is never empty, and {name!r} is; say what it is")
+            for text in (name, value):
+                if isinstance(text, str):
+                    check_text(f"the field {name!r} of a namespace", text)
 
     @property
     def digest(self) -> bytes:

@@ -2,7 +2,8 @@
 
     write   the record is cleared; the bytes are written; the record is written, with a checksum of the bytes
     read    the record is whole and says what the label says; the bytes are read; their checksum is the record's
-    reset   nothing below the floor is served, at once; the floor is kept on disk before anything is written again
+    reset   nothing below the floor is served, at once; the floor is kept on disk before anything is written again, and
+            a mark, by which the next process that opens the folder begins anew
 
 Nothing but the floor is synced, and there is no journal: whichever of these writes are lost, with the process or with
 the machine, the record or the checksum does not fit, and the slot is refused. A refused slot is a miss. Its record is
@@ -20,12 +21,12 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.slab import manifest, records
-from cpu_prefix_cache.slab.durable import remove_durably, write_durably
+from cpu_prefix_cache.slab.durable import remove_durably
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.record_file import RecordFile
@@ -123,10 +124,6 @@ class Slab:
         """
         self._generations.advance(floor)
 
-    def mark_resets(self, mark: Callable[[], object]) -> None:
-        """`mark` is called by `keep` before it keeps a floor that is raised from now on. It may raise OSError."""
-        self._generations.mark = mark
-
     def keep(self, generation: int = 0) -> None:
         """The floor is on disk when this returns, and what says that records up to `generation` may be found.
 
@@ -193,17 +190,6 @@ class Slab:
         """Clear their records. Where the disk keeps them, a restart finds what they had before, or what is refused."""
         with contextlib.suppress(OSError):
             self.records.clear(slots)
-
-    def leave_mark(self, name: str) -> None:
-        """A file that later processes find, when this returns. Raises OSError."""
-        write_durably(self._folder.opened, name, b"")
-
-    def has_mark(self, name: str) -> bool:
-        return name in os.listdir(self._folder.opened)
-
-    def remove_mark(self, name: str) -> None:
-        """Raises OSError."""
-        remove_durably(self._folder.opened, name)
 
     def stop_direct(self, reason: str) -> None:
         """Read and write through the system's cache from now on, and say so."""

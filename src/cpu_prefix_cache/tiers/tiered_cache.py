@@ -27,6 +27,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
+from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -293,8 +294,10 @@ class TieredCache(CPUPrefixCache):
 
     def reset(self, revision: str | None = None) -> None:
         """As of any cache. Who names the same `revision` of the weights, shares a store from now on; without one this
-        process shares with nobody.
+        process shares with nobody. Raises ConfigurationError for one that is no text, or empty.
         """
+        if revision is not None:
+            check_text("the revision of a reset", revision)
         super().reset()
         self.below.reset(revision)
         for want in list(self._open):
