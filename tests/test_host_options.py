@@ -101,7 +101,7 @@ def test_kv_lies_in_tensors_with_memory(word):
 
 
 @pytest.mark.parametrize("block_dim", [1, 3])
-@pytest.mark.parametrize(("layers", "spare"), [(3, 0), (3, 1), (9, 0), (10, 1), (12, 0), (12, 1)])
+@pytest.mark.parametrize(("layers", "spare"), [(3, 0), (3, 1), (10, 0), (10, 1), (12, 0), (12, 1)])
 def test_the_dimension_of_blocks_is_off_by_one(layers, block_dim, spare):
     """With fewer layers than blocks every copy would fail; with more, blocks of other requests are overwritten."""
     with pytest.raises(ConfigurationError, match="give block_dim the dimension of the blocks"):
@@ -117,6 +117,12 @@ def test_one_layer_has_fewer_blocks_than_the_device():
 @pytest.mark.parametrize("blocks", [8, 9, 20])
 def test_blocks_that_are_never_handed_out_are_no_fault(blocks):
     built(kv=tensor(blocks)).close()
+
+
+@pytest.mark.parametrize("layers", [BLOCKS, BLOCKS + 1])
+def test_a_null_block_beside_as_many_layers_is_no_fault(layers):
+    """Or heads, or whatever else: both sizes are what a device of so many blocks may have."""
+    built(kv=tensor(BLOCKS + 1, layers)).close()
 
 
 def test_tokens_of_a_block_are_given_twice():
