@@ -195,7 +195,8 @@ class HostCache:
         self._process, self._is_closed = os.getpid(), False
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
-        self._left: set[Hashable] = set()  # requests that have ended in this step, of which end_step may still tell
+        # Requests that ended in the last step and in this one: end_step may tell of them, in an engine that overlaps.
+        self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
 
@@ -247,7 +248,7 @@ class HostCache:
     def begin_step(self) -> None:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
         self._check_usable()
-        self._left.clear()
+        self._left.append(set())
         self._worker.run(self.cache.step())
         if self._tier is not None:
             self._tier.run()
@@ -298,7 +299,7 @@ class HostCache:
             self._misused(f"request {id!r} does not run")
             return
         self._loads.pop(id, None)
-        self._left.add(id)
+        self._left[-1].add(id)
         if self._tier is not None:
             self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
@@ -432,7 +433,7 @@ class HostCache:
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():
-            if id not in self._keys and id not in self._left:
+            if id not in self._keys and not any(id in ended for ended in self._left):
                 raise MisuseError(f"request {id!r} is reported as computed, and does not run")
             check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
 
