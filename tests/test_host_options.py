@@ -43,6 +43,8 @@ def test_what_is_right_is_built():
         *(("load_seconds", each, "seconds above 0, or None") for each in (-1, 0, float("nan"), "30", True)),
         *(("strict", each, "True or False") for each in ("no", 1, None)),
         *(("threads", each, "True, False, or None") for each in ("no", 2)),
+        *(("policy", each, "the name of a policy") for each in (None, 7, ["lru"])),
+        *(("wrap_copier", each, "a function of the copier and the tensors, or None") for each in (3, "wrap")),
         *(("thresholds", each, "Thresholds") for each in (3, None)),
         *(("min_load_tokens", each, "tokens, at least 0, or None") for each in (-1, 16.0)),
         *(("checkpoint_interval", each, "tokens, at least 1, or None") for each in (0, 16.0)),

@@ -171,6 +171,25 @@ def test_each_key_is_a_digest_of_one_length(wrong, at):
         engine.host.start("r", keys, 3 * GRID + 1, 0, [0, 1, 2])
 
 
+def test_each_key_is_that_of_one_chunk():
+    """Two chunks under one key: a pool that finds one of them breaks, in a later step."""
+    engine, keys = Engine(), keys_of("ab")
+    with pytest.raises(MisuseError, match="chunks 0 and 2 have the same key"):
+        engine.host.start("r", [*keys, keys[0]], 3 * GRID, 0, [0, 1, 2])
+
+
+@pytest.mark.parametrize("keys", [None, 7, iter(keys_of("ab"))], ids=lambda keys: type(keys).__name__)
+@STRICT
+def test_keys_are_a_list(keys, strict):
+    with pytest.raises(MisuseError, match="keys are a list, which may grow, of the keys of full chunks, got"):
+        Engine(strict=strict).host.start("r", keys, 2 * GRID, 0, [0, 1])
+
+
+def test_a_request_is_called_by_what_can_be_a_key_of_a_dict():
+    with pytest.raises(MisuseError, match=r"a request is named by something hashable, got \[\]"):
+        Engine().host.start([], keys_of("ab"), 2 * GRID, 0, [0, 1])
+
+
 def test_the_last_key_is_looked_at_always():
     engine, keys = Engine(strict=False), keys_of("abc")
     with pytest.raises(MisuseError, match="keys are at least 16 bytes"):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from cpu_prefix_cache.host_cache.arguments import check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostTier
 from cpu_prefix_cache.host_cache.options import check_options
@@ -144,12 +144,14 @@ class HostCache:
             max_model_len=max_model_len,
             chunk_tokens=chunk_tokens,
             max_step_tokens=max_step_tokens,
+            policy=policy,
             thresholds=thresholds,
             checkpoint_interval=checkpoint_interval,
             min_load_tokens=min_load_tokens,
             threads=threads,
             load_seconds=load_seconds,
             strict=strict,
+            wrap_copier=wrap_copier,
         )
         check_layout(groups, device.num_blocks)
         planner = HybridChunkPlanner(
@@ -225,7 +227,8 @@ class HostCache:
 
         Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
         or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
-        null, or named twice; with `strict` also for those that another request or load uses.
+        null, or named twice; with `strict` also for those that another request or load uses, and for a key that comes
+        twice.
         """
         self._check_usable()
         self._check_start(id, keys, num_tokens, n0, table)
@@ -419,6 +422,7 @@ class HostCache:
         return None if given is None else self._destinations.given(given, hit)
 
     def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table) -> None:
+        check_id(id)
         if id in self._keys:
             raise MisuseError(f"request {id!r} runs already; end it first")
         check_tokens("num_tokens", num_tokens, self._max_model_len)
