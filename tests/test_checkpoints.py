@@ -3,6 +3,8 @@
 A prompt is letters, one to a chunk of four tokens; "abc!" is the checkpoint at the end of "abc".
 """
 
+from dataclasses import replace
+
 import pytest
 
 from cpu_prefix_cache import (
@@ -189,6 +191,16 @@ def test_checkpoints_at_intervals_are_kept_if_asked_for():
     assert Engine(FULL, STATE).starts("abcdefg") == [7]
     with pytest.raises(ConfigurationError, match="multiple of the grid's 4 tokens, got 6"):
         Engine(FULL, STATE, checkpoint_interval=6)
+
+
+@pytest.mark.parametrize(("ahead", "nodes"), [(0, {"abcd!"}), (1, {"abc", "abcd!"})])
+def test_a_load_pins_its_last_chunk_apart_only_where_the_checkpoint_does_not_hang_below_it(ahead, nodes):
+    """What two pins hold counts twice, where the pool reckons how much room there is at least."""
+    engine = Engine(replace(FULL, lookahead_tokens=ahead), STATE)
+    engine.serves("abcd", keep=[4])
+    coordinator = engine.cache.coordinator
+    pinned = coordinator.resume_nodes(chain("abcd"), 4 - ahead)
+    assert {coordinator.pool.key(node).decode().replace("\x02", "!") for node in pinned} == nodes
 
 
 def test_a_model_of_prefix_groups_only_needs_none():

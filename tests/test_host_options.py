@@ -43,6 +43,8 @@ def test_what_is_right_is_built():
         *(("load_seconds", each, "seconds above 0, or None") for each in (-1, 0, float("nan"), "30", True)),
         *(("strict", each, "True or False") for each in ("no", 1, None)),
         *(("threads", each, "True, False, or None") for each in ("no", 2)),
+        *(("policy", each, "the name of a policy") for each in (None, 7, ["lru"])),
+        *(("wrap_copier", each, "a function of the copier and the tensors, or None") for each in (3, "wrap")),
         *(("thresholds", each, "Thresholds") for each in (3, None)),
         *(("min_load_tokens", each, "tokens, at least 0, or None") for each in (-1, 16.0)),
         *(("checkpoint_interval", each, "tokens, at least 1, or None") for each in (0, 16.0)),
@@ -101,7 +103,7 @@ def test_kv_lies_in_tensors_with_memory(word):
 
 
 @pytest.mark.parametrize("block_dim", [1, 3])
-@pytest.mark.parametrize(("layers", "spare"), [(3, 0), (3, 1), (9, 0), (10, 1), (12, 0), (12, 1)])
+@pytest.mark.parametrize(("layers", "spare"), [(3, 0), (3, 1), (10, 0), (10, 1), (12, 0), (12, 1)])
 def test_the_dimension_of_blocks_is_off_by_one(layers, block_dim, spare):
     """With fewer layers than blocks every copy would fail; with more, blocks of other requests are overwritten."""
     with pytest.raises(ConfigurationError, match="give block_dim the dimension of the blocks"):
@@ -117,6 +119,12 @@ def test_one_layer_has_fewer_blocks_than_the_device():
 @pytest.mark.parametrize("blocks", [8, 9, 20])
 def test_blocks_that_are_never_handed_out_are_no_fault(blocks):
     built(kv=tensor(blocks)).close()
+
+
+@pytest.mark.parametrize("layers", [BLOCKS, BLOCKS + 1])
+def test_a_null_block_beside_as_many_layers_is_no_fault(layers):
+    """Or heads, or whatever else: both sizes are what a device of so many blocks may have."""
+    built(kv=tensor(BLOCKS + 1, layers)).close()
 
 
 def test_tokens_of_a_block_are_given_twice():

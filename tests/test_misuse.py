@@ -171,6 +171,25 @@ def test_each_key_is_a_digest_of_one_length(wrong, at):
         engine.host.start("r", keys, 3 * GRID + 1, 0, [0, 1, 2])
 
 
+def test_each_key_is_that_of_one_chunk():
+    """Two chunks under one key: a pool that finds one of them breaks, in a later step."""
+    engine, keys = Engine(), keys_of("ab")
+    with pytest.raises(MisuseError, match="chunks 0 and 2 have the same key"):
+        engine.host.start("r", [*keys, keys[0]], 3 * GRID, 0, [0, 1, 2])
+
+
+@pytest.mark.parametrize("keys", [None, 7, iter(keys_of("ab"))], ids=lambda keys: type(keys).__name__)
+@STRICT
+def test_keys_are_a_list(keys, strict):
+    with pytest.raises(MisuseError, match="keys are a list, which may grow, of the keys of full chunks, got"):
+        Engine(strict=strict).host.start("r", keys, 2 * GRID, 0, [0, 1])
+
+
+def test_a_request_is_called_by_what_can_be_a_key_of_a_dict():
+    with pytest.raises(MisuseError, match=r"a request is named by something hashable, got \[\]"):
+        Engine().host.start([], keys_of("ab"), 2 * GRID, 0, [0, 1])
+
+
 def test_the_last_key_is_looked_at_always():
     engine, keys = Engine(strict=False), keys_of("abc")
     with pytest.raises(MisuseError, match="keys are at least 16 bytes"):
@@ -230,14 +249,19 @@ def test_a_step_ends_for_requests_that_run():
     assert Engine(strict=False).host.end_step([("r", 4)]) == []
 
 
-def test_a_step_may_tell_of_a_request_that_it_has_ended():
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_step_may_tell_of_a_request_that_it_has_ended(later):
+    """An engine that overlaps may begin the next step before it sees the outcome of the one in which it was aborted."""
     engine = Engine()
     engine.starts("r", "ab")
     engine.host.begin_step()
     engine.has("r", 8)
     engine.ends("r")
+    for _ in range(later):
+        engine.host.begin_step()
     engine.host.end_step({"r": 8})
-    engine.host.begin_step()
+    for _ in range(2 - later):
+        engine.host.begin_step()
     with pytest.raises(MisuseError, match="does not run"):
         engine.host.end_step({"r": 8})
 

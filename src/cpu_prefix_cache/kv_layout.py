@@ -89,7 +89,7 @@ class State(KVGroup):
 def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
     """Raise ConfigurationError unless the groups have the blocks of a device that hands out `num_blocks`.
 
-    More are right, if a few are never handed out; but not where another dimension has so many.
+    One more is right, a null block; still more also, unless another dimension has as many as are right.
     """
     if not isinstance(groups, Sequence) or not all(isinstance(each, KVGroup) for each in groups):
         raise ConfigurationError(
@@ -103,7 +103,8 @@ def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
                     f"{named} has {blocks} blocks, but the device hands out {num_blocks}: give block_dim the dimension "
                     f"of the blocks, and the device as many as all tensors have; others are {list(part.beside)}"
                 )
-            if likelier := [size for size in part.beside if num_blocks <= size < min(blocks, num_blocks + 2)]:
+            right = (num_blocks, num_blocks + 1)
+            if blocks not in right and (likelier := [size for size in part.beside if size in right]):
                 raise ConfigurationError(
                     f"{named} has {blocks} blocks, but the device hands out {num_blocks}, and another dimension is of "
                     f"size {likelier[0]}: give block_dim the dimension of the blocks"

@@ -89,6 +89,11 @@ class Shelved(BlockPool):
         self.shelf, self.counter, self.none = [], 0, None
 
 
+class Tiered(BlockPool):
+    def __init__(self, num_blocks, tiers):
+        super().__init__(num_blocks)
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
@@ -99,6 +104,14 @@ class Shelved(BlockPool):
 )
 def test_a_pool_that_chooses_otherwise_is_seen(kind, sentence):
     assert sentence in touched.why_not_ordered(kind(8))
+
+
+def test_a_pool_that_takes_more_than_its_blocks_is_seen():
+    why = touched.why_not_ordered(Tiered(8, tiers=2))
+    assert (
+        why
+        == "ATOM's Tiered cannot be tried, as it is made of more than its blocks: missing a required argument: 'tiers'"
+    )
 
 
 def test_a_policy_that_is_not_known_is_seen():

@@ -77,15 +77,24 @@ def why_not_ordered(pool: Any) -> str | None:
         return f"ATOM's {type(pool).__name__} also has {', '.join(unknown)}, and it is not known what that does"
     if (policy := parts.get(POLICY, POLICIES[0])) not in POLICIES:
         return f"ATOM's prefix cache has the policy {policy!r}, which is not known"
-    if not is_ordered(type(pool), policy):
+    try:
+        small = _small(type(pool), policy)
+    except TypeError as wrong:
+        return f"ATOM's {type(pool).__name__} cannot be tried, as it is made of more than its blocks: {wrong}"
+    if not is_ordered(small):
         return f"ATOM's {type(pool).__name__} does not hand out its blocks in the order of its queues"
     return None
 
 
-def is_ordered(kind: Callable[..., Any], policy: str) -> bool:
-    """Whether a pool of this kind hands out blocks as AtomDevice expects it, also after some of them were held."""
-    said = {POLICY: policy} if POLICY in signature(kind).parameters else {}
-    pool = kind(6, **said)
+def _small(kind: Callable[..., Any], policy: str) -> Any:
+    """A pool of six blocks. Raises TypeError for a kind that takes more."""
+    takes = signature(kind)
+    given = takes.bind(6, **({POLICY: policy} if POLICY in takes.parameters else {}))
+    return kind(*given.args, **given.kwargs)
+
+
+def is_ordered(pool: Any) -> bool:
+    """Whether this pool of six blocks hands them out as AtomDevice expects it, also after some of them were held."""
     blocks = [pool.pop() for _ in range(5)]
     for block in blocks:
         pool.allocate(block)

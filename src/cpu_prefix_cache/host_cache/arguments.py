@@ -1,12 +1,17 @@
 """What an engine says of a request, checked before anything changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.numbers import is_whole
 
 KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
+
+
+def check_id(id: object) -> None:
+    if not isinstance(id, Hashable):
+        raise MisuseError(f"a request is named by something hashable, got {id!r}")
 
 
 def check_tokens(name: str, tokens: object, most: int) -> None:
@@ -18,6 +23,8 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
     """Keys are those of full chunks, and digests of one length. `every` one is looked at, or the first and the last.
     What they lead to may `persist` beyond the process.
     """
+    if not isinstance(keys, Sized):
+        raise MisuseError(f"keys are a list, which may grow, of the keys of full chunks, got {keys!r}")
     if len(keys) > num_tokens // chunk_tokens:
         raise MisuseError(
             f"{num_tokens} tokens fill {num_tokens // chunk_tokens} chunks of {chunk_tokens}, but {len(keys)} keys are "
@@ -30,6 +37,12 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
             raise MisuseError(f"keys are at least {least} bytes{kind} (rule 17), got {key!r}")
         if len(key) != len(keys[0]):
             raise MisuseError(f"keys are digests of one length (rule 17), got {keys[0]!r} and {key!r}")
+    if every and len(set(keys)) < len(keys):
+        at = next(at for at, key in enumerate(keys) if key in keys[:at])
+        raise MisuseError(
+            f"chunks {keys.index(keys[at])} and {at} have the same key: a key is that of all tokens up to the end of "
+            "its chunk (rule 17)"
+        )
 
 
 def tokens_by_request(computed: Mapping[Any, int] | Iterable[tuple[Any, int]]) -> dict[Any, int]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from cpu_prefix_cache.host_cache.arguments import check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostTier
 from cpu_prefix_cache.host_cache.options import check_options
@@ -144,12 +144,14 @@ class HostCache:
             max_model_len=max_model_len,
             chunk_tokens=chunk_tokens,
             max_step_tokens=max_step_tokens,
+            policy=policy,
             thresholds=thresholds,
             checkpoint_interval=checkpoint_interval,
             min_load_tokens=min_load_tokens,
             threads=threads,
             load_seconds=load_seconds,
             strict=strict,
+            wrap_copier=wrap_copier,
         )
         check_layout(groups, device.num_blocks)
         planner = HybridChunkPlanner(
@@ -195,7 +197,8 @@ class HostCache:
         self._process, self._is_closed = os.getpid(), False
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
-        self._left: set[Hashable] = set()  # requests that have ended in this step, of which end_step may still tell
+        # Requests that ended in the last step and in this one: end_step may tell of them, in an engine that overlaps.
+        self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
 
@@ -224,7 +227,8 @@ class HostCache:
 
         Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
         or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
-        null, or named twice; with `strict` also for those that another request or load uses.
+        null, or named twice; with `strict` also for those that another request or load uses, and for a key that comes
+        twice.
         """
         self._check_usable()
         self._check_start(id, keys, num_tokens, n0, table)
@@ -247,7 +251,7 @@ class HostCache:
     def begin_step(self) -> None:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
         self._check_usable()
-        self._left.clear()
+        self._left.append(set())
         self._worker.run(self.cache.step())
         if self._tier is not None:
             self._tier.run()
@@ -298,7 +302,7 @@ class HostCache:
             self._misused(f"request {id!r} does not run")
             return
         self._loads.pop(id, None)
-        self._left.add(id)
+        self._left[-1].add(id)
         if self._tier is not None:
             self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
@@ -418,6 +422,7 @@ class HostCache:
         return None if given is None else self._destinations.given(given, hit)
 
     def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table) -> None:
+        check_id(id)
         if id in self._keys:
             raise MisuseError(f"request {id!r} runs already; end it first")
         check_tokens("num_tokens", num_tokens, self._max_model_len)
@@ -432,7 +437,7 @@ class HostCache:
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():
-            if id not in self._keys and id not in self._left:
+            if id not in self._keys and not any(id in ended for ended in self._left):
                 raise MisuseError(f"request {id!r} is reported as computed, and does not run")
             check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
 

@@ -41,12 +41,14 @@ _OPTIONS: Mapping[str, _Kind] = {
     "max_model_len": _whole(1),
     "chunk_tokens": _or_none(_whole(1)),
     "max_step_tokens": _whole(1),
+    "policy": _a(str, "the name of a policy"),
     "thresholds": _a(Thresholds, "Thresholds(store_after=..., min_store_tokens=...)"),
     "checkpoint_interval": _or_none(_whole(1)),
     "min_load_tokens": _or_none(_whole(0)),
     "threads": _or_none(_a(bool, "True, False")),
     "load_seconds": _or_none(_Kind("a number of seconds above 0", _is_positive)),
     "strict": _a(bool, "True or False"),
+    "wrap_copier": _or_none(_Kind("a function of the copier and the tensors", callable)),
 }
 
 

@@ -137,9 +137,8 @@ class Completion:
         """The nodes that a load reads, parents first; none if it was planned as failed."""
         if load.pin is None:
             return []
-        last, is_checkpoint = load.pin.blocks[-1], load.pin.blocks[-1] in self._pool.checkpoints
-        chunks = self._pool.path(load.pin.blocks[0], len(load.keys)) if load.keys else []
-        return [*chunks, last] if is_checkpoint else chunks
+        first, *apart = load.pin.blocks  # a checkpoint that does not hang below the last chunk comes after it
+        return [*self._pool.path(first, len(load.keys) + (first in self._pool.checkpoints)), *apart]
 
     def _withdraw_sources(self, load: Transfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""

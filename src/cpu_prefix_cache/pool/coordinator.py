@@ -100,11 +100,14 @@ class KVCacheCoordinator:
         return self.pool.find(checkpoint_key(keys[present - 1])) if present <= len(keys) else None
 
     def resume_nodes(self, keys: Sequence[bytes], depth: int) -> tuple[int, ...]:
-        """What is read to resume after `depth` chunks: the last of these, and the checkpoint if one is needed. Empty if
-        it is not all here.
+        """What leads to all that is read to resume after `depth` chunks: the `resume_node`, and before it the last of
+        these, if the checkpoint hangs further down. Empty if it is not all here.
         """
         node = self.resume_node(keys, depth)
-        return () if node is None else tuple(dict.fromkeys((self._chunk(keys, depth), node)))
+        if node is None:
+            return ()
+        last = (self._chunk(keys, depth),) if self.planner.lookahead_chunks else ()
+        return tuple(dict.fromkeys((*last, node)))
 
     def wanted_checkpoints(
         self,
