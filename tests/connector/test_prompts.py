@@ -174,7 +174,7 @@ def test_what_a_mask_keeps_counts_whatever_it_is(llama):
         {"input_ids": [b"abc"]},
         np.array([b"a", b"b"]),
     ],
-    ids=str,
+    ids=lambda ids: type(ids).__name__,
 )
 def test_truth_values_and_bytes_are_no_token_ids(llama, ids):
     with (
