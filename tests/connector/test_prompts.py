@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
+from connector.transformers.prompts import placeholders
 from random_models import build_family, initialise
 from tests.connector.serving import document
 
@@ -153,3 +154,55 @@ def test_what_a_mask_keeps_counts_whatever_it_is(llama):
     mask = torch.ones(2, 33, dtype=torch.long)
     expected = as_generate_answers(llama, PADDED, pad_token_id=0, attention_mask=mask)
     assert [each.tokens for each in got] == expected
+
+
+# --- what only looks like token ids or a mask --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([True, False]),
+        np.array([True, False]),
+        [True, 2],
+        {"input_ids": [[True, False]]},
+        b"abc",
+        bytearray(b"abc"),
+        memoryview(b"abc"),
+        [b"abc", b"d"],
+        {"input_ids": b"abc"},
+        {"input_ids": [b"abc"]},
+        np.array([b"a", b"b"]),
+    ],
+    ids=lambda ids: type(ids).__name__,
+)
+def test_truth_values_and_bytes_are_no_token_ids(llama, ids):
+    with (
+        generator_of(llama) as generator,
+        pytest.raises(PromptRefused, match="token ids, which are integers"),
+    ):
+        list(generator.generate(ids, NEW_TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32, torch.bool])
+def test_a_mask_is_of_any_type_that_generate_takes(llama, dtype):
+    mask = torch.tensor([[0] * 9 + [1] * 24, [1] * 33]).to(dtype)
+    expected = as_generate_answers(llama, PADDED, attention_mask=mask)
+    with generator_of(llama) as generator:
+        for form in (mask, mask.numpy(), mask.tolist()):
+            got = generator.generate({"input_ids": PADDED, "attention_mask": form}, NEW_TOKENS, do_sample=False)
+            assert [each.tokens for each in got] == expected
+
+
+@pytest.mark.parametrize("mask", [[0.5, 1], [0, -1], [0.0, float("-inf")], [1, 2], ["1", "1"], np.ones((1, 1, 2, 2))])
+def test_another_mask_is_refused_as_a_mask(llama, mask):
+    with generator_of(llama) as generator, pytest.raises(PromptRefused, match="attention_mask") as refused:
+        generator.answer({"input_ids": [1, 2], "attention_mask": mask}, NEW_TOKENS)
+    assert "token ids" not in str(refused.value)
+
+
+def test_placeholders_are_found_under_the_names_that_models_give_them():
+    names = ("img_context", "sound_context", "media_placeholder", "image", "video", "audio", "placeholder")
+    found = {number: f"{name}_token_id" for number, name in enumerate(names)}
+    ordinary = {"img_start_token_id": 20, "media_end_token_id": 21, "pad_token_id": 22, "timestamp_token_id": 23}
+    assert placeholders({"inner": {name: number for number, name in found.items()}, **ordinary}) == found

@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers import PrefixCachedGenerator
+from cpu_prefix_cache import FileTier
 from random_models import build_family
 from tests.connector.serving import document
 
@@ -66,3 +68,32 @@ def test_a_processor_may_ask_for_another_answer():
 
         generator.answer(document(1, 30), 4, do_sample=False, logits_processor=[ask])
         assert inner == [generator.answer(document(2, 30), 4, do_sample=False).tokens]
+
+
+def test_statistics_wait_for_no_batch(tmp_path):
+    """Not those that a streamer's reader asks for, and `put` waits for it."""
+    model = build_family("llama", hidden=32, layers=2, window=32)
+    answering, read = threading.Event(), threading.Event()
+
+    class Waiting(BaseStreamer):
+        def put(self, value):
+            answering.set()
+            read.wait(60)
+
+        def end(self):
+            pass
+
+    below = FileTier(str(tmp_path), 1 << 24)
+    with (
+        PrefixCachedGenerator(model, device_blocks=30, host_bytes=1 << 22, below=below) as generator,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        answer = pool.submit(generator.answer, document(1, 30), 4, do_sample=False, streamer=Waiting())
+        try:
+            assert answering.wait(60)
+            asked = pool.submit(lambda: (generator.statistics(), generator.tier_statistics()))
+            statistics, tier = asked.result(timeout=20)
+            assert not answer.done() and statistics is not None and tier is not None
+        finally:
+            read.set()
+        assert len(answer.result(timeout=60).tokens) == 4

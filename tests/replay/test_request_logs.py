@@ -197,13 +197,30 @@ def test_the_adapter_in_an_engines_log_is_of_its_request(convert, lines):
         {"error": {"message": "too long"}},
         {"response": {"status_code": 400}},
         {"response": None, "error": "overloaded"},
+        {"status": 500.0},
+        {"status": "500 Internal Server Error"},
+        {"status": "timeout"},
+        {"response": {"status": "incomplete"}},
+        {"success": False},
     ],
     ids=str,
 )
 def test_failed_requests_are_left_out_and_counted(convert, failure):
-    served = {"token_ids": [1, 2], "status": 200, "error": None, "response": {"status_code": 200, "error": None}}
+    served = {
+        "token_ids": [1, 2],
+        "status": 200,
+        "success": True,
+        "error": None,
+        "response": {"status_code": 200, "error": None},
+    }
     code, printed, trace = convert(at_times(served, {"token_ids": [1, 2], **failure}, {**served, "error": "-"}))
     assert code == 0 and len(trace) == 2 and "requests that failed and were left out: 1" in printed
+
+
+def test_an_answer_that_was_cut_short_was_served(convert):
+    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    _, printed, trace = convert(at_times({"token_ids": [1, 2], "response": cut}, {"prompt": "a", "status": "200 OK"}))
+    assert len(trace) == 2 and "failed" not in printed
 
 
 @pytest.mark.parametrize("field", ["text", "input"])
@@ -234,6 +251,20 @@ def test_a_field_that_may_be_of_effect_is_named_and_one_that_is_not_is_not(conve
     _, printed, _ = convert(lines)
     [line] = [line for line in printed.splitlines() if line.startswith("ignored: ")]
     assert line == "ignored: continue_final_message (1), mystery (1), truncate_prompt_tokens (1)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"sampling_params": {"temperature": 0, "truncate_prompt_tokens": 2}}, "truncate_prompt_tokens"),
+        ({"parameters": {"top_n_tokens": 5, "truncate": 2, "adapter_id": "x"}}, "truncate"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"mystery": 0}, "mystery"),
+    ],
+    ids=str,
+)
+def test_neither_an_object_of_parameters_nor_a_false_hides_what_may_be_of_effect(convert, fields, name):
+    assert f"ignored: {name} (1)\n" in convert(at_times({"prompt": "a", "continue_final_message": False, **fields}))[1]
 
 
 def test_no_level_of_a_line_is_passed_over(convert):

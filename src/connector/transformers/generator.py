@@ -165,7 +165,8 @@ class PrefixCachedGenerator:
     below                 a tier for what the host cannot hold, of files or of a store that is shared (docs/tiers.md).
                           Without a `model` it gets the name of this one, and a digest of its weights as `revision`
 
-    Threads may share it: it answers one batch at a time, and another thread waits for its turn.
+    Threads may share it: it answers one batch at a time, and another thread waits for its turn. Statistics
+    are read without waiting.
 
     `close` it, or use it in a `with`: that gives its memory back. With a tier below it also writes what only the host
     has, and lets another process have the files.
@@ -407,8 +408,8 @@ class PrefixCachedGenerator:
             return self._compute.ignores_zeros(name)
 
     def _host_statistics(self) -> HostStatistics | None:
-        with self._lock:
-            return self._last_statistics if self._host is None else self._host.statistics()
+        host = self._host  # without the lock, which a batch holds; `close` may take the host away
+        return self._last_statistics if host is None else host.statistics()
 
     def _tier_hits(self) -> int:
         tier = self.tier_statistics() if self._has_tier else None

@@ -11,7 +11,7 @@ by its name, unless it provably changes nothing.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,13 @@ from cpu_prefix_cache import PrefixCacheError
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray[Any, Any] | Mapping[str, Any]
 
 
-# A placeholder is called in a configuration image_token_id, video_token_index, audio_prompt_token_id, ...; tokens that
-# begin or end a stretch of them (vision_start_token_id) are ordinary ones.
-KINDS_OF_INPUT = {"image", "video", "audio", "vision", "visual", "speech", "frame"}
+# A placeholder is called in a configuration image_token_id, video_token_index, media_placeholder_token_id, ...; tokens
+# that begin or end a stretch of them (vision_start_token_id) are ordinary ones.
+KINDS_OF_INPUT = {
+    *("image", "img", "video", "frame", "vision", "visual", "audio", "sound", "speech", "media", "placeholder"),
+}
 ORDINARY = {"start", "end", "bos", "eos"}
+BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no token ids
 
 
 class PromptRefused(PrefixCacheError):
@@ -92,11 +95,11 @@ class PromptReader:
         for row, kept in zip(ids, mask, strict=True):
             yield [token for token, keep in zip(row, kept, strict=True) if keep]
 
-    def _mask(self, ids: list[list[int]], given: Any) -> list[list[int]]:
-        """What is no padding of `ids`."""
+    def _mask(self, ids: list[list[int]], given: Any) -> list[list[bool]]:
+        """Which of `ids` are no padding."""
         if given is None:
             return [[token != self.padding for token in row] for row in ids]
-        mask = _table(given)
+        mask = [_kept(row) for row in _rows("an attention_mask", given)]
         if [len(row) for row in mask] != [len(row) for row in ids]:
             raise PromptRefused("the attention_mask of a prompt must have the shape of its input_ids")
         return mask
@@ -113,20 +116,36 @@ class PromptReader:
 
 def _table(ids: Any) -> list[list[int]]:
     """`ids` as rows of integers: it is one row, or several of any lengths."""
-    if isinstance(ids, torch.Tensor | np.ndarray) and ids.ndim not in (1, 2):
-        raise PromptRefused(f"token ids have the shape [tokens] or [prompts, tokens], got {list(ids.shape)}")
-    rows = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else list(ids)
-    return [_token_ids(row) for row in (rows if rows and isinstance(rows[0], Sequence) else [rows])]
+    return [_token_ids(row) for row in _rows("token ids", ids)]
+
+
+def _rows(name: str, values: Any) -> list[Sequence[Any]]:
+    if isinstance(values, torch.Tensor | np.ndarray) and values.ndim not in (1, 2):
+        raise PromptRefused(f"{name} must have the shape [tokens] or [prompts, tokens], got {list(values.shape)}")
+    if isinstance(values, BYTES):
+        return [values]
+    rows = values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else list(values)
+    return rows if rows and isinstance(rows[0], Sequence) else [rows]
 
 
 def _token_ids(tokens: Sequence[Any]) -> list[int]:
-    """As Python's integers. A tensor is none of them, though it can be made one."""
+    """As Python's integers. A tensor is none of them, though it can be made one; nor are bytes and truth values."""
+    if isinstance(tokens, BYTES):
+        raise PromptRefused(f"a prompt is a text or token ids, which are integers; got {type(tokens).__name__}")
     kinds = set(map(type, tokens))
     for kind in kinds:
-        if not issubclass(kind, Integral):
+        if kind is bool or not issubclass(kind, Integral):
             strange = next(token for token in tokens if type(token) is kind)
             raise PromptRefused(f"a prompt is a text or token ids, which are integers; got {strange!r} among them")
     return list(tokens) if kinds == {int} else [int(token) for token in tokens]
+
+
+def _kept(mask: Sequence[Any]) -> list[bool]:
+    """Whether each token counts: 1 or 0, of any type."""
+    for value in mask:
+        if not isinstance(value, Real | np.bool_) or value not in (0, 1):
+            raise PromptRefused(f"an attention_mask is 1 for each token that counts, and 0 for others; got {value!r}")
+    return [bool(value) for value in mask]
 
 
 def placeholders(config: Mapping[str, Any]) -> dict[int, str]:

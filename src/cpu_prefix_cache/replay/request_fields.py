@@ -3,6 +3,7 @@
 What is neither here nor read is named by `convert` as ignored: it may be what a chat template or a cache's key needs.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from cpu_prefix_cache.replay.log_times import TIMES
 STATUSES = ("status", "status_code", "statusCode", "response_status", "http_status")
 ERRORS = ("error", "errors", "exception", "error_str")
 FAILED = 400
-FAILED_WORDS = ("failure", "failed", "error", "cancelled")
+FAILED_WORDS = ("failure", "failed", "error", "cancelled", "timeout")
+SUCCESS = "success"
 NO_ERROR = ("-", "none", "null")
 
 SAMPLING = (
@@ -20,8 +22,12 @@ SAMPLING = (
     *("stop", "stop_sequences", "stop_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "echo"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "parameters", "output_length"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "use_beam_search"),
-    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs", "allowed_token_ids"),
+    *("bad_words", "detokenize", "output_kind", "regex", "json_schema", "ebnf", "structural_tag", "no_stop_trim"),
+    *("watermark", "details", "decoder_input_details", "return_full_text", "top_n_tokens", "grammar"),
 )
+OF_PARAMETERS = ("sampling_params", "parameters")  # objects of SAMPLING, and of what changes the prompt
+FALSE_BY_DEFAULT = ("continue_final_message", "return_hidden_states", "return_tokens_as_token_ids", "truncate")
 OF_THE_SERVICE = (
     *("stream", "stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "priority"),
     *("safety_identifier", "prompt_cache_key", "background", "include", "skip_special_tokens", "return_token_ids"),
@@ -32,7 +38,7 @@ OF_THE_SERVICE = (
     *("endTime", "end_time", "completed_at", "language", "turn", "redacted", "openai_moderation"),
     *("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens", "total_tokens", "input_length"),
 )
-WITHOUT_EFFECT = frozenset((*SAMPLING, *OF_THE_SERVICE, *TIMES, *STATUSES, *ERRORS))
+WITHOUT_EFFECT = frozenset((*SAMPLING, *OF_THE_SERVICE, *TIMES, *STATUSES, *ERRORS, SUCCESS))
 SIGNS_OF_A_REQUEST = frozenset(
     (
         *("model", "url", "uri", "path", "endpoint", "usage", "sampling_params", "parameters"),
@@ -43,23 +49,38 @@ SIGNS_OF_A_REQUEST = frozenset(
 
 
 def is_failed(line: Mapping[str, Any]) -> bool:
-    """Whether the line, or the response in it, has a status from 400 on, or an error."""
+    """Whether the line, or the response in it, has a status from 400 on, an error, or no success."""
     places = [line, line.get("response")]
     return any(_has_failed(place) for place in places if isinstance(place, Mapping))
 
 
 def _has_failed(place: Mapping[str, Any]) -> bool:
-    statuses = (str(place.get(name, "")).lower() for name in STATUSES)
+    statuses = [str(place.get(name, "")).lower() for name in STATUSES]
     errors = (place.get(name) for name in ERRORS)
-    return any(status in FAILED_WORDS or (status.isdecimal() and int(status) >= FAILED) for status in statuses) or any(
-        error and str(error).lower() not in NO_ERROR for error in errors
+    return (
+        place.get(SUCCESS) is False
+        or any(map(_is_failure, statuses))
+        or ("incomplete" in statuses and not place.get("incomplete_details"))  # which say why an answer was cut short
+        or any(error and str(error).lower() not in NO_ERROR for error in errors)
     )
+
+
+def _is_failure(status: str) -> bool:
+    """Whether it is one of the words, or begins with a number from 400 on: 500, 500.0, 500 Internal Server Error."""
+    number = re.match(r"[0-9]{1,9}\b", status)
+    return status in FAILED_WORDS or (number is not None and int(number[0]) >= FAILED)
 
 
 def unknown_fields(places: Iterable[Mapping[str, Any]], known: Iterable[str]) -> Iterator[str]:
     """Names of fields that have a value, and that are neither known nor without effect."""
     known = WITHOUT_EFFECT.union(known)
     for place in places:
-        yield from (
-            name for name, value in place.items() if name not in known and value not in (None, False, "", [], {})
-        )
+        parameters = (place.get(name) for name in OF_PARAMETERS)
+        for fields in (place, *(each for each in parameters if isinstance(each, Mapping))):
+            yield from (name for name, value in fields.items() if name not in known and _is_set(name, value))
+
+
+def _is_set(name: str, value: Any) -> bool:
+    if value is False:
+        return name not in FALSE_BY_DEFAULT
+    return value not in (None, "", [], {})
