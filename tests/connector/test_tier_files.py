@@ -10,7 +10,6 @@ from connector.tier.settings import RankPart
 from cpu_prefix_cache import FileTier
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.rank_tier import RankTier
-from cpu_prefix_cache.slab.slab import Slab
 
 RANGE = 1 << 32
 
