@@ -20,7 +20,9 @@ class Request:
 
 
 class CheckpointAt(NamedTuple):
-    """The checkpoint after `depth` chunks. `tail` are the keys of the chunks it reaches back over, up to that depth."""
+    """The checkpoint that resuming with `depth` chunks present takes. Its boundary is their end, or before that what
+    prefix groups look ahead to. `tail` are the keys of the chunks that it reaches back over, up to that depth.
+    """
 
     depth: int
     tail: tuple[bytes, ...]

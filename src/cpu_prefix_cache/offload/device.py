@@ -110,7 +110,9 @@ class Device(Protocol):
     def find_checkpoint(self, checkpoint: CheckpointAt) -> Sequence[Sequence[int]] | None:
         """The device blocks of the pieces of a checkpoint, in the planner's order; None unless all of them are there.
 
-        Only pieces whose bytes are written, and of a state only the page at exactly this boundary (rule 10).
+        `HybridChunkPlanner.checkpoint(checkpoint.depth)` names the pieces. Their boundary is the end of the chunks of
+        `checkpoint.tail`, or, where prefix groups look ahead, before that what they see. Only pieces whose bytes are
+        written, and of a state only the page at exactly that boundary (rule 10).
         """
         return None
 

@@ -22,8 +22,9 @@ and moves between them only here:
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
 A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
-way; a checkpoint is committed below the chunk that ends at its boundary, and never has children. `checkpoints.py` knows
-the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a request can resume.
+way; a checkpoint is committed below the last chunk that must be there to resume from it, and never has children.
+`checkpoints.py` knows the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a request
+can resume.
 
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
