@@ -246,7 +246,7 @@ def test_what_is_lost_is_said_in_a_sentence():
         SharedTier("redis", "tiny", "1")
     with pytest.raises(ConfigurationError, match="a store is SCHEME://ADDRESS, and its scheme one of mooncake, redis"):
         engine_with(SharedTier("nobody://host", "tiny", "1"))
-    with pytest.raises(ConfigurationError, match="tell whose KV they hold; got <"):
+    with pytest.raises(ConfigurationError, match="tell whose KV they hold; got MemoryStore"):
         engine_with(MemoryStore())
     with pytest.raises(ConfigurationError, match="must be digests by sha256"):
         SharedTier(MemoryStore(), "tiny", "1", hash="xxh3")
