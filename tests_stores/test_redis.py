@@ -175,7 +175,7 @@ def test_tls_where_there_is_none_none_where_there_is_and_an_unknown_authority(re
     assert "certificate" in told(tls_server.url(scheme="rediss"))
 
 
-@pytest.mark.parametrize("rest", ["127.0.0.1:port", "127.0.0.1?max_connections=7", "127.0.0.1?db=first"])
+@pytest.mark.parametrize("rest", ["127.0.0.1:port", "127.0.0.1?db=first"])
 def test_what_is_no_url(rest):
     assert "a store is redis://" in told(f"redis://{rest}")
 
