@@ -23,8 +23,8 @@ What the rest of the library relies on: a pinned block keeps its bytes, and a CA
 
 A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
 way; a checkpoint is committed below the last chunk that must be there to resume from it, and never has children.
-`checkpoints.py` knows the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a request
-can resume.
+`checkpoints.py` knows the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a
+request can resume.
 
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
