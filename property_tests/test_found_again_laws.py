@@ -1,4 +1,4 @@
-"""What was stored whole is found again: the law that a cache which only never lies could break unseen.
+"""The law that what was stored whole is found again, which a cache that only never lies could break unseen.
 
 A prompt is served once, and leaves the device. Then the host must find of it, up to the grid, all that a later prompt
 may resume from:

@@ -339,7 +339,7 @@ class PrefixCachedGenerator:
                 self._host.reset(revision)
 
     def _new_revision(self) -> str | None:
-        """That of the weights now. None if it was named before, so that nothing stored until now is found under it."""
+        """The revision of the weights now. None if it was named before: nothing stored until now is found under it."""
         revision = weights_revision(self.model)
         if revision in self._revisions:
             return None

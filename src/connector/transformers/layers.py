@@ -49,7 +49,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class LayerPast:
-    """What one layer keeps: nothing, if all are at their defaults.
+    """The state of one layer: nothing, if all are at their defaults.
 
     `states` is its number of (convolution, recurrent) pairs of states, or of those it has room for.
     """

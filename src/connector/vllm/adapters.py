@@ -36,7 +36,7 @@ Name = tuple[str, ...]  # of an adapter, in vLLM's keys
 
 
 class Adapter(Protocol):
-    """What is read of a LoRARequest of vLLM's."""
+    """The fields that are read of a LoRARequest of vLLM's."""
 
     lora_name: str
     lora_path: str

@@ -1,4 +1,4 @@
-"""What an engine says of a request, checked before anything changes."""
+"""Checks of what an engine says of a request, before anything changes."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from typing import Any

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Destinations:
-    """Those of the loads of one cache. Every call raises MisuseError for what cannot be meant."""
+    """The destinations of the loads of one cache. Every call raises MisuseError for what cannot be meant."""
 
     def __init__(self, cache: CPUPrefixCache, device: Device, groups: "Sequence[KVGroup]", *, strict: bool) -> None:
         self._cache, self._device, self._strict = cache, device, strict
@@ -28,7 +28,7 @@ class Destinations:
         self._num_blocks = [each.num_blocks for each in groups]
 
     def of_table(self, table: Any, hit: Hit) -> list[list[int]]:
-        """Of blocks from the request's first token on the last ones before the boundary."""
+        """The last blocks before the boundary, of those from the request's first token on."""
         planner, grid = self._cache.planner, self._cache.planner.grid_tokens
         counts = planner.device_blocks(hit.start // grid, hit.boundary // grid)
         ends = [hit.boundary // group.block_tokens * group.device_blocks for group in planner.groups]
@@ -36,7 +36,7 @@ class Destinations:
         return self._checked([blocks[end - count : end] for blocks, end, count in tables], hit)
 
     def given(self, blocks: Any, hit: Hit) -> list[list[int]]:
-        """Of blocks that were allocated for this load."""
+        """Destinations among blocks that were allocated for this load."""
         return self._checked(self._by_group(blocks), hit)
 
     def _by_group(self, given: Any) -> list[list[Any]]:

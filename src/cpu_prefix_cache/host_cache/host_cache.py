@@ -415,7 +415,7 @@ class HostCache:
         return any(len(keys) >= chunks and keys[chunks - 1] == key for keys in self._ended)
 
     def _destinations_of(self, table: Table, hit: Hit) -> list[list[int]] | None:
-        """Of each group the blocks that a load fills. None: there is no room for them."""
+        """The blocks that a load fills, by group. None: there is no room for them."""
         if not callable(table):
             return self._destinations.of_table(table, hit)
         given = table(hit.start, hit.boundary)

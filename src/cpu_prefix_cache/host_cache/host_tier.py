@@ -30,7 +30,7 @@ NAP_SECONDS = 0.002
 
 
 class _Below(NamedTuple):
-    """What a TieredCache is told of its tier, which one that is, and how it is opened."""
+    """The options of a TieredCache for its tier, which one that is, and how it is opened."""
 
     options: dict[str, Any]
     name: str

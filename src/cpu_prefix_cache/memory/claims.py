@@ -56,7 +56,7 @@ class Claim(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """What a process has been given and has not taken yet."""
+    """Memory that a process has been given and has not taken yet."""
 
     num_bytes: int
     groups: tuple[str, ...]

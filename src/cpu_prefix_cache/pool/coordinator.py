@@ -100,8 +100,8 @@ class KVCacheCoordinator:
         return self.pool.find(checkpoint_key(keys[present - 1])) if present <= len(keys) else None
 
     def resume_nodes(self, keys: Sequence[bytes], depth: int) -> tuple[int, ...]:
-        """What leads to all that is read to resume after `depth` chunks: the `resume_node`, and before it the last of
-        these, if the checkpoint hangs further down. Empty if it is not all here.
+        """The nodes that lead to all that is read to resume after `depth` chunks: the `resume_node`, and before it the
+        last of these, if the checkpoint hangs further down. Empty if it is not all here.
         """
         node = self.resume_node(keys, depth)
         if node is None:

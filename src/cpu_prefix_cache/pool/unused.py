@@ -1,4 +1,4 @@
-"""What a pool evicts without any use: it was stored, and no request was ever given it.
+"""Nodes that a pool evicts without any use: they were stored, and no request was ever given them.
 
 A hit is noted at the deepest node that it uses. Nodes are evicted after all that hangs below them, so an evicted node
 passes the note on to its parent, and a node that has none when it is evicted was never part of a hit.

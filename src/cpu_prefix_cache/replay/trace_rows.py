@@ -47,7 +47,7 @@ class RowReader:
         self._last: dict[str, float] = {}  # timestamp of the last row of each session
 
     def rows(self, number: int, values: dict[str, Any]) -> Iterator[Row]:
-        """Of the object that stands in this line. Raises BadLine."""
+        """The object that stands in this line. Raises BadLine."""
         if REQUESTS not in values:
             yield self._row(values)
             return

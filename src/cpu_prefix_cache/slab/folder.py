@@ -166,7 +166,7 @@ def _folders(path: str, names: Sequence[str], undo: ExitStack) -> list[int]:
 
 @contextlib.contextmanager
 def _one_rank_at_a_time(folder: int) -> Iterator[None]:
-    """Of those that have folders in this one."""
+    """Folders of others in this one."""
     fcntl.flock(folder, fcntl.LOCK_EX)
     try:
         yield

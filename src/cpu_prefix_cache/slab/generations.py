@@ -24,7 +24,7 @@ MOST = 1 << 63  # of a generation
 
 
 class Kept(NamedTuple):
-    """What a folder says; of a new one, all are to come."""
+    """The content of a folder; of a new one, all is to come."""
 
     floor: int = 0
     last: int = 0

@@ -1,4 +1,4 @@
-"""Whose KV a tier holds: the name of a model, and a revision that changes with its weights.
+"""The identity of the KV that a tier holds: the name of a model, and a revision that changes with its weights.
 
     model, revision   as they are given
     weights           a folder or a file that the weights were loaded from: its name unless a model is given, what its

@@ -1,4 +1,4 @@
-"""What a rank's folder was made for, spelled out. What is in a folder is used again only for the same."""
+"""The purpose of a rank's folder, spelled out. What is in a folder is used again only for the same."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def write_manifest(folder: int, manifest: Manifest) -> None:
 
 
 def difference(there: Manifest, wanted: Manifest) -> str:
-    """What keeps the bytes of a folder from being used, for people. Empty: nothing."""
+    """The reason why the bytes of a folder cannot be used, for people. Empty: there is none."""
     if not there:
         return f"{NAME} cannot be read"
     for name, value in wanted.items():

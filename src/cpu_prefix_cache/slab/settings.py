@@ -54,7 +54,7 @@ class FileTier:
 
     @property
     def identity(self) -> Identity:
-        """Whose KV it is. Raises ConfigurationError where that is not known."""
+        """The identity of its KV. Raises ConfigurationError where that is not known."""
         return identity_of(self.model, self.revision, self.weights)
 
     @property

@@ -23,5 +23,5 @@ def num_slots(tier: FileTier, slot_bytes: int, ranks: int, host_blocks: int) -> 
 
 
 def bytes_of(slots: int, slot_bytes: int, ranks: int) -> int:
-    """What so many slots on each rank take on the disk, at most."""
+    """Bytes that so many slots on each rank take on the disk, at most."""
     return ranks * (slots * (slot_bytes + records.SIZE) + SMALL_FILES_BYTES)
