@@ -202,6 +202,23 @@ def test_the_adapter_in_an_engines_log_is_of_its_request(convert, lines):
         {"status": "timeout"},
         {"response": {"status": "incomplete"}},
         {"success": False},
+        {"response": {"status_code": 200, "body": {"error": {"message": "too long"}}}},
+        {"response_body": '{"object": "error", "message": "too long", "code": 400}'},
+        {"response_body": 'data: {"error": {"message": "too long"}}\n\ndata: [DONE]\n'},
+        {"response_body": 'event: error\ndata: {"type": "error"}\n'},
+        {"response": {"choices": [{"finish_reason": "abort", "message": {"content": ""}}]}},
+        {"response": {"choices": [{"finish_reason": "error", "text": ""}], "usage": {"completion_tokens": 0}}},
+        {"response": {"choices": [{"error": {"code": 502}, "message": {"content": None}}]}},
+        {"response": {"choices": [{"finish_reason": "content_filter", "message": {"content": ""}}]}},
+        {"response": {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}, "text": ""}},
+        {"response": {"finish_reason": {"type": "stop", "status_code": 400}}},
+        {"response": {"stop_reason": "refusal", "content": [], "usage": {"output_tokens": 0}}},
+        {"response": {"status": "failed", "output": []}},
+        {"response": {"status": "cancelled", "output": []}},
+        {"response": {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}, "output": []}},
+        {"finish_reason": "abort"},
+        {"finish_reason": "abort", "usage": {"prompt_tokens": 2, "completion_tokens": 0}},
+        {"payload": {"token_ids": [1, 2], "status": 503}},
     ],
     ids=str,
 )
@@ -217,10 +234,61 @@ def test_failed_requests_are_left_out_and_counted(convert, failure):
     assert code == 0 and len(trace) == 2 and "requests that failed and were left out: 1" in printed
 
 
-def test_an_answer_that_was_cut_short_was_served(convert):
-    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    _, printed, trace = convert(at_times({"token_ids": [1, 2], "response": cut}, {"prompt": "a", "status": "200 OK"}))
-    assert len(trace) == 2 and "failed" not in printed
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"response": {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}},
+        {"response": {"status": "incomplete", "output": [{"type": "message"}]}},
+        {"response": {"status": "cancelled", "usage": {"output_tokens": 7}}},
+        {"response": {"choices": [{"finish_reason": "abort", "message": {"content": "a"}}]}},
+        {"response": {"choices": [{"finish_reason": "content_filter", "message": {"tool_calls": [{"id": "1"}]}}]}},
+        {"response": {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 3}}},
+        {"response_body": 'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"status": "cancelled"}\n'},
+        {"status": "cancelled", "usage": {"completion_tokens": 1}},
+        {"finish_reason": "abort", "output": "a"},
+        {"finish_reason": "stop", "usage": {"completion_tokens": 0}},
+        {"response": {"status": "in_progress", "error": None}},
+        {"response": "plain text"},
+        {"response_body": "{"},
+    ],
+    ids=str,
+)
+def test_an_answer_that_was_cut_short_was_served(convert, answer):
+    _, printed, trace = convert(at_times({"token_ids": [1, 2], **answer}, {"prompt": "a", "status": "200 OK"}))
+    assert len(trace) == 2 and "failed" not in printed and "ignored" not in printed
+
+
+def test_the_text_of_a_prompt_is_no_answer(convert):
+    line = {"model": "m", "text": "a b", "finish_reason": "abort"}
+    _, printed, trace = convert(at_times({"prompt": "a"}, line))
+    assert len(trace) == 1 and "requests that failed and were left out: 1" in printed
+
+
+SGLANG_JSON = {"rid": "x", "obj": {"input_ids": [1, 2, 3]}}
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("lines", "later"),
+    [
+        ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:795] Request 1 failed (bad request): too long."], 1),
+        ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:783] Request 1 aborted."], 0),
+        (
+            [
+                {"timestamp": "2026-11-24T12:43:50", "event": "request.received", **SGLANG_JSON},
+                {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": ABORTED},
+                {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": {"text": "a"}},
+            ],
+            1,
+        ),
+    ],
+    ids=["vLLM failed", "vLLM aborted", "SGLang"],
+)
+def test_a_failure_that_a_later_line_reports_is_in_the_summary(convert, lines, later):
+    code, printed, trace = convert(lines, with_tokenizer=False)
+    assert code == 0 and len(trace) == 1
+    sentence = "requests that are in the trace though a later line says that they failed: 1"
+    assert (sentence in printed) == bool(later)
 
 
 @pytest.mark.parametrize("field", ["text", "input"])

@@ -309,7 +309,7 @@ def test_ids_are_chained_for_each_model_alone(tmp_path):
 
 
 def test_failed_requests_are_left_out_and_counted(tmp_path):
-    trace = read_traces([write(tmp_path / "log", [GOOD, {**GOOD, "status": 429}, {**GOOD, "error": "x"}])])
+    trace = read_traces([write(tmp_path / "log", [GOOD, {**GOOD, "status": 429}, {**GOOD, "finish_reason": "abort"}])])
     assert len(trace.requests) == 1 and "requests that failed and were left out: 2" in describe_trace(trace)
 
 

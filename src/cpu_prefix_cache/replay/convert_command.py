@@ -106,6 +106,8 @@ def _assumed(logs: Sequence[RequestLog], converter: Converter, unit: str, *, is_
         yield f"lines without a request: {others:,}"
     if failed := sum(log.failed for log in logs):
         yield f"requests that failed and were left out: {failed:,}"
+    if later := sum(log.failed_later for log in logs):
+        yield f"requests that are in the trace though a later line says that they failed: {later:,}"
     ignored = sum((log.ignored for log in logs), Counter[str]())
     if ignored:
         most_first = sorted(ignored.items(), key=lambda each: (-each[1], each[0]))

@@ -2,6 +2,7 @@
 
 ... Request ID details: ... prompt_token_ids: [...]         vLLM at level DEBUG; the line after it, which begins
 ... Received request ID: ... lora_request: LoRARequest(...  "Received request" and has the same ID, has the adapter
+... Request ID failed (bad request): ...                    vLLM, on a request that it has logged before
 ... Receive: obj=GenerateReqInput(... lora_path='x', ...    SGLang
 """
 
@@ -15,6 +16,7 @@ from cpu_prefix_cache.replay.sharing import Apart
 # Texts come before the ids in these lines, so the last match is the right one.
 VLLM_IDS = re.compile(rb"(?:Request|Received request) (?P<id>\S+?):? .*prompt_token_ids: (?P<ids>\[[\d, ]*\]|None)")
 SGLANG_IDS = re.compile(rb"Receive: obj=GenerateReqInput\(.*input_ids=(?P<ids>\[[\d, ]*\](?: \.\.\. \[)?|None)")
+VLLM_FAILED = re.compile(rb"Request \S+ failed(?: \(| due to |\.)")
 VLLM_ADAPTER = re.compile(rb".*lora_request: LoRARequest\(.*?lora_name='([^']*)'")
 SGLANG_APART = {
     name: re.compile(rb".*\b%b='([^']+)'" % name.encode()) for name in ("lora_path", "lora_id", "extra_key")
@@ -40,6 +42,11 @@ def logged(line: bytes, following: object) -> Logged | None:
         found = {name: pattern.match(rest) for name, pattern in SGLANG_APART.items()}
         return Logged(_ids(match["ids"]), tuple((name, each[1].decode()) for name, each in found.items() if each))
     return None
+
+
+def is_failure(line: bytes) -> bool:
+    """Whether the line is about a request of an earlier line, which has failed."""
+    return VLLM_FAILED.search(line) is not None
 
 
 def _vllm_apart(rest: bytes, id: bytes, following: object) -> Apart:

@@ -1,9 +1,8 @@
-"""Says which fields of a logged request decide nothing about its prompt, and which lines are of failed requests.
+"""Says which fields of a logged request decide nothing about its prompt.
 
 What is neither here nor read is named by `convert` as ignored: it may be what a chat template or a cache's key needs.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,10 +10,8 @@ from cpu_prefix_cache.replay.log_times import TIMES
 
 STATUSES = ("status", "status_code", "statusCode", "response_status", "http_status")
 ERRORS = ("error", "errors", "exception", "error_str")
-FAILED = 400
-FAILED_WORDS = ("failure", "failed", "error", "cancelled", "timeout")
 SUCCESS = "success"
-NO_ERROR = ("-", "none", "null")
+REASONS = ("finish_reason", "stop_reason", "done_reason", "reason")  # for which an answer ended
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "n", "best_of", "seed", "do_sample", "sampling_params"),
@@ -34,11 +31,22 @@ OF_THE_SERVICE = (
     *("include_stop_str_in_output", "spaces_between_special_tokens", "log_metrics", "no_logs", "received_time"),
     *("id", "rid", "request_id", "custom_id", "trace_id", "session_id", "conversation_id", "conversation_hash"),
     *("object", "type", "event", "level", "logger", "method", "path", "url", "uri", "endpoint", "host", "remote_addr"),
-    *("response", "response_body", "output", "choices", "completion", "usage", "latency", "duration", "request_time"),
+    *(
+        "response",
+        "response_body",
+        "output",
+        "choices",
+        "completion",
+        "usage",
+        "meta_info",
+        "latency",
+        "duration",
+        "request_time",
+    ),
     *("endTime", "end_time", "completed_at", "language", "turn", "redacted", "openai_moderation"),
     *("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens", "total_tokens", "input_length"),
 )
-WITHOUT_EFFECT = frozenset((*SAMPLING, *OF_THE_SERVICE, *TIMES, *STATUSES, *ERRORS, SUCCESS))
+WITHOUT_EFFECT = frozenset((*SAMPLING, *OF_THE_SERVICE, *TIMES, *STATUSES, *ERRORS, *REASONS, SUCCESS))
 SIGNS_OF_A_REQUEST = frozenset(
     (
         *("model", "url", "uri", "path", "endpoint", "usage", "sampling_params", "parameters"),
@@ -46,29 +54,6 @@ SIGNS_OF_A_REQUEST = frozenset(
         *("max_tokens", "max_new_tokens", "max_output_tokens", "temperature"),
     )
 )
-
-
-def is_failed(line: Mapping[str, Any]) -> bool:
-    """Whether the line, or the response in it, has a status from 400 on, an error, or no success."""
-    places = [line, line.get("response")]
-    return any(_has_failed(place) for place in places if isinstance(place, Mapping))
-
-
-def _has_failed(place: Mapping[str, Any]) -> bool:
-    statuses = [str(place.get(name, "")).lower() for name in STATUSES]
-    errors = (place.get(name) for name in ERRORS)
-    return (
-        place.get(SUCCESS) is False
-        or any(map(_is_failure, statuses))
-        or ("incomplete" in statuses and not place.get("incomplete_details"))  # which say why an answer was cut short
-        or any(error and str(error).lower() not in NO_ERROR for error in errors)
-    )
-
-
-def _is_failure(status: str) -> bool:
-    """Whether it is one of the words, or begins with a number from 400 on: 500, 500.0, 500 Internal Server Error."""
-    number = re.match(r"[0-9]{1,9}\b", status)
-    return status in FAILED_WORDS or (number is not None and int(number[0]) >= FAILED)
 
 
 def unknown_fields(places: Iterable[Mapping[str, Any]], known: Iterable[str]) -> Iterator[str]:

@@ -17,11 +17,11 @@ from typing import Any
 
 from cpu_prefix_cache.replay.chat_messages import FIELDS as BESIDE_MESSAGES
 from cpu_prefix_cache.replay.chat_messages import TURNS, chat_of, questions
-from cpu_prefix_cache.replay.engine_lines import logged
+from cpu_prefix_cache.replay.engine_lines import is_failure, logged
 from cpu_prefix_cache.replay.lines import BadLine, LineReader, parsed_object
 from cpu_prefix_cache.replay.log_times import Time, logged_time, time_of
 from cpu_prefix_cache.replay.request_bodies import Body, Content, body_of, contents_of
-from cpu_prefix_cache.replay.request_fields import is_failed
+from cpu_prefix_cache.replay.request_outcomes import is_failed
 from cpu_prefix_cache.replay.response_chains import ResponseChains
 from cpu_prefix_cache.replay.sharing import Apart
 
@@ -44,12 +44,13 @@ class RequestLog:
 
     other_lines     lines that are no request
     failed          requests that failed, and are left out
+    failed_later    those that were read before a line said that they failed
     ignored         how many requests have a field that was not used, by its name
     """
 
     def __init__(self, path: str, skip_bad_lines: bool) -> None:
         self.lines = LineReader(path, skip_bad_lines)
-        self.other_lines = self.failed = 0
+        self.other_lines = self.failed = self.failed_later = 0
         self.ignored: Counter[str] = Counter()
         self._chains = ResponseChains()
 
@@ -76,10 +77,12 @@ class RequestLog:
             yield Recorded(number, logged_time(part), request.ids, request.apart)
         else:
             self.other_lines += 1
+            self.failed_later += is_failure(part)
 
     def _of_object(self, number: int, line: dict[str, Any]) -> Iterator[Recorded]:
         if line.get("event", RECEIVED) != RECEIVED:
             self.other_lines += 1
+            self.failed_later += is_failed(line)
             return
         if is_failed(line):
             self.failed += 1

@@ -14,7 +14,7 @@ from cpu_prefix_cache.replay.lines import (
     parsed_object,
     shown,
 )
-from cpu_prefix_cache.replay.request_fields import is_failed
+from cpu_prefix_cache.replay.request_outcomes import is_failed
 from cpu_prefix_cache.replay.sharing import Apart, apart_of
 from cpu_prefix_cache.replay.trace_guesses import LOG_BLOCK_TOKENS, block_tokens_of, fits
 from cpu_prefix_cache.replay.trace_keys import CONTENT, ContentKeys, IdKeys, NotChainedError, TokenKeys
