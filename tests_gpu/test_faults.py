@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from tests_gpu.stage import Stage, plan_of, wait_for
 
 from cpu_prefix_cache import Direction, GroupCopy, MisuseError
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import POISON
+from tests_gpu.stage import Stage, plan_of, wait_for
 
 BLOCKS = 2000  # 216 MB: a dozen slices
 

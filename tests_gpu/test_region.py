@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
+from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 
 def capture(during=lambda: None):

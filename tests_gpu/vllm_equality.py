@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests_gpu.drafters import DRAFTERS, speculative
 
+from tests_gpu.drafters import DRAFTERS, speculative
 from tests_vllm import models
 from tests_vllm.models import initialise, some_tokens
 
@@ -48,19 +48,7 @@ SIZES |= dict(hidden_size=256, intermediate_size=512)
 # what vLLM must be told
 MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
     "llama": ("LlamaConfig", dict(num_hidden_layers=4, head_dim=64), 150, 1000, {}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        dict(
-            num_hidden_layers=6,
-            head_dim=64,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            sliding_window=64,
-            query_pre_attn_scalar=64,
-        ),
-        700,
-        1000,
-        {},
-    ),
+    "gemma3": ("Gemma3TextConfig", dict(**models.WINDOWS, head_dim=64, query_pre_attn_scalar=64), 700, 1000, {}),
     "mla": (
         "DeepseekV3Config",
         dict(

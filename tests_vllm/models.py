@@ -7,14 +7,17 @@ for less than what the tests tolerate.
 
     embeddings     N(0, 1), as the first layer sees them; not tied to the output
     matrices       N(0, 1 / fan_in); what makes queries and keys SHARPNESS times that
-    norms          1; those of queries and keys, which undo what is said above, SHARPNESS
+    norms          1, or 0 where the model adds 1: as they are; those of queries and keys, which undo what is said
+                   above, SHARPNESS instead of 1
     A_log          log FORGETTING: of its state, a linear layer forgets half in 100 tokens. As transformers initialises
                    it, after 5 tokens nothing is left, and damage shows nowhere
 """
 
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +36,8 @@ VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
 WINDOW = 64  # tokens that a window layer of Gemma 3 sees
 SHARPNESS = 1.5
-GATED_SHARPNESS = 2  # of Qwen3-Next, where one layer in four has attention, and that behind a gate
+GATED_SHARPNESS = 2  # where one layer in four has attention, and that behind a gate
+GATED = ("qwen3_next", "qwen3_5_text")
 FORGETTING = 0.005
 
 SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
@@ -50,6 +54,11 @@ SIZES = dict(
     bos_token_id=None,
     eos_token_id=None,
     pad_token_id=None,
+)
+WINDOWS = dict(  # two layers with a window, one with full attention, and the same again
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    sliding_window=WINDOW,
 )
 
 
@@ -73,26 +82,17 @@ def save_long_llama(folder: Path, seed: int = 0) -> Path:
 
 
 def save_gemma3(folder: Path, seed: int = 0) -> Path:
-    """Two layers with a window, one with full attention, and the same again."""
-    config = Gemma3TextConfig(
-        **SIZES,
-        num_hidden_layers=6,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=SIZES["head_dim"],
-    )
+    config = Gemma3TextConfig(**SIZES, **WINDOWS, query_pre_attn_scalar=SIZES["head_dim"])
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
 def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, seed: int = 0) -> Path:
-    """The same, with heads of another size under full attention: its blocks are of another length then."""
+    """Heads of another size under full attention: its blocks are of another length then."""
     config = transformers.Gemma4TextConfig(
         **{name: value for name, value in SIZES.items() if name != "head_dim"},
         head_dim=head_dim,
         global_head_dim=global_head_dim,
-        num_hidden_layers=6,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        sliding_window=WINDOW,
+        **WINDOWS,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
@@ -102,19 +102,23 @@ def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, see
     return _save(transformers.Gemma4ForCausalLM, config, folder, seed)
 
 
-def save_eagle(folder: Path, seed: int = 7) -> Path:
-    """A drafter of one layer for any of these models: it has their embeddings, and reads their last hidden states."""
+def save_eagle(folder: Path, sizes: Mapping[str, Any] = SIZES, dtype: str = "float32", seed: int = 7) -> Path:
+    """A drafter of one layer for a model of these sizes: it has its embeddings, and reads its last hidden states."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1))
+    config = LlamaConfig(**sizes, num_hidden_layers=1, architectures=["LlamaForCausalLM"], dtype=dtype)
+    model = LlamaForCausalLM(config)
     initialise(model)
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     parts = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
     layers = {name: weight for name, weight in parts.items() if name.startswith("layers.") and "input_" not in name}
-    hidden = SIZES["hidden_size"]  # vLLM leaves out the norm before the first layer
-    layers["fc.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
-    save_file(layers, folder / "model.safetensors")
+    layers["fc.weight"] = joining(config.hidden_size)  # vLLM leaves out the norm before the first layer
+    save_file({name: weight.to(config.dtype) for name, weight in layers.items()}, folder / "model.safetensors")
     return folder
+
+
+def joining(hidden: int) -> torch.Tensor:
+    """The matrix by which a drafter joins an embedding and a hidden state."""
+    return torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
 
 
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
@@ -130,11 +134,11 @@ def _save(architecture, config, folder: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel) -> None:
-    """Gemma multiplies its embeddings by the root of their length. Gemma 3 adds 1 to the weights of its norms, and so
-    does Qwen3-Next."""
+    """Gemma multiplies its embeddings by the root of their length. Whether a model adds 1 to the weights of its norms
+    shows in those that transformers gives them, which are 0 then.
+    """
     gemma = model.config.model_type in ("gemma3_text", "gemma4_text")
-    adds_one = model.config.model_type in ("gemma3_text", "qwen3_next")
-    sharpness = GATED_SHARPNESS if model.config.model_type == "qwen3_next" else SHARPNESS
+    sharpness = GATED_SHARPNESS if model.config.model_type in GATED else SHARPNESS
     for name, weight in model.named_parameters():
         if "embed_tokens" in name:
             weight.normal_(std=model.config.hidden_size**-0.5 if gemma else 1)
@@ -144,4 +148,4 @@ def initialise(model: PreTrainedModel) -> None:
         elif name.endswith("A_log"):
             weight.fill_(math.log(FORGETTING))
         elif "q_norm" in name or "k_norm" in name:
-            weight.fill_(sharpness - adds_one)
+            weight.add_(sharpness - 1)

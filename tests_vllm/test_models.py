@@ -8,8 +8,11 @@ from itertools import combinations, product
 
 import pytest
 import torch
+import transformers
 
-from tests_vllm.models import MODELS, WINDOW, some_tokens
+from tests_gpu import vllm_equality
+from tests_gpu.drafters import FOLDER
+from tests_vllm.models import GATED, GATED_SHARPNESS, MODELS, SHARPNESS, WINDOW, initialise, save_gemma4, some_tokens
 from tests_vllm.real_engine import BLOCK, TOLERANCE, Answer, RealEngine, cold_answers, differences
 from tests_vllm.silent import SilentConnector
 
@@ -37,6 +40,42 @@ def expected(folder):
 def error(answer: Answer, expected: Answer) -> float:
     (difference,) = differences([answer], [expected])
     return difference
+
+
+# The weights
+
+NORMS = ("q_norm", "k_norm")
+
+
+def check_gains(model):
+    """What their norms multiply queries and keys by, whether they keep it as it is or less 1."""
+    norms = [module for name, module in model.named_modules() if name.endswith(NORMS)]
+    for norm in norms:
+        values = torch.randn(1, *norm.weight.shape)
+        gain = float(norm(values).detach().square().mean().sqrt())
+        assert gain == pytest.approx(GATED_SHARPNESS if model.config.model_type in GATED else SHARPNESS, rel=1e-3)
+    assert norms
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3next", "qwen3.5-mtp"])
+def test_queries_and_keys_of_models_for_gpus_are_sharpened_alike(name):
+    config, sizes, *_ = vllm_equality.MODELS[name]
+    config = getattr(transformers, config)(**{**vllm_equality.SIZES, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    initialise(model)
+    check_gains(model)
+
+
+@pytest.mark.parametrize("save", [MODELS["qwen3"], MODELS["gemma3"], save_gemma4])
+def test_queries_and_keys_of_models_for_cpus_are_sharpened_alike(save, tmp_path):
+    check_gains(transformers.AutoModelForCausalLM.from_pretrained(save(tmp_path)))
+
+
+def test_a_drafter_for_gpus_has_the_sizes_of_its_model(tmp_path):
+    vllm_equality.save("gemma3-eagle", tmp_path)
+    model, drafter = (transformers.AutoConfig.from_pretrained(each) for each in (tmp_path, tmp_path / FOLDER))
+    assert (drafter.hidden_size, drafter.head_dim, drafter.num_hidden_layers) == (model.hidden_size, 64, 1)
+    assert drafter.dtype == model.dtype == torch.bfloat16
 
 
 # Equal
