@@ -94,7 +94,7 @@ def lives(rank, folder, file, told, go_on):
         told.put(int(region.min()))
 
 
-def refuse(*arguments):
+def refuse(*arguments, **options):
     raise ConfigurationError("there is no room")
 
 

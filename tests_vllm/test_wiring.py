@@ -116,7 +116,7 @@ def test_the_ranks_of_a_tensor_parallel_group_ask_it_for_the_region(tmp_path, mo
     """And those that have KV of their own have a region each."""
     asked, made = [], []
 
-    def region_of_the_group(num_bytes):
+    def region_of_the_group(num_bytes, **_):
         asked.append(num_bytes)
         return "shared"
 

@@ -2,27 +2,39 @@
 
 import mmap
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache.memory import claims, limits, mapping
+from cpu_prefix_cache.memory import claims, limits, mapping, pages, registration
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from tests.simulated_driver import SimulatedDriver, pinned_arena
+from tests.threads import eventually
 
 MIB = 1 << 20
-# A process that has a region of 64 MiB, of which it takes as many MiB as it is asked for, a line each.
+UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")  # a process in a namespace of pids of its own
+# A process that has a region of 64 MiB, of which it takes as many MiB as it is asked for, a line each. `ahead` it takes
+# them by the threads that take pages ahead, and nothing else.
 OTHER = """
 import sys
 from pathlib import Path
 from cpu_prefix_cache.memory import claims, limits, mapping
 claims.SHARED, limits.CGROUP = Path(sys.argv[1]), Path(sys.argv[2])
-region = mapping.private(64 << 20)
+ahead = sys.argv[3:] == ["ahead"]
+region = mapping.private(64 << 20, taken_ahead=ahead)
 print("claimed", flush=True)
 for line in sys.stdin:
     if line.strip() == "end":
         del region
+    elif ahead:
+        import torch
+        from cpu_prefix_cache.memory.pages import Pages
+        count = lambda not_taken: claims.count(region, not_taken + (64 - int(line) << 20))
+        Pages(torch.frombuffer(region, dtype=torch.uint8, count=int(line) << 20), slice_bytes=1 << 20, count=count)
     else:
         region[: int(line) << 20] = bytes(int(line) << 20)
     print("done", flush=True)
@@ -43,8 +55,8 @@ def other(tmp_path):
     """Starts such a process."""
     processes = []
 
-    def start(cgroup="/sys/fs/cgroup"):
-        command = [sys.executable, "-c", OTHER, str(tmp_path), str(cgroup)]
+    def start(*options, inside=()):
+        command = [*inside, sys.executable, "-c", OTHER, str(tmp_path), "/sys/fs/cgroup", *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
@@ -165,11 +177,51 @@ def test_only_the_pages_of_the_region_count():
     assert claims._resident_bytes(smaps, [range(0x9000, 0xA000)]) == 0
 
 
-def test_nothing_is_promised_to_a_process_of_another_pid_namespace(other, monkeypatch):
-    """Containers that share /dev/shm. All that it has taken counts as used already, and would count twice."""
-    ask(other(), 64)
+# Containers that share /dev/shm, each with a namespace of pids of its own
+
+
+def test_of_another_pid_namespace_only_what_is_taken_ahead_is_promised(other, monkeypatch):
+    """What is taken on its first use counts as used already, and would count twice."""
     monkeypatch.setattr(claims, "_pid_namespace", lambda: 1)
+    ask(other(), 8)
     assert promised() == 0
+    process = other("ahead")
+    assert promised() == 64 * MIB
+    ask(process, 40)
+    assert eventually(lambda: promised() == 24 * MIB)
+    ask(process, 64)
+    assert eventually(lambda: promised() == 0)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*UNSHARE, "true"], check=False).returncode != 0,
+    reason="this system makes no namespaces of pids",
+)
+def test_engines_of_two_pid_namespaces_see_each_others_claims(other, folder):
+    first, second = (other("ahead", inside=UNSHARE) for _ in range(2))
+    assert promised() == 128 * MIB
+    ask(first, 64)
+    assert eventually(lambda: promised() == 64 * MIB)
+    second.kill()
+    second.wait()
+    assert eventually(lambda: promised() == 0)
+    first.kill()
+    first.wait()
+    assert eventually(lambda: promised() == 0 and [each.name for each in folder.iterdir()] == [claims.LOCK])
+
+
+def test_an_arena_counts_the_pages_that_it_takes_ahead(monkeypatch):
+    go, populate = threading.Event(), pages._populate
+    monkeypatch.setattr(pages, "_populate", lambda *slice: go.wait() and populate(*slice))
+    monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
+    arena = pinned_arena(SimulatedDriver())
+    (name,) = (name for name in os.listdir(claims._folder()) if name != claims.LOCK)
+    before = claims._read(claims._folder(), name)
+    go.set()
+    arena.wait_until_ready()
+    assert before.not_taken == len(before.region) == arena.blocks.numel()
+    assert eventually(lambda: claims._read(claims._folder(), name).not_taken == 0)
+    arena.close()
 
 
 def test_what_any_rank_has_taken_of_a_shared_region_is_taken():
@@ -219,7 +271,7 @@ def test_a_folder_of_another_user_is_not_used(folder, caplog):
     assert "belongs to user 65534" in caplog.text and list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"nothing", b"[1, 2, 3, 4]", b'["a", 2, 3, 4, [], -1]', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"nothing", b"[1, 2, 3, 4]", b'0\n["a", 2, 3, 4, [], -1]', b"\xff"])
 def test_files_that_are_no_claims_claim_nothing(folder, content):
     kept = mapping.private(MIB)
     (mine,) = (each for each in folder.iterdir() if each.name != claims.LOCK)

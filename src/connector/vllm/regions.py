@@ -57,13 +57,14 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device
     """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
     num_blocks = settings.host_bytes // shapes.host_block_bytes
+    num_bytes, is_pinned = num_blocks * shapes.host_block_bytes, device.type == "cuda"
     agree(parallel, _problem(settings, parallel))
     try:
         arena = HostArena(
             num_blocks,
             shapes.host_block_bytes,
-            pinned_for=device if device.type == "cuda" else None,
-            region=_shared_region(num_blocks * shapes.host_block_bytes) if settings.is_shared else None,
+            pinned_for=device if is_pinned else None,
+            region=_shared_region(num_bytes, taken_ahead=is_pinned) if settings.is_shared else None,
         )
     except Exception as error:
         agree(parallel, error)
@@ -100,18 +101,18 @@ def agree(parallel: ParallelConfig, problem: Exception | None) -> None:
         raise problem
 
 
-def _shared_region(num_bytes: int) -> mmap.mmap:
+def _shared_region(num_bytes: int, *, taken_ahead: bool) -> mmap.mmap:
     """That of this rank's tensor-parallel group. Raises ConfigurationError."""
     number, count = ranks.place_in_the_group()
-    return _taken(num_bytes) if number else _made(num_bytes, others=count - 1)
+    return _taken(num_bytes) if number else _made(num_bytes, count - 1, taken_ahead)
 
 
-def _made(num_bytes: int, others: int) -> mmap.mmap:
+def _made(num_bytes: int, others: int, taken_ahead: bool) -> mmap.mmap:
     """By the first rank, for so many others, which hear of it also if it cannot be made."""
     with ExitStack() as ends:
         address = None
         try:
-            file, region = mapping.make_shared(num_bytes)
+            file, region = mapping.make_shared(num_bytes, taken_ahead=taken_ahead)
             ends.callback(os.close, file)
             offer = shared_file.Offer(file)
             ends.callback(offer.close)

@@ -7,10 +7,11 @@ close      unpinned, and unmapped when its last tensor is gone
 
 import mmap
 import weakref
+from functools import partial
 
 import torch
 
-from cpu_prefix_cache.memory import mapping
+from cpu_prefix_cache.memory import claims, mapping
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.memory.pages import Pages, processors_near
@@ -45,12 +46,15 @@ class HostArena:
         if pinned_for is not None and driver is None:
             driver = _driver_for(pinned_for)  # first, because it may raise
         num_bytes = num_blocks * block_bytes
-        memory = torch.frombuffer(mapping.private(num_bytes) if region is None else region, dtype=torch.uint8)
+        if region is None:
+            region = mapping.private(num_bytes, taken_ahead=pinned_for is not None)
+        memory = torch.frombuffer(region, dtype=torch.uint8)
         self.blocks = memory.view(num_blocks, block_bytes)
         self.registration: Registration | None = None
         if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
-            pages = Pages(memory, processors_near(driver.pci_address(device)), slice_bytes)
+            near = processors_near(driver.pci_address(device))
+            pages = Pages(memory, near, slice_bytes, partial(claims.count, region))
             self.registration = Registration(memory, pages, driver, device, slice_bytes)
             self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest
 

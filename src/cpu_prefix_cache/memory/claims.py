@@ -3,8 +3,10 @@
 The pages of a region are taken while its engine works, so for a while the system calls memory available that is
 promised already. Each region has a file in a folder of this user, which its process keeps locked. The file says how
 large the region is and where; how much of it has been taken, the kernel says of its process, or of the file without a
-name that several processes map. Of a process in another namespace of pids it does not say that. Nothing counts as
-promised to it then: what it has taken counts as used already, and would count twice as long as it lives.
+name that several processes map. Of a process in another namespace of pids it does not say that. There the file counts,
+in which the owner of a region that is taken ahead keeps what it has not taken yet. What takes pages when they are first
+written has no such number, and nothing counts as promised to it there: what it has taken counts as used already, and
+would count twice as long as it lives.
 
     alive    the file is locked. The kernel unlocks it when the process ends, however it ends
     dead     whoever reads it next removes it
@@ -23,7 +25,7 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import addressof, c_char
 from functools import cache
@@ -36,7 +38,9 @@ SHARED = Path("/dev/shm")
 LOCK = "lock"
 LOCK_SECONDS = 5.0  # for others to check and to claim, which takes them milliseconds
 CLAIM_BYTES = 1 << 16  # of a file, at most
+NUMBER = b"%020d\n"  # of bytes that have not been taken, as long for all
 _held: set[int] = set()  # files of this process, which a forked child must not keep locked
+_files: MutableMapping[mmap.mmap, int] = weakref.WeakKeyDictionary()  # the claim of each region
 
 
 class Process(NamedTuple):
@@ -48,11 +52,14 @@ class Process(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A region of a process: its addresses, and the descriptor there of the file that it is, or -1."""
+    """A region of a process: its addresses, and the descriptor there of the file that it is, or -1. `not_taken` are
+    bytes, as its owner counts them where it takes pages ahead, and else 0.
+    """
 
     process: Process
     region: range
     file: int
+    not_taken: int
 
 
 class Promise(NamedTuple):
@@ -94,9 +101,9 @@ def turn() -> Iterator[None]:
         os.close(file)
 
 
-def claim(region: mmap.mmap, groups: Sequence[str], shared: int = -1) -> None:
+def claim(region: mmap.mmap, groups: Sequence[str], shared: int = -1, *, taken_ahead: bool = False) -> None:
     """Claim what a region has not taken yet, until it ends. `groups` are the control groups that limit it, and `shared`
-    is the descriptor of the file that it is, if it is one.
+    is the descriptor of the file that it is, if it is one. Whoever makes one that is `taken_ahead` calls `count`.
     """
     folder = _folder()
     if folder is None:
@@ -106,14 +113,23 @@ def claim(region: mmap.mmap, groups: Sequence[str], shared: int = -1) -> None:
     files: list[int] = []
     try:
         files += [] if shared < 0 else [os.dup(shared)]
-        said = begin, len(region), os.getpid(), _pid_namespace(), list(groups), files[0] if files else -1
-        files.append(_put(folder, name, json.dumps(said).encode()))
+        values = begin, len(region), os.getpid(), _pid_namespace(), list(groups), files[0] if files else -1
+        number = NUMBER % (len(region) if taken_ahead else 0)
+        files.append(_put(folder, name, number + json.dumps(values).encode()))
     except OSError as failed:
         _close(files)
         _warn(failed)
         return
     _held.update(files)
+    _files[region] = files[-1]
     weakref.finalize(region, _end, os.getpid(), folder, name, files)
+
+
+def count(region: mmap.mmap, not_taken: int) -> None:
+    """Keep in its claim how many bytes of a region have not been taken yet, if it is claimed."""
+    if region in _files:
+        with suppress(OSError):  # a region does without its claim
+            os.pwrite(_files[region], NUMBER % not_taken, 0)
 
 
 def _put(folder: int, name: str, content: bytes) -> int:
@@ -153,9 +169,10 @@ def _read(folder: int, name: str) -> Claim | None:
         if _lock(file, fcntl.LOCK_SH):  # shared, so that others who ask at this moment do not take it for alive
             os.unlink(name, dir_fd=folder)
             return None
-        begin, num_bytes, pid, namespace, groups, shared = json.loads(os.read(file, CLAIM_BYTES))
+        not_taken, _, values = os.read(file, CLAIM_BYTES).partition(b"\n")
+        begin, num_bytes, pid, namespace, groups, shared = json.loads(values)
         process = Process(int(pid), int(namespace), tuple(groups))
-        return Claim(process, range(int(begin), int(begin) + int(num_bytes)), int(shared))
+        return Claim(process, range(int(begin), int(begin) + int(num_bytes)), int(shared), int(not_taken))
     except (OSError, ValueError, TypeError):
         return None
     finally:
@@ -200,9 +217,9 @@ def _pid_namespace() -> int:
 
 
 def _not_taken(process: Process, own: Sequence[Claim]) -> int:
-    """0 where the kernel does not say what has been taken."""
+    """As its owner counts it where the kernel does not say what has been taken."""
     if process.namespace != _pid_namespace():
-        return 0
+        return sum(each.not_taken for each in own)
     private = [each.region for each in own if each.file < 0]
     try:
         of_files = sum(_not_in_file(each) for each in own if each.file >= 0)
@@ -236,6 +253,7 @@ def _forget_in_child() -> None:
     """A child has no part in the regions of its parent, and does not keep them claimed."""
     _close(_held)
     _held.clear()
+    _files.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -12,12 +12,12 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 
 
-def private(num_bytes: int) -> mmap.mmap:
-    """Raises ConfigurationError like `check_fits`."""
+def private(num_bytes: int, *, taken_ahead: bool = False) -> mmap.mmap:
+    """Raises ConfigurationError like `check_fits`. `taken_ahead` is as for `claims.claim`."""
     with claims.turn():
         check_fits(num_bytes)
         region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        claims.claim(region, groups())
+        claims.claim(region, groups(), taken_ahead=taken_ahead)
     if sys.platform == "linux":
         # A page that a forked child shares is copied when either writes to it, and the pinned page may be the child's
         # then. So the child gets zeros at these addresses, or nothing at all from an older kernel.
@@ -28,8 +28,9 @@ def private(num_bytes: int) -> mmap.mmap:
     return _with_huge_pages(region)
 
 
-def make_shared(num_bytes: int) -> tuple[int, mmap.mmap]:
+def make_shared(num_bytes: int, *, taken_ahead: bool = False) -> tuple[int, mmap.mmap]:
     """The descriptor of a file without a name, to be handed to others and closed, and the region that it is here.
+    `taken_ahead` is as for `claims.claim`.
 
     Raises ConfigurationError like `check_fits`, and on a system that has no such files.
     """
@@ -41,7 +42,7 @@ def make_shared(num_bytes: int) -> tuple[int, mmap.mmap]:
         except BaseException:
             os.close(file)
             raise
-        claims.claim(region, groups(), file)
+        claims.claim(region, groups(), file, taken_ahead=taken_ahead)
     return file, region
 
 

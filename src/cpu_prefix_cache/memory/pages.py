@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import torch
@@ -34,10 +34,18 @@ def processors_near(pci_address: str) -> set[int]:
 
 
 class Pages:
-    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on processors in `near`."""
+    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on processors in `near`. Calls
+    `count` with the bytes that it has not taken, each time that these are fewer.
+    """
 
-    def __init__(self, region: torch.Tensor, near: Set[int] = frozenset(), slice_bytes: int = SEAM_BYTES) -> None:
-        self._region, self._near, self._slice_bytes = region, near, slice_bytes
+    def __init__(
+        self,
+        region: torch.Tensor,
+        near: Set[int] = frozenset(),
+        slice_bytes: int = SEAM_BYTES,
+        count: Callable[[int], None] = lambda not_taken: None,
+    ) -> None:
+        self._region, self._near, self._slice_bytes, self._count = region, near, slice_bytes, count
         self._end = region.numel()
         slices = range(0, self._end, slice_bytes)
         self._next, self._missing = iter(slices), set(slices)
@@ -76,6 +84,7 @@ class Pages:
                 self._shorten(first)
             with self._changed:
                 self._missing.discard(first)
+                self._count(min(len(self._missing) * self._slice_bytes, self._region.numel()))
                 self._changed.notify_all()
 
     def _shorten(self, end: int) -> None:
