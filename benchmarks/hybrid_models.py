@@ -1,4 +1,4 @@
-"""What models keep on the host: pieces, waste, and the bytes of a conversation that can be resumed.
+"""Memory that models keep on the host: pieces, waste, and the bytes of a conversation that can be resumed.
 
 Each model is a list of groups: 16-bit KV unless stated otherwise, with blocks as vLLM chooses them. The numbers of
 layers, heads and dimensions are those in the `config.json` of the published checkpoint.
@@ -158,7 +158,7 @@ MODELS = [
 
 
 def waste_table() -> str:
-    """What each group keeps, and how much of its host memory is unused."""
+    """Table of what each group keeps, and how much of its host memory is unused."""
     lines = [
         "| model | grid | group | kind | piece, KiB | host blocks | kept | waste |",
         "|---|--:|---|---|--:|--:|--:|--:|",

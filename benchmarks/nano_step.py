@@ -1,4 +1,4 @@
-"""What the host cache costs a step of nano-vllm: the engine alone, with `examples/nano_vllm`, and as it was before.
+"""Cost of the host cache for a step of nano-vllm: the engine alone, with `examples/nano_vllm`, and as it was before.
 
     python benchmarks/nano_step.py ENGINES [--before CHECKOUT] [--block-tokens 16] [--runs 5]
 

@@ -142,8 +142,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def brief(answered: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Of each request the prompt's tokens, those cached, the answer's; ms at which it was sent, and of first and last
-    token."""
+    """Figures of each request: the prompt's tokens, those cached, the answer's; ms at which it was sent, and of first
+    and last token."""
     return [
         [each["prompt"], each["cached"], len(each["tokens"])]
         + [round(1e3 * seconds) for seconds in (each["sent"], each["tokens"][0], each["tokens"][-1])]

@@ -15,7 +15,7 @@ PROGRESS_SECONDS = 10
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an engine gives at once: how many tokens of the answer, and how many of the prompt it had cached."""
+    """Output that an engine gives at once: how many tokens of the answer, and how many of the prompt it had cached."""
 
     count: int
     cached: int

@@ -54,7 +54,7 @@ def busy(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def ratio(rounds: list[dict[str, dict[str, float]]], name: str) -> float:
-    """Of a step in these windows to one in the window without reads of the same round."""
+    """Ratio of a step in these windows to one in the window without reads of the same round."""
     return median(each[name]["step_ms"] / each["without"]["step_ms"] for each in rounds)
 
 

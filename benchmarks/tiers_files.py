@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Measured(NamedTuple):
-    """Of one way: the runs, each in GB/s and in processor ms per GB; of fio the latter is not known."""
+    """Measurements of one way: the runs, each in GB/s and in processor ms per GB; of fio the latter is not known."""
 
     gb_per_s: list[float]
     cpu_ms_per_gb: list[float]

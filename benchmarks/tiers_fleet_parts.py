@@ -96,7 +96,7 @@ class SharedStore:
 
 @dataclass(slots=True)
 class Seen:
-    """What one engine has done. Blocks by where they were found; seconds."""
+    """Record of what one engine has done. Blocks by where they were found; seconds."""
 
     blocks: int = 0
     on_device: int = 0
@@ -124,7 +124,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class _Call:
-    """What is under way to the store or from there."""
+    """A call that is under way to the store or from there."""
 
     plan: TransferPlan
     end: float
@@ -184,7 +184,7 @@ class FleetEngine(ThreeTierEngine):
         return Request(self._served, keys, len(keys) * self.block_tokens + 1)
 
     def _looked_up(self, prompt: Request) -> Answer:
-        """What the cache says, after as many steps as move something at once."""
+        """Answer of the cache, after as many steps as move something at once."""
         answer = self.tiered.lookup(prompt, self._on_device * self.block_tokens, self.now)
         while isinstance(answer, Pending) and self._move():
             answer = self.tiered.lookup(prompt, self._on_device * self.block_tokens, self.now)

@@ -62,7 +62,7 @@ def arrivals_of(trace: Trace, rates: Rates, *, engines: int, requests: int, load
 
 
 def ideal_share(arrivals: Sequence[TraceRequest]) -> float:
-    """Of all blocks, those that an earlier prompt had."""
+    """Share of the blocks that an earlier prompt had."""
     known: set[bytes] = set()
     hits = 0
     for request in arrivals:
@@ -86,7 +86,7 @@ def _drawn(
 
 
 def _in_turn(some: Sequence[TraceRequest], seconds: float, rates: Rates) -> Iterator[tuple[float, TraceRequest]]:
-    """Those that begin within so many seconds, if they are computed one after the other, and when they begin."""
+    """Requests that begin within so many seconds, if they are computed one after the other, and when they begin."""
     now = 0.0
     for request in some:
         if now >= seconds:

@@ -61,7 +61,7 @@ class Request:
 
 
 class Phase:
-    """What was seen in one part of a run."""
+    """Observations in one part of a run."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []  # clock and processor

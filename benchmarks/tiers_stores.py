@@ -60,7 +60,7 @@ class Values:
         self.memory[:] = b"\xee" * len(self.memory)
 
     def check(self, who: str) -> None:
-        """Of `block only`, frames were not moved."""
+        """Check frames too, but those of `block only`, which were not moved."""
         end = len(self.memory) if "only" not in who and who != "mooncake" else self.count * self.block_bytes
         assert self.memory[:end] == self.content[:end], f"{who} got other bytes than were put"
 

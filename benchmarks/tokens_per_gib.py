@@ -84,7 +84,7 @@ def groups_of(model: Model, **options: Any) -> list[Group]:
 
 
 def tokens_in_a_gib(planner: HybridChunkPlanner, prompt: int) -> int:
-    """Of prompts of `prompt` tokens, each with a checkpoint at its end. The host keeps whole chunks of them."""
+    """Tokens of prompts of `prompt` tokens, each with a checkpoint at its end. The host keeps whole chunks of them."""
     kept = planner.full_chunks(prompt) * planner.grid_tokens
     return GIB * kept // conversation_bytes(planner, kept)
 

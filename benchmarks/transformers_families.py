@@ -148,7 +148,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is known of one family."""
+    """Findings on one family."""
 
     family: str
     verdict: str
@@ -224,7 +224,7 @@ def error(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def compare(model: PreTrainedModel, generator: PrefixCachedGenerator) -> str:
-    """What is wrong; nothing if all is right."""
+    """Say what is wrong; nothing if all is right."""
     prompts = {seed: prompt(seed, length) for seed, length in enumerate(PROMPTS)}
     references = {seed: expected(model, ids) for seed, ids in prompts.items()}
     for time in ("cold", "hit"):

@@ -90,7 +90,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Of speeds for decode, of times for a first token."""
+        """Ratios of speeds for decode, of times for a first token."""
         pairs = zip(self.generate_ms, self.ours_ms, strict=True)
         return [ours / theirs if self.part == FIRST else theirs / ours for theirs, ours in pairs]
 

@@ -156,7 +156,7 @@ class Engine:
         return self.send({"ask": prompts, "max_tokens": max_tokens, "together": together, "params": params})
 
     def loaded_bytes(self) -> float:
-        """What our connector has loaded so far.
+        """Bytes that our connector has loaded so far.
 
         The `LLM` class of vLLM 0.26 drops reports of steps without output tokens, so some loads are not counted.
         """
@@ -187,7 +187,7 @@ class Engine:
 
 @contextmanager
 def model_folder(kept: Path | None, shape: str) -> Iterator[Path]:
-    """What vLLM compiles belongs to a folder, so one that is kept makes the next start faster."""
+    """Folder of the model. vLLM keeps compiled code by folder, so one that is kept makes the next start faster."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = kept or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

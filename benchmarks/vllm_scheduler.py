@@ -127,7 +127,7 @@ class Engine:
         return request.num_computed_tokens >= request.num_tokens
 
     def _copied(self, metadata: Any) -> KVConnectorOutput:
-        """What a worker would report of this step's plan, one step later."""
+        """Report that a worker would make of this step's plan, one step later."""
         if isinstance(metadata, StepMetadata):
             plan = metadata.plan
             self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.resolved)

@@ -48,7 +48,7 @@ def again(prompt: list[tuple[int, int]], engine: Engine) -> list[tuple[int, int]
 
 
 def first_tokens(engine: Engine, prompts: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Of prompts that are in the tier only."""
+    """Times of prompts that are in the tier only."""
     for source, asked in (("tier", prompts), ("host", prompts[:-1]), ("device", prompts[-2:-1])):
         answer = engine.ask([again(prompt, engine) for prompt in asked])
         yield {"source": source, **times(answer["seconds"], answer["cached"])}

@@ -1,4 +1,4 @@
-"""What both sides of the connector must agree on: the groups of a model's KV, and the bytes of their blocks.
+"""Facts on which both sides of the connector must agree: the groups of a model's KV, and the bytes of their blocks.
 
 ATOM gives the scheduler side its config alone, which has no bytes. The ranks see the tensors (`tensors.py`), and report
 the bytes of a block of each group once, as the operation of a completion on this connector's channel. ATOM joins the
@@ -25,7 +25,7 @@ _REPORT = "block bytes"
 
 
 class Config(Protocol):
-    """What is read of ATOM's `Config` here."""
+    """Part of ATOM's `Config` that is read here."""
 
     @property
     def kv_cache_block_size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What the two halves say to each other, in ATOM's own messages.
+"""Messages between the two halves, within ATOM's own.
 
     scheduler -> ranks    StepMetadata: the plan of a step, in a step with news for them
     ranks -> scheduler    completions on the connector's channel; ATOM passes one on when all ranks have reported it
@@ -56,7 +56,7 @@ class StepMetadata(ConnectorMetadata):
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """What it says besides."""
+        """The rest of the message."""
         tier = self.tier
         below = None if tier is None else (tier.first_generation, tier.taken, tier.asks, tier.told_below, tier.revision)
         return self.ready_blocks, below, *((plan.epoch, plan.resolved_below, plan.resolved) for plan in self._plans)
@@ -67,7 +67,7 @@ class StepMetadata(ConnectorMetadata):
 
 
 def ready_operations(known: int, ready: int, host_blocks: int) -> Iterator[str]:
-    """What a rank reports that has `ready` of its host blocks, and of whom `known` are known.
+    """Reports of a rank that has `ready` of its host blocks, and of whom `known` are known.
 
     >>> list(ready_operations(known=8, ready=30, host_blocks=64))
     ['ready blocks 12', 'ready blocks 16', 'ready blocks 20', 'ready blocks 24', 'ready blocks 28']

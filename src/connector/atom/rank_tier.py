@@ -45,7 +45,7 @@ class TierOfRank:
         self._owner.run(plan)
 
     def news(self) -> TierReport | None:
-        """What the scheduler side may not know yet."""
+        """News that the scheduler side may not have yet."""
         report, now = self._owner.report(), self._clock()
         is_unanswered = report.transfers.done or report.transfers.failed or report.found or report.told
         if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:

@@ -1,4 +1,4 @@
-"""What the scheduler half knows of ATOM's requests: the keys of their chunks, and how many of these hold KV.
+"""Knowledge that the scheduler half has of ATOM's requests: the keys of their chunks, and how many of these hold KV.
 
     first seen     the chunks of the prompt have keys; later tokens get theirs when their blocks hold them
     confirmed      its first blocks have ATOM's hash and hold the tokens of our keys: the device knows them now

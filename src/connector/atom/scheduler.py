@@ -182,7 +182,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         return not self._sent or is_opening or (self.cache is not None and self.cache.has_transfers)
 
     def get_statistics(self) -> dict[str, int]:
-        """What ATOM shows of a connector that offloads: counts since the start, of all ranks alike, and what is under
+        """Statistics that ATOM shows of a connector: counts since the start, of all ranks alike, and what is under
         way. Beside that, how many bytes of host memory could not be pinned on all ranks together.
         """
         said = {"unpinned_bytes": sum(self._unpinned.values())}
@@ -223,7 +223,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         return UnorderedDevice(pool)
 
     def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
-        """What can be loaded beyond what the device had when the request got its blocks."""
+        """Find what can be loaded beyond what the device had when the request got its blocks."""
         return cache.lookup(request, int(seq.num_cached_tokens), self._clock())
 
     def _admit(self, cache: CPUPrefixCache, seq: Any, answer: Answer) -> None:
@@ -273,7 +273,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         return seq.id in self._loading.values()
 
     def _report(self, cache: CPUPrefixCache, done: frozenset[int], failed: frozenset[int]) -> list[Resolved]:
-        """What ATOM has passed on, all ranks have reported."""
+        """Report to the cache for all ranks: ATOM has passed on what all of them have reported."""
         ranks = range(self._config.tp_world_size)
         reports = (RankReport(rank, done, failed, self._ready_blocks) for rank in ranks)
         return [each for report in reports for each in cache.report(report)]
@@ -289,7 +289,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             del self._admitted[seq.id]
 
     def _hear(self, operation: Any) -> None:
-        """What ranks report besides transfers: of their tiers, how many host blocks are ready, what a block takes."""
+        """Take what ranks report besides transfers: on tiers, how many host blocks are ready, what a block takes."""
         if isinstance(operation, TierReport) and self.tier is not None:
             self.tier.report_below(operation)
         if isinstance(operation, Unpinned):

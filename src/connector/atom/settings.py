@@ -40,7 +40,7 @@ REPLACING_RUNNER = "atom.rollout.model_runner_ext.RLHFModelRunner"
 
 @dataclass(frozen=True)
 class Settings:
-    """What both halves are built from. Each rank has a host region of `host_bytes`."""
+    """Settings that both halves are built from. Each rank has a host region of `host_bytes`."""
 
     config: Any  # ATOM's
     host_bytes: int
@@ -64,7 +64,7 @@ class Settings:
 
     @property
     def hash(self) -> str:
-        """What keys are digests by."""
+        """The hash by which keys are digests."""
         return FASTEST if self.tier is None else HASH
 
     @property

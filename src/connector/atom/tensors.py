@@ -26,7 +26,7 @@ from cpu_prefix_cache.memory.parts import Part, Role, canonical, spelled
 
 
 class Layer(Protocol):
-    """What is read of ATOM's `KVCacheTensor`: the tensors of one layer. Those that it lacks are None, or empty."""
+    """Part of ATOM's `KVCacheTensor`: the tensors of one layer. Those that it lacks are None, or empty."""
 
     k_cache: torch.Tensor | None
     v_cache: torch.Tensor | None
@@ -36,7 +36,7 @@ class Layer(Protocol):
 
 
 class Region(Protocol):
-    """What is read of ATOM's `KVTransferRegion`: units of equal size, numbered from the start or from the end."""
+    """Part of ATOM's `KVTransferRegion`: units of equal size, numbered from the start or from the end."""
 
     base_addr: int
     total_bytes: int
@@ -46,7 +46,7 @@ class Region(Protocol):
 
 
 class Regions(Protocol):
-    """What is read of ATOM's `KVTransferTensors`. `swa_block_regions` is its name for the regions of whole slots."""
+    """Part of ATOM's `KVTransferTensors`. `swa_block_regions` is its name for the regions of whole slots."""
 
     block_regions: Sequence[Region]
     slot_regions: Sequence[Region]

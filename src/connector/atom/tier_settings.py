@@ -70,7 +70,7 @@ def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPla
 
 
 def _weights(config: Any) -> str:
-    """Of the model, and of the one that drafts, which has KV of its own. Raises ConfigurationError."""
+    """Weights of the model, and of the one that drafts, which has KV of its own. Raises ConfigurationError."""
     if config.load_dummy:
         raise ConfigurationError(
             "with load_dummy each process may have weights of its own; give the tier a revision, or leave it out"

@@ -1,4 +1,4 @@
-"""What the connector takes for granted of ATOM beyond its interface of connectors, checked once, when it starts.
+"""Assumptions that the connector makes of ATOM beyond its interface of connectors, checked once, when it starts.
 
     block pool, block      waiting blocks are held and put back by hand, in the queues of the pool
     block manager          it is cleared with our cache; the states that it keeps

@@ -1,4 +1,4 @@
-"""What each rank has to say of itself passes ATOM's aggregator as it is.
+"""Reports of each rank on itself pass ATOM's aggregator as it is.
 
 ATOM passes a completion on when all ranks have reported the same operation. What a rank says of its tier has the number
 of the rank in it, rates and slots, and is joined by the scheduler half. What its blocks take should be the same on all

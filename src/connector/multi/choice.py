@@ -1,4 +1,4 @@
-"""Whose hit is loaded, if several caches stand beside each other: that which saves most time.
+"""Choice of the hit that is loaded, if several caches stand beside each other: that which saves most time.
 
     saved = tokens / prefill rate - (queue + bytes) / load rate - overhead        (cpu_prefix_cache/tiers/time_saved.py)
 
@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a hit on a prompt can have at most, what is loaded for a token, and how many are computed in a second."""
+    """Limit of a hit on a prompt, what is loaded for a token, and how many are computed in a second."""
 
     most_tokens: int
     bytes_per_token: float
@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Who saves most of those that know, and who is waited for; None: computing does.
+    """The cache that saves most of those that know, and the one that is waited for; None: computing does.
 
     As long as somebody is waited for, nothing is loaded.
     """

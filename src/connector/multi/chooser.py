@@ -32,7 +32,7 @@ NOBODY = Choice(None, ())
 
 @dataclass
 class Count:
-    """What has become of the questions to one cache."""
+    """Counts of what has become of the questions to one cache."""
 
     queries: int = 0
     wins: int = 0

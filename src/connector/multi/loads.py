@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 class Loads:
-    """Of one cache. Whoever asks for a load gives it an id of its own."""
+    """Loads of one cache. Whoever asks for a load gives it an id of its own."""
 
     def __init__(self, assumed: Speed) -> None:
         self._assumed = assumed
@@ -54,7 +54,7 @@ class Loads:
         self._last_end = -math.inf
 
     def speed(self, now: float) -> Speed:
-        """That of a load which is asked for now."""
+        """Speed of a load which is asked for now."""
         if not self._under_way:
             return self._assumed if now - self._last_end > SECONDS_REMEMBERED else self._line
         queue = sum(num_bytes for num_bytes, _ in self._under_way.values())

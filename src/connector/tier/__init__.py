@@ -1,1 +1,1 @@
-"""What connectors of engines with ranks share of the tier: its option, whose bytes it holds, what a rank has of it."""
+"""Parts of the tier that connectors of engines with ranks share: its option, whose bytes it holds, what a rank has."""

@@ -17,7 +17,7 @@ VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")  # of a mod
 
 @dataclass(frozen=True, slots=True)
 class RankNamespace(Namespace):
-    """That of a rank: of the engine's folder, with fields of the rank's own."""
+    """Namespace of a rank: that of the engine's folder, with fields of the rank's own."""
 
     engine_folder: str
 
@@ -31,7 +31,7 @@ class RankNamespace(Namespace):
 
 
 def digest(described: Mapping[str, Any] | Sequence[str]) -> str:
-    """Of a model's configuration, whatever its name is; or of lines."""
+    """Digest of a model's configuration, whatever its name is; or of lines."""
     if isinstance(described, Mapping):
         described = {name: value for name, value in described.items() if name not in VOLATILE}
     text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__name__)

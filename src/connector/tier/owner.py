@@ -43,7 +43,7 @@ class Owner:
         self._tier.close()
 
     def _zero(self, plan: TierPlan) -> None:
-        """What is stored of groups that this rank lacks: bytes of others may have been left in their host blocks."""
+        """Zero what is stored of groups that this rank lacks: bytes of others may be left in their host blocks."""
         stores = (each for each in plan.step.transfers if each.direction is Direction.STORE)
         for copy in (copy for store in stores for copy in store.copies if copy.group in self._absent):
             self._region[list(copy.device_blocks)] = 0

@@ -1,4 +1,4 @@
-"""What both halves know of the tier: whose bytes it holds, how many slots it has, and how a rank opens its own."""
+"""Facts on the tier for both halves: whose bytes it holds, how many slots it has, and how a rank opens its own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class RankPart(NamedTuple):
-    """What a rank has of the tier: `slots` slots as large as its host blocks, below `region`. It is owner `number`, and
-    lacks `absent` of the groups whose `pieces` these are.
+    """Part of the tier that a rank has: `slots` slots as large as its host blocks, below `region`. It is owner
+    `number`, and lacks `absent` of the groups whose `pieces` these are.
     """
 
     region: "torch.Tensor"
@@ -30,18 +30,18 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True)
 class TierSettings(ABC):
-    """Of the ranks, `owners` have bytes of their own in the tier. It is plain data, and goes to all ranks."""
+    """Settings of a tier in which `owners` ranks have bytes of their own: plain data, which goes to all ranks."""
 
     namespace: Namespace
     owners: int
 
     @abstractmethod
     def num_slots(self, slot_bytes: int, host_blocks: int) -> int:
-        """Of each owner. Raises ConfigurationError."""
+        """Slots of each owner. Raises ConfigurationError."""
 
     @abstractmethod
     def cache_options(self) -> Mapping[str, Any]:
-        """What a TieredCache is told of it, besides the slots."""
+        """Options of a TieredCache for it, besides the slots."""
 
     def opening(self, own: Mapping[str, Value], part: RankPart) -> "OpeningTier":
         """The tier of a rank, which opens itself. `own` are the fields of its namespace that the engine's has not.

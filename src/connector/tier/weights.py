@@ -1,4 +1,4 @@
-"""What identifies the weights of a model, so that KV on disk is never served to other ones.
+"""Digests that identify the weights of a model, so that KV on disk is never served to other ones.
 
     a local folder or file    its weight files (cpu_prefix_cache/slab/weights.py)
     a model of a hub          the commit, which the engine or transformers has resolved

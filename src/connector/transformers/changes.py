@@ -24,7 +24,7 @@ ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
 
 
 class Weights:
-    """Those of `model`, as they were at the last look. Calls `reset` when they have changed."""
+    """Weights of `model`, as they were at the last look. Calls `reset` when they have changed."""
 
     def __init__(self, model: PreTrainedModel, reset: Callable[[], object]) -> None:
         self._model = model
@@ -79,5 +79,5 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adapters_of(module: torch.nn.Module) -> list[Hashable]:
-    """What a layer of PEFT's says of those that it computes with."""
+    """Adapters that a layer of PEFT's computes with."""
     return [repr(vars(module)[name]) for name in ADAPTERS if name in vars(module)]

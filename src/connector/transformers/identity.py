@@ -1,4 +1,4 @@
-"""Whose KV a tier keeps beyond the process: a name for people, and a revision that changes with the weights.
+"""Identity of KV that a tier keeps beyond the process: a name for people, and a revision that changes with the weights.
 
 The revision is a digest of the configuration, of every parameter and buffer (name, dtype, shape, all bytes), and of
 what PEFT's layers say of adapters. No sample would do: training may change a few rows alone. A path says nothing: a
@@ -20,7 +20,7 @@ LENGTH_BYTES = 8
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """What the checkpoint was loaded from, or its kind."""
+    """Source from which the checkpoint was loaded, or its kind."""
     return model.config.name_or_path or str(model.config.model_type)
 
 

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of the past, derived from transformers' own cache layers:
+"""Part of the past that each layer of a model keeps, derived from transformers' own cache layers:
 
     full        the keys and values of every token      full attention, MLA (its latent)
     local       those of the recent tokens only         sliding windows, chunked attention
@@ -60,7 +60,7 @@ class LayerPast:
 
 
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
-    """What each layer of `model` keeps. Raises ConfigurationError for a kind that is not known here."""
+    """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here."""
     name = type(model).__name__
     try:
         layers = DynamicCache(config=model.config).layers

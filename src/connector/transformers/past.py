@@ -72,7 +72,7 @@ class LocalGroup:
 
 
 class ModelPast:
-    """What a model keeps of the past.
+    """Past that a model keeps.
 
     `layers` says what each layer keeps. `full` are K and V of one token in all layers of full attention, `locals` are
     groups of local attention (windows of two sizes are two groups), `states` are all states together.

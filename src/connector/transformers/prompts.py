@@ -1,4 +1,4 @@
-"""What may be given as prompts, each turned into a text or a list of token ids.
+"""Prompts as they may be given, each turned into a text or a list of token ids.
 
     one prompt     a text; a sequence, a tensor or an array of token ids; a tokenizer's output for one text
     several        any iterable of these; a tensor or an array [prompts, tokens]; a tokenizer's output for several

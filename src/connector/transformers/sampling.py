@@ -91,7 +91,7 @@ class Settings:
         return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
     def for_prompt(self, tokens: Sequence[int]) -> "Choice":
-        """What is decided for one prompt."""
+        """Decisions for one prompt."""
         ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)[None].to(
             self._device
         )  # 8 times as fast as tensor

@@ -33,7 +33,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """What ranks have copied, and their tiers. vLLM aggregates those of one step, in any order.
+    """Reports on what ranks have copied, and on their tiers. vLLM aggregates those of one step, in any order.
 
     `prepared` are the ranks whose host regions have all the blocks that they will ever have.
 

@@ -269,7 +269,7 @@ class TransferTimes:
 
 
 class TierMoves:
-    """What the tier of a rank has moved since the last call, and what it has left in a store."""
+    """Bytes that the tier of a rank has moved since the last call, and what it has left in a store."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}

@@ -102,7 +102,7 @@ def agree(parallel: ParallelConfig, problem: Exception | None) -> None:
 
 
 def _shared_region(num_bytes: int, *, taken_ahead: bool) -> mmap.mmap:
-    """That of this rank's tensor-parallel group. Raises ConfigurationError."""
+    """Region of this rank's tensor-parallel group. Raises ConfigurationError."""
     number, count = ranks.place_in_the_group()
     return _taken(num_bytes) if number else _made(num_bytes, count - 1, taken_ahead)
 

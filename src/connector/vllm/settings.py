@@ -42,7 +42,7 @@ LOAD_DEADLINE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What both halves are built from.
+    """Settings that both halves are built from.
 
     Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes.
     """

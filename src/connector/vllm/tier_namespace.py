@@ -1,4 +1,4 @@
-"""What must be equal for KV of one vLLM process to be served by another, beside what every engine has (`namespace.py`).
+"""Fields that are equal where one vLLM process may serve KV of another, besides those of every engine (`namespace.py`).
 
     the engine    release, platform, backend as configured, what the model computes with, tensor and pipeline ranks
     each rank     the order in which its rows lie: vLLM's, because `tensors.py` copies them as they are
@@ -23,7 +23,7 @@ from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
 def engine_namespace(
     said: FileTier | SharedTier, planner: HybridChunkPlanner, vllm_config: VllmConfig, hash_tokens: int, owners: int
 ) -> Namespace:
-    """That of an engine of which `owners` ranks have bytes of their own; its keys are of hashes of so many tokens."""
+    """Namespace of an engine of which `owners` ranks have bytes of their own. Keys are of hashes of so many tokens."""
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
     extra: dict[str, Value] = {
         "engine": f"vllm {vllm.__version__}",

@@ -1,4 +1,4 @@
-"""What both halves know of the tier under vLLM."""
+"""Facts that both halves know of the tier under vLLM."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from cpu_prefix_cache import HybridChunkPlanner
 def tier_settings(
     option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hash_tokens: int, owners: int
 ) -> TierSettings:
-    """Of an engine of which `owners` ranks have bytes of their own, whose keys are made of hashes of so many tokens.
+    """Settings for an engine of which `owners` ranks have bytes of their own. Keys are of hashes of so many tokens.
 
     Raises ConfigurationError.
     """

@@ -1,4 +1,4 @@
-"""What the connector takes for granted of vLLM beyond the interface of connectors, checked once, when it starts.
+"""Assumptions that the connector makes of vLLM beyond the interface of connectors, checked once, when it starts.
 
     connector              vLLM calls what we override
     block pool, queue      blocks of the free queue are linked by hand; a block's name is its hash and its group

@@ -1,4 +1,4 @@
-"""What identifies the weights of an engine's models. One that drafts has KV of its own, and counts, too."""
+"""Digests that identify the weights of an engine's models. One that drafts has KV of its own, and counts, too."""
 
 from typing import Any
 

@@ -171,7 +171,7 @@ class WorkerHalf:
         return received, failed
 
     def reports(self) -> WorkerReports | None:
-        """What this rank has finished. None in a step that computes and is not timed, if nothing is new."""
+        """Reports on what this rank has finished. None in a step that computes and is not timed, if nothing is new."""
         is_news = self._report != self._sent or self._report.done or self._report.failed or self._report.late
         below = None if self._tier is None else self._tier.report()
         if self._computes and self._timed is None and not is_news and not self._is_news(below):

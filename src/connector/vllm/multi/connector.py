@@ -211,7 +211,7 @@ class CPUPrefixCacheMultiConnector(MultiConnector):
 
 
 def _names(vllm_config: VllmConfig) -> list[str]:
-    """Those of the connectors in labels: several may be of one class."""
+    """Names of the connectors in labels: several may be of one class."""
     classes = [each for each, _ in MultiConnector._get_connector_classes_and_configs(vllm_config)]
     return [f"{at}:{each.__name__}" for at, each in enumerate(classes)]
 
@@ -240,7 +240,7 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmCon
 
 
 def _bytes_per_token(kv_cache_config: KVCacheConfig) -> float:
-    """Those of one rank, as if windows and states were kept for every token."""
+    """Bytes of one rank, as if windows and states were kept for every token."""
     return sum(
         group.kv_cache_spec.page_size_bytes
         * (1 if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) else len(group.layer_names))

@@ -1,4 +1,4 @@
-"""What vLLM's MultiConnector sends with a step and gets back with its output, and the times of a step besides."""
+"""Messages that vLLM's MultiConnector sends with a step and gets with its output, and the times of a step besides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

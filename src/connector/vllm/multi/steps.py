@@ -48,7 +48,7 @@ class Steps:
         return self._number
 
     def received(self, ids: Collection[str], failed: Collection[str], invalid_blocks: Collection[int]) -> None:
-        """What the output of a step says of loads, before `end`."""
+        """Take what the output of a step says of loads, before `end`."""
         if invalid_blocks:
             self._invalidate(invalid_blocks)
         loads = [self._receiving.pop(id) for id in ids if id in self._receiving]
