@@ -704,15 +704,14 @@ class Engine:
         assert self.cache.pool.statistics().cached == 0, "something can be found after a reset"
 
     def restart_running(self) -> bool:
-        """vLLM's reset that preempts what runs, which the next step resumes. It raises while blocks are lent, from 0.31
-        on also to requests that wait with what they have.
+        """vLLM's reset that preempts what runs, which the next step resumes. It raises while requests load, and from
+        0.31 on while some wait with what they have.
         """
-        if self.half.has_transfers() or getattr(self.scheduler, "kv_holding_waiting", ()):
+        if self.cache.statistics().loading or getattr(self.scheduler, "kv_holding_waiting", ()):
             return False
         while self._in_flight:
             self._land()
-        if self.half.has_transfers():
-            return False  # what has just finished is stored first
+        self.counts["resets that preempt during a store"] += self.cache.statistics().storing > 0
         self.counts["resets that preempt"] += bool(self.scheduler.running)
         return self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
@@ -824,7 +823,11 @@ class Engine:
     def _check_sources(self, store: object) -> None:
         """What is stored is there before the step computes anything, and is what the block's hash says."""
         for block in (block for copy in store.copies for block in copy.device_blocks):
-            right = self.model.promised(self.pool.blocks[block].block_hash)
+            name = self.pool.blocks[block].block_hash
+            if name is None:
+                self.counts["stored although the device was reset"] += 1
+                continue
+            right = self.model.promised(name)
             for rank in self.ranks:
                 assert rank.device.get(block) == right, f"block {block} is stored before it holds its bytes"  # S7.9
 

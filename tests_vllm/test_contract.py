@@ -43,7 +43,7 @@ TOUCHED = {
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
     "KVConnectorFactory": {"register_connector"},
     "BlockPool": {
-        *("touch", "free_blocks", "cached_block_hash_to_block"),
+        *("touch", "free_blocks", "cached_block_hash_to_block", "reset_prefix_cache"),
         *("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
     },
     "BlockHashToBlockMap": {"get_one_block"},

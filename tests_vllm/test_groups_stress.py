@@ -58,7 +58,7 @@ def reset_while(storing: bool) -> Callable[[Engine], bool]:
 
 
 def restart(engine: Engine) -> bool:
-    """Copies end at once until it has happened, for it cannot while there are any."""
+    """Copies end at once until it has happened, for it cannot while there are loads."""
     happened = bool(engine.scheduler.running) and engine.restart_running()
     for rank in engine.ranks:
         rank.pace = None if happened else AT_ONCE

@@ -79,3 +79,21 @@ def test_a_prompt_is_taken_in_one_run_for_each_group(is_used_meanwhile):
         for table in tables:
             queue.pool.free_blocks(reversed(table))
     assert queue.order == before and not len(queue.device._places)
+
+
+def test_blocks_that_several_connectors_hold_do_not_count_while_none_of_them_does():
+    """A block in use by others counts, too, and each has its references again."""
+    queue = Queue(6)
+    other = VllmDevice(queue.pool, queue.device._planner, [0])
+    (used,) = queue.pool.get_new_blocks(1)
+    holds = [queue.device.hold([2, 3, used.block_id]), queue.device.hold([3]), other.hold([3, 4])]
+    counts = [block.ref_cnt for block in queue.pool.blocks[1:]]
+    with queue.device.without_holds():
+        assert queue.pool.get_num_free_blocks() == 3
+        with other.without_holds():
+            assert queue.pool.get_num_free_blocks() == 5
+    assert [block.ref_cnt for block in queue.pool.blocks[1:]] == counts and queue.pool.get_num_free_blocks() == 2
+    for device, hold in zip([queue.device, queue.device, other], holds, strict=True):
+        assert device.holds_any
+        device.release(hold)
+    assert not queue.device.holds_any and not other.holds_any

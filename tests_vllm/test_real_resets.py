@@ -1,9 +1,11 @@
 """After a reset nothing from before is found, whatever was on its way; who was running is answered all the same.
 
-vLLM resets its own cache first, and refuses while blocks are in use or lent. If it says so by returning False, ours is
-reset all the same; if it raises (`reset_running_requests`, or to sleep), ours is not asked. In both cases the caller
-repeats it until it is told that both are empty.
+vLLM resets its own cache first, and refuses while requests have blocks. If it says so by returning False, ours is reset
+all the same; if it raises (`reset_running_requests`), ours is not asked. Blocks that only our copies use are no reason
+to refuse, but for a sleep. Whoever needs both empty repeats the call until it is told that they are.
 """
+
+from contextlib import contextmanager
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
@@ -168,22 +170,26 @@ def test_what_was_there_before_a_sleep_is_not_there_after_it(model):  # S7.43
     assert answers[1].loaded_tokens == ALL
 
 
-def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated():
-    """So vLLM does in one process. Where its engine has its own, it waits before until there are no transfers."""
-    with ResettableEngine(folder_of("llama")) as engine:
+@pytest.mark.parametrize("mode", ["with_device", "with_connector", "never"])
+def test_a_sleep_is_refused_while_blocks_are_lent_and_can_be_repeated(mode):
+    """In one process vLLM would take the memory from under the copy. Where its engine has its own, it waits before
+    until there are no transfers.
+    """
+    with ResettableEngine(folder_of("llama"), reset=mode) as engine:
         with engine.copies.holding(STORE):
             engine.answer([PROMPT])
-            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            with pytest.raises(RuntimeError, match="Failed to reset the KV connector cache"):
                 engine.llm.sleep(level=1)
-            assert engine.cache.epoch == 0  # we were not asked
+            assert engine.statistics.storing
+            assert not engine.cached(PROMPT), "the device is empty already"
         engine.rest()
+        assert engine.on_host(PROMPT) == (ALL if mode == "never" else 0)
         engine.llm.sleep(level=1)
-        assert engine.on_host(PROMPT) == 0
         assert engine.llm.wake_up()
         answers = engine.answer([PROMPT])
         engine.check_nothing_leaked()
     assert max(differences(answers, expected_of("llama")[:1])) <= TOLERANCE
-    assert answers[0].cached_tokens == 0
+    assert answers[0].cached_tokens == (ALL if mode == "never" else 0)
 
 
 def load_weights(engine, folder) -> None:
@@ -237,6 +243,50 @@ def test_a_trainer_resets_vllm_alone_and_gets_answers_of_the_new_weights(tmp_pat
         answers += engine.answer(PROMPTS)
         engine.check_nothing_leaked()
     assert max(differences(answers, expected * 2)) <= TOLERANCE
+
+
+@contextmanager
+def trained_during_a_store(model, new, *, resets, offload="eager", asynchronous=False):
+    """An engine that has got weights of `new` while stores held blocks of its device, and the first answer after it."""
+    with ResettableEngine(folder_of(model), asynchronous, offload=offload, reset="with_device") as engine:
+        engine.answer(PROMPTS[:6])
+        engine.rest()
+        with engine.copies.holding(STORE):
+            engine.answer(PROMPTS[6:])
+            engine.step_until(lambda: engine.statistics.storing and not engine.scheduler.requests)
+            load_weights(engine, new)
+            assert engine.core.reset_prefix_cache() if resets else True
+            first = engine.answer([PROMPT])
+        engine.rest()
+        yield engine, first
+
+
+@both_schedulers
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+@on_two_models
+def test_a_trainer_need_not_ask_whether_something_was_being_stored(tmp_path, model, offload, asynchronous):
+    """vLLM resets its own cache as it would without us, and what was read of it then is found by nobody."""
+    new = MODELS[model](tmp_path, seed=1)
+    expected = cold_answers(new, PROMPTS)
+    how = dict(resets=True, offload=offload, asynchronous=asynchronous)
+    with trained_during_a_store(model, new, **how) as (engine, answers):
+        answers += engine.answer(PROMPTS)
+        engine.flood()
+        answers += engine.answer([PROMPT])
+        engine.check_nothing_leaked()
+    assert max(differences(answers, expected[:1] + expected + expected[:1])) <= TOLERANCE
+    assert [answer.loaded_tokens for answer in answers] == [0] * 9 + [ALL]
+    assert not answers[0].cached_tokens
+
+
+@on_two_models
+def test_a_trainer_who_does_not_reset_gets_answers_of_the_old_weights(tmp_path, model):
+    """The control."""
+    new = MODELS[model](tmp_path, seed=1)
+    expected = cold_answers(new, PROMPTS)
+    with trained_during_a_store(model, new, resets=False) as (engine, answers):
+        answers += engine.answer(PROMPTS)
+    assert sum(difference > TOLERANCE for difference in differences(answers, expected[:1] + expected)) >= 4
 
 
 @on_two_models

@@ -24,6 +24,7 @@ WITH_LITTLE_ROOM = (
     "resets during a load",
     "resets during a store",
     "resets that preempt",
+    "resets that preempt during a store",
     "blocks hidden until computed",
 )
 WITH_ROOM = (  # for the lazy walk

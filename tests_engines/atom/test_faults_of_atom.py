@@ -12,6 +12,7 @@ if WHY_NOT_REAL:
 
 from connector.atom.requests import KnownRequests
 from connector.atom.scheduler import CPUPrefixCacheScheduler
+from cpu_prefix_cache import MisuseError
 from tests_engines.atom import mends
 from tests_engines.atom.engine import EOS, Engine, config_of, transfer_config
 
@@ -165,3 +166,29 @@ def test_a_preempted_request_with_an_answer_is_not_loaded():
     engine = preempted_and_evicted()
     engine.run()
     assert engine.counts.wrong == 0 and engine.connector.cache.statistics().chunks_loaded == 0
+
+
+def with_one_id(engine):
+    """Two live requests, one of which has got the other's id."""
+    first = engine.add(range(30), 6)
+    engine.step()
+    second = engine.add(range(100, 140), 8)
+    engine.truths.pop(second.id)
+    second.id = first.id
+    return first, second
+
+
+def test_of_two_live_requests_with_one_id_one_is_lost():
+    engine = alone()
+    both = with_one_id(engine)
+    engine._forget = list  # by their ids, it would forget both
+    for _ in range(200):
+        engine.step()
+    assert engine.scheduler.is_finished() and not all(seq.is_finished for seq in both)
+
+
+def test_so_the_connector_refuses_the_second():
+    engine = Engine(config_of(kv_transfer_config=transfer_config(200)))
+    first, _ = with_one_id(engine)
+    with pytest.raises(MisuseError, match=f"two live requests have the id {first.id}: give each an id of its own"):
+        engine.run()

@@ -127,6 +127,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         request = self._requests.request(seq)  # also without a cache: later ATOM forgets that it has images
         if self.cache is None:
             return
+        self._check_id(seq)
         answer = self._look_up(self.cache, request, seq) if is_offered else MISS
         if isinstance(answer, Pending):
             self._awaiting[seq.id] = seq
@@ -221,6 +222,13 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             logger.warning("%s: the host cache stores eagerly, as with the option offload: eager", why_not_ordered)
         self._settings = self._settings.made_eager()
         return UnorderedDevice(pool)
+
+    def _check_id(self, seq: Any) -> None:
+        """Raises MisuseError if another request with its id is alive. ATOM alone loses one of them, reads blocks of the
+        other, or never ends.
+        """
+        if self._awaiting.get(seq.id, self._admitted.get(seq.id, seq)) is not seq:
+            raise MisuseError(f"two live requests have the id {seq.id!r}: give each an id of its own")
 
     def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
         """Find what can be loaded beyond what the device had when the request got its blocks."""

@@ -104,9 +104,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None  # vLLM may free the blocks now: sources of stores have a reference of their own
 
     def reset_cache(self) -> bool:
-        if self.scheduler is not None:
-            self.scheduler.reset_cache()
-        return True
+        return self.scheduler is None or self.scheduler.reset_cache()
 
     def has_pending_push_work(self) -> bool:
         # an idle engine must go on stepping until all reports have arrived

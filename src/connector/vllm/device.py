@@ -32,7 +32,8 @@ recent ones are remembered here, RECENT_PER_BLOCK for each device block.
 
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -69,7 +70,8 @@ class Run(NamedTuple):
     blocks: Sequence[KVCacheBlock]
 
 
-class Hold(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
     """Blocks with one added reference: those that were in use, the deepest first, and runs of those that waited.
 
     `parent` are the blocks of the chunk that the first held chunk hangs below.
@@ -78,6 +80,9 @@ class Hold(NamedTuple):
     in_use: list[KVCacheBlock]
     runs: list[Run]
     parent: list[Place]
+
+    def blocks(self) -> Iterator[KVCacheBlock]:
+        return chain(self.in_use, *(run.blocks for run in self.runs))
 
 
 def _place(block: KVCacheBlock) -> Place:
@@ -123,6 +128,7 @@ class VllmDevice(Device):
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._places = Places(self._is_at)
+        self._holds: set[Hold] = set()  # that have not ended
 
     @property
     def num_blocks(self) -> int:
@@ -261,7 +267,9 @@ class VllmDevice(Device):
         in_use = [block for block in held if block.ref_cnt]
         waiting = [block for block in held if not block.ref_cnt] if len(in_use) < len(held) else ()
         self._pool.touch(in_use)
-        return Hold(in_use, self._take_runs(waiting), [_place(everywhere[block]) for block in parent])
+        hold = Hold(in_use, self._take_runs(waiting), [_place(everywhere[block]) for block in parent])
+        self._holds.add(hold)
+        return hold
 
     def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
         """Take blocks out of the queue, in runs of neighbours: of a prompt, about one run for each group.
@@ -294,6 +302,7 @@ class VllmDevice(Device):
         """Blocks that were in use go to the end, the deepest first, as vLLM frees a request: a chunk must be evicted
         before its parent.
         """
+        self._holds.remove(hold)
         last = list(hold.in_use)
         for run in hold.runs:
             back = [block for block in run.blocks if block.ref_cnt == 1 and block.block_hash is not None]
@@ -315,6 +324,26 @@ class VllmDevice(Device):
                 link_in(self._pool.free_block_queue, block, self._pool.blocks[parent.block].prev_free_block)
             else:
                 block.ref_cnt -= 1
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether any block is held."""
+        return any(True for hold in self._holds for _ in hold.blocks())
+
+    @contextmanager
+    def without_holds(self) -> Iterator[None]:
+        """In this context vLLM counts a block that is only held as one that waits. It is not to hand out any."""
+        queue = self._pool.free_block_queue
+        held = [block for hold in self._holds for block in hold.blocks()]
+        for block in held:
+            block.ref_cnt -= 1
+            queue.num_free_blocks += not block.ref_cnt
+        try:
+            yield
+        finally:
+            for block in held:
+                queue.num_free_blocks -= not block.ref_cnt
+                block.ref_cnt += 1
 
     def _predecessor(self, place: Hashable) -> KVCacheBlock:
         """The block to link a run behind. At the front it is the last block without a hash, as those stay first."""

@@ -6,7 +6,14 @@ vLLM empties the device by giving its block pool another map of hashes, and tell
     reset_prefix_cache()                              yes                         empty         kept             kept
     reset_prefix_cache(reset_connector=True)          yes           yes           empty         empty            kept
     sleep at level 1 or 2; pause with clear_cache     yes           yes           empty         empty            kept
-    any of them that fails, as blocks are in use      no            perhaps       vLLM's caller repeats it
+    any of them that fails, as requests have blocks   no            perhaps       vLLM's caller repeats it
+
+vLLM resets the device if no block is in use, and trainers do not look whether it did. So blocks that only our copies
+use do not count. They lose their hashes, and are handed out when their copies have ended, not before. If the host is
+emptied, what was copied is found by nobody.
+
+A sleep gives back the memory that is copied from. So `reset_cache` answers False while blocks are held, and vLLM stays
+awake. An engine that has a process of its own does not get that far: it waits until there are no transfers.
 
 Trainers call the first after new weights, so `with_device` is the default. `never` is for weights that stay as they
 are: a sleep at level 1 brings the same ones back.
@@ -16,6 +23,9 @@ import logging
 from collections.abc import Callable
 
 from vllm.v1.core.block_pool import BlockPool
+
+from connector.vllm import versions
+from connector.vllm.device import VllmDevice
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +46,20 @@ UNTIL = {  # each with what brings an adapter back whose files have changed
 class Resets:
     """Calls `reset` at most once for each reset of vLLM's."""
 
-    def __init__(self, mode: str, pool: BlockPool, reset: Callable[[], object]) -> None:
+    def __init__(self, mode: str, pool: BlockPool, device: VllmDevice, reset: Callable[[], object]) -> None:
         self._mode = mode
         self._pool = pool
+        self._device = device
         self._reset = reset
         self._map = pool.cached_block_hash_to_block
+        self._reset_device: Callable[[], bool] = pool.reset_prefix_cache
+        if versions.sleeps_can_be_refused():
+            pool.reset_prefix_cache = self._reset_around_copies
+
+    def _reset_around_copies(self) -> bool:
+        """vLLM resets the device. Whether it did: it does not while a request has blocks."""
+        with self._device.without_holds():
+            return self._reset_device()
 
     def follow(self) -> None:
         """The device may have been reset since the last call of ours."""
@@ -51,10 +70,11 @@ class Resets:
             self._reset()
             logger.info("the host prefix cache is empty, because vLLM has reset its own")
 
-    def requested(self) -> None:
-        """vLLM resets its connectors."""
+    def requested(self) -> bool:
+        """vLLM resets its connectors. Whether no copy uses the device's memory any more."""
         self._map = self._pool.cached_block_hash_to_block
         if self._mode == NEVER:
             logger.warning("the host prefix cache keeps what it has: its option %s is %s", RESET, NEVER)
         else:
             self._reset()
+        return not self._device.holds_any

@@ -68,7 +68,7 @@ class SchedulerHalf:
         self._counts = CacheCounts(self.cache)
         self._revision_file = settings.revision_file
         self._adapters = Adapters(UNTIL[settings.reset])
-        self._resets = Resets(settings.reset, pool, self._empty)
+        self._resets = Resets(settings.reset, pool, self.device, self._empty)
         self.clock = clock
         self._planner = settings.planner
         self._group_ids = settings.group_ids
@@ -229,8 +229,8 @@ class SchedulerHalf:
             self._remembered.pop(request.request_id, None)
             self.cache.finished(request.request_id, tokens)
 
-    def reset_cache(self) -> None:
-        self._resets.requested()
+    def reset_cache(self) -> bool:
+        return self._resets.requested()
 
     def _empty(self) -> None:
         reset(self.cache, self._revision_file)

@@ -30,7 +30,7 @@ from cpu_prefix_cache import ConfigurationError
 
 POOL = (
     *("blocks", "cached_block_hash_to_block", "free_block_queue", "null_block", "num_gpu_blocks"),
-    *("free_blocks", "get_num_free_blocks", "touch"),
+    *("free_blocks", "get_num_free_blocks", "reset_prefix_cache", "touch"),
 )
 QUEUE = ("fake_free_list_head", "fake_free_list_tail", "iter_blocks_after", "num_free_blocks")
 BLOCK = ("block_hash", "block_id", "next_free_block", "prev_free_block", "ref_cnt")

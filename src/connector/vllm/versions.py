@@ -98,6 +98,12 @@ def keys_have_adapter_paths() -> bool:
     return release is not None and release >= (0, 32)
 
 
+def sleeps_can_be_refused() -> bool:
+    """Whether an engine does not go to sleep when the reset of its connector has failed. Before 0.31 it does."""
+    release = release_of(vllm.__version__)
+    return release is not None and release >= (0, 31)
+
+
 def host_hit_source() -> Any:
     """vLLM's name for hits on the host in its statistics; None before 0.32, which has no such names."""
     if "_cache_hit_source" not in vars(base.KVConnectorBase_V1):
