@@ -22,14 +22,21 @@ BAD = (State.LOST_HITS, State.WRONG)
 def main(words: list[str]) -> int:
     """The exit status: 1 if a row has lost hits or is wrong."""
     counts: Counter[State] = Counter()
-    for row in rows_of():
-        if words and not any(word in row.name for word in words):
-            continue
+    for row in _chosen(words):
         result = run(row)
         counts[result.state] += 1
         print(f"{row.name:40} {result.state.value:10} {result.detail}", flush=True)
     print(f"{counts.total()} rows: " + ", ".join(f"{counts[state]} {state.value}" for state in State))
     return int(any(counts[state] for state in BAD))
+
+
+def _chosen(words: list[str]) -> list[Row]:
+    """All rows without words. Exits for a word that no row has in its name."""
+    rows = rows_of()
+    for word in words:
+        if not any(word in row.name for row in rows):
+            sys.exit(f"no row has {word!r} in its name: there are {', '.join(row.name for row in rows)}")
+    return [row for row in rows if not words or any(word in row.name for word in words)]
 
 
 def run(row: Row) -> Outcome:
