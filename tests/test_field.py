@@ -1,6 +1,8 @@
 """The rows of `make test-field`: what they select, and what they come to."""
 
+import fcntl
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests_field.rows import KINDS, Row, rows_of
 
 SKIPPED = "there is no such server"
 TESTS = """
+import fcntl, subprocess
 import pytest
 def test_passes(): pass
 def test_fails(): assert False
@@ -20,6 +23,11 @@ def broken(): raise OSError
 def test_has_an_error(broken): pass
 def test_has_no_end():
     while True: pass
+def test_starts_what_has_no_end():
+    with open("held", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.run(["sleep", "300"], pass_fds=[file.fileno()])
+def test_stops_the_run(): pytest.exit("it is gone")
 """
 
 
@@ -47,6 +55,11 @@ def tests_here(tmp_path, monkeypatch):
         (dict(bytes="fails", hits="fails"), State.WRONG, "test_fails"),
         (dict(hits="has_an_error"), State.WRONG, "hits: test_has_an_error does not run"),
         (dict(hits="has_no_end"), State.WRONG, "hits: no end within 20 s"),
+        (
+            dict(hits="stops_the_run"),
+            State.WRONG,
+            "hits: pytest ends with 2: _pytest.outcomes.Exit: it is gone",
+        ),
         (dict(refusals="passes"), State.REFUSED, "1 tests"),
         (dict(refusals="fails"), State.WRONG, "test_fails"),
         (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),
@@ -56,6 +69,18 @@ def test_a_row_comes_to_what_its_tests_say(tests_here, tests, state, detail):
     seconds = 20 if "has_no_end" in tests.values() else 600
     row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
     assert run.run(row) == Outcome(state, detail)
+
+
+def test_what_a_row_has_started_does_not_outlive_it(tests_here, tmp_path):
+    row = Row("a row", "here", bytes=f"{tests_here}starts_what_has_no_end", seconds=20)
+    assert run.run(row).state is State.WRONG
+    with open(tmp_path / "held") as file:
+        for _ in range(50):
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+    pytest.fail("a process of it is still there")
 
 
 @pytest.mark.parametrize(
