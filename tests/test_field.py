@@ -1,6 +1,8 @@
 """The rows of `make test-field`: what they select, and what they come to."""
 
+import fcntl
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests_field.rows import KINDS, Row, rows_of
 
 SKIPPED = "there is no such server"
 TESTS = """
+import fcntl, subprocess
 import pytest
 def test_passes(): pass
 def test_fails(): assert False
@@ -20,6 +23,11 @@ def broken(): raise OSError
 def test_has_an_error(broken): pass
 def test_has_no_end():
     while True: pass
+def test_starts_what_has_no_end():
+    with open("held", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.run(["sleep", "300"], pass_fds=[file.fileno()])
+def test_stops_the_run(): pytest.exit("it is gone")
 """
 
 
@@ -47,6 +55,11 @@ def tests_here(tmp_path, monkeypatch):
         (dict(bytes="fails", hits="fails"), State.WRONG, "test_fails"),
         (dict(hits="has_an_error"), State.WRONG, "hits: test_has_an_error does not run"),
         (dict(hits="has_no_end"), State.WRONG, "hits: no end within 20 s"),
+        (
+            dict(hits="stops_the_run"),
+            State.WRONG,
+            "hits: pytest ends with 2: _pytest.outcomes.Exit: it is gone",
+        ),
         (dict(refusals="passes"), State.REFUSED, "1 tests"),
         (dict(refusals="fails"), State.WRONG, "test_fails"),
         (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),
@@ -56,6 +69,18 @@ def test_a_row_comes_to_what_its_tests_say(tests_here, tests, state, detail):
     seconds = 20 if "has_no_end" in tests.values() else 600
     row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
     assert run.run(row) == Outcome(state, detail)
+
+
+def test_what_a_row_has_started_does_not_outlive_it(tests_here, tmp_path):
+    row = Row("a row", "here", bytes=f"{tests_here}starts_what_has_no_end", seconds=20)
+    assert run.run(row).state is State.WRONG
+    with open(tmp_path / "held") as file:
+        for _ in range(50):
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+    pytest.fail("a process of it is still there")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,24 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_the_row(tests_here, monkeyp
     assert list((tmp_path / ".field").iterdir()) == []
 
 
+def test_only_what_is_the_newest_is_loaded_anew(tests_here, monkeypatch, tmp_path):
+    made = []
+
+    def make(python, folder):
+        made.append(folder.name)
+        folder.mkdir()
+        (folder / f"{len(made)}.py").touch()
+
+    monkeypatch.setattr(environments, "FOLDERS", tmp_path / ".field")
+    for is_newest in (False, True):
+        environment = Environment("FIELD_PYTHON", Path(sys.executable), make, is_newest)
+        monkeypatch.setitem(ENVIRONMENTS, "here", environment)
+        for _ in range(2):
+            assert run.run(Row("a row", "here", bytes=f"{tests_here}passes")).state is State.RIGHT
+    assert len(made) == 3
+    assert [each.name for each in (tmp_path / ".field" / "here").iterdir()] == ["3.py"]
+
+
 def test_bytes_count_before_hits():
     reports = {"hits": Report(failed=("test_hits",)), "bytes": Report(failed=("test_one", "test_two"))}
     assert outcome(reports) == Outcome(State.WRONG, "test_one and 1 more")
@@ -103,14 +146,24 @@ def test_the_exit_status_says_whether_anything_is_bad(monkeypatch, capsys):
     assert "3 rows: 1 right, 0 refused, 1 lost hits, 0 wrong, 1 not run" in capsys.readouterr().out
 
 
-def test_every_row_has_an_environment_and_only_suites_of_this_repository():
+def test_words_that_no_row_has_are_an_error(monkeypatch):
+    monkeypatch.setattr(run, "rows_of", lambda: [Row("fp8 KV", "here", bytes="tests")])
+    with pytest.raises(SystemExit, match="no row has 'fp9' in its name: there are fp8 KV"):
+        run.main(["fp8", "fp9"])
+
+
+def test_every_row_has_an_environment_and_names_tests_that_exist():
     rows = rows_of()
     assert {row.environment for row in rows} <= set(ENVIRONMENTS)
     for row in rows:
         for kind, said in row.selections.items():
-            files = [each for each in said.split() if each.endswith(".py") or each.startswith("tests")]
-            assert kind in KINDS and files
-            assert all(Path(run.ROOT / each.partition("/")[0]).is_dir() for each in files)
+            assert kind in KINDS
+            files, _, words = said.partition(" -k ")
+            paths = [run.ROOT / each for each in files.split()]
+            assert paths and all(each.exists() for each in paths), row.name
+            text = "".join(each.name + each.read_text() for each in paths if words)
+            missing = [word for word in words.strip("' ").split(" or ") if word not in text]
+            assert not missing, f"{row.name}: no test has {missing} in its name"
 
 
 def test_a_row_without_tests_and_a_name_that_stands_twice_are_refused(tmp_path):

@@ -5,7 +5,8 @@
     newest transformers    base, and the newest transformers of PyPI
     vllm 0.33              vllm, with the Python files of a later release over its kernels (vllm_release.py)
 
-Folders are made once, in `.field`; a row whose folder cannot be made is not run.
+Folders are made once, in `.field`, but for what is the newest: that anew for each row. A row whose folder cannot be
+made is not run.
 """
 
 import os
@@ -34,6 +35,7 @@ class Environment:
     variable: str  # of the environment of this process: the Python
     default: Path
     make: Callable[[Path, Path], None] | None = None  # of the Python, and of the folder
+    is_newest: bool = False  # another one tomorrow
 
 
 def newest_transformers(python: Path, folder: Path) -> None:
@@ -52,7 +54,7 @@ VLLM = Environment("FIELD_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")
 ENVIRONMENTS = {
     "base": BASE,
     "vllm": VLLM,
-    "newest transformers": Environment(BASE.variable, BASE.default, newest_transformers),
+    "newest transformers": Environment(BASE.variable, BASE.default, newest_transformers, is_newest=True),
     "vllm 0.33": Environment(VLLM.variable, VLLM.default, vllm_33),
 }
 
@@ -65,13 +67,13 @@ def prepared(name: str) -> tuple[Path, dict[str, str]]:
         raise NotRun(f"{python} is not there: `make test-field` makes it, or {environment.variable} names another")
     path = [str(ROOT / "src"), str(ROOT)]
     if environment.make is not None:
-        path.insert(0, str(_folder(name, python, environment.make)))
+        path.insert(0, str(_folder(name, python, environment.make, environment.is_newest)))
     return python, dict(os.environ, PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1")
 
 
-def _folder(name: str, python: Path, make: Callable[[Path, Path], None]) -> Path:
+def _folder(name: str, python: Path, make: Callable[[Path, Path], None], is_newest: bool) -> Path:
     folder = FOLDERS / name.replace(" ", "-")
-    if folder.exists():
+    if folder.exists() and not is_newest:
         return folder
     FOLDERS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDERS) as fresh:
@@ -80,5 +82,6 @@ def _folder(name: str, python: Path, make: Callable[[Path, Path], None]) -> Path
         except subprocess.CalledProcessError as failed:
             said = (failed.stderr or "").strip().splitlines() or ["it says nothing"]
             raise NotRun(f"{name} cannot be installed: {said[-1]}") from failed
+        shutil.rmtree(folder, ignore_errors=True)
         (Path(fresh) / "made").rename(folder)
     return folder

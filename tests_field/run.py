@@ -5,31 +5,40 @@ python -m tests_field.run [WORD ...]     only the rows that have one of these wo
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from tests_field.environments import ROOT, NotRun, prepared
 from tests_field.outcomes import Outcome, Report, State, outcome
 from tests_field.rows import Row, rows_of
 
-NO_TESTS = 5  # pytest's exit status when it has selected none
+ALL_RAN, NO_TESTS = (0, 1), 5  # pytest's exit status: tests pass or fail; it has selected none
 BAD = (State.LOST_HITS, State.WRONG)
 
 
 def main(words: list[str]) -> int:
     """The exit status: 1 if a row has lost hits or is wrong."""
     counts: Counter[State] = Counter()
-    for row in rows_of():
-        if words and not any(word in row.name for word in words):
-            continue
+    for row in _chosen(words):
         result = run(row)
         counts[result.state] += 1
         print(f"{row.name:40} {result.state.value:10} {result.detail}", flush=True)
     print(f"{counts.total()} rows: " + ", ".join(f"{counts[state]} {state.value}" for state in State))
     return int(any(counts[state] for state in BAD))
+
+
+def _chosen(words: list[str]) -> list[Row]:
+    """All rows without words. Exits for a word that no row has in its name."""
+    rows = rows_of()
+    for word in words:
+        if not any(word in row.name for row in rows):
+            sys.exit(f"no row has {word!r} in its name: there are {', '.join(row.name for row in rows)}")
+    return [row for row in rows if not words or any(word in row.name for word in words)]
 
 
 def run(row: Row) -> Outcome:
@@ -59,17 +68,36 @@ def selected(said: str, row: Row, python: Path, variables: dict[str, str]) -> Re
         file = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={file}", *shlex.split(said)]
         try:
-            ran = subprocess.run(
-                command, cwd=ROOT, env=variables | row.variables, timeout=row.seconds, capture_output=True, text=True
-            )
+            status, output = _ended(command, variables | row.variables, row.seconds)
         except subprocess.TimeoutExpired:
             return Report(error=f"no end within {row.seconds} s")
-        if ran.returncode == NO_TESTS:
+        if status == NO_TESTS:
             raise NotRun(f"no test is selected by: {said}")
-        if not file.exists():
-            last = (ran.stderr or ran.stdout).strip().splitlines() or ["nothing was said"]
-            return Report(error=f"pytest ends with {ran.returncode}: {last[-1]}")
-        return Report.read(file)
+        report = Report.read(file) if file.exists() else Report()
+        if status in ALL_RAN or report.error:
+            return report
+        lines = output.strip().splitlines() or ["nothing was said"]
+        *_, why = [line for line in lines if line.startswith("!!")] or lines  # pytest's own reason
+        return Report(error=f"pytest ends with {status}: {why.strip('! ')}")
+
+
+def _ended(command: list[str | Path], variables: dict[str, str], seconds: float) -> tuple[int, str]:
+    """The exit status and the output. What the command has started does not outlive it. Raises TimeoutExpired."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            output, _ = running.communicate(timeout=seconds)
+            return running.returncode, output
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

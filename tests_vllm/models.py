@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
@@ -119,6 +122,39 @@ def save_eagle(folder: Path, sizes: Mapping[str, Any] = SIZES, dtype: str = "flo
 def joining(hidden: int) -> torch.Tensor:
     """The matrix by which a drafter joins an embedding and a hidden state."""
     return torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+
+
+WORDS_OF_IMAGES = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+IMAGE = VOCABULARY - len(WORDS_OF_IMAGES)  # the token that an image of IMAGE_SIDE pixels squared stands for
+IMAGE_SIDE, PATCH, SHUFFLED = 64, 8, 2
+IMAGE_TOKENS = (IMAGE_SIDE // PATCH // SHUFFLED) ** 2
+
+
+def save_idefics3(folder: Path, seed: int = 0) -> Path:
+    """A Llama that sees images, with all that makes tokens of them. It needs no torchvision, as most others do."""
+    config = transformers.Idefics3Config(
+        text_config=LlamaConfig(**SIZES, num_hidden_layers=4),
+        vision_config=dict(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=IMAGE_SIDE,
+            patch_size=PATCH,
+        ),
+        scale_factor=SHUFFLED,
+        image_token_id=IMAGE,
+        pad_token_id=0,
+    )
+    words = [f"word{number}" for number in range(IMAGE)] + list(WORDS_OF_IMAGES)
+    known = WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(known), unk_token=words[0], additional_special_tokens=list(WORDS_OF_IMAGES)
+    )
+    side = {"longest_edge": IMAGE_SIDE}
+    images = Idefics3ImageProcessorPil(do_image_splitting=False, size=side, max_image_size=side)
+    transformers.Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(folder)
+    return _save(transformers.Idefics3ForConditionalGeneration, config, folder, seed)
 
 
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}

@@ -189,12 +189,18 @@ class RealEngine:
         return [self.finished.pop(name) for name in names]
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int = 4, adapter: object = None, **sampling_params: object
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        adapter: object = None,
+        more: dict[str, object] | None = None,  # of vLLM's prompt: its images
+        **sampling_params: object,
     ) -> str:
         name = str(next(self._numbers))
         asked = dict(temperature=0, logprobs=-1, flat_logprobs=True, ignore_eos=True, detokenize=False)
         sampling = SamplingParams(max_tokens=max_tokens, **asked | sampling_params)
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, lora_request=adapter)
+        said = {"prompt_token_ids": list(prompt)} | (more or {})
+        self.llm.llm_engine.add_request(name, said, sampling, lora_request=adapter)
         return name
 
     def step(self) -> None:

@@ -12,7 +12,7 @@ import math
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,6 +28,7 @@ from connector.vllm.groups import device_blocks_per_chunk, planner_for
 from connector.vllm.keys import ChunkKeys
 from cpu_prefix_cache import ConfigurationError, Miss
 from tests_vllm.engine import Engine, full, local, state, vllm_config, window
+from tests_vllm.planning import get_kv_cache_groups
 from tests_vllm.test_groups import forget, start  # noqa: F401 a fixture
 from tests_vllm.test_stress import Users
 

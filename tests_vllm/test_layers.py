@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,6 +23,7 @@ from connector.vllm.tensors import group_rows
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 from tests_vllm.engine import vllm_config
+from tests_vllm.planning import kv_cache_configs
 
 MEMORY = 32 << 20  # of the device, and as much of the host
 
@@ -66,7 +67,7 @@ def configure(folder, stages, layout="LBNHC"):
     config.cache_config.block_size = 16
     config.cache_config.kv_cache_layout = layout
     config.parallel_config.pipeline_parallel_size = config.parallel_config.world_size = len(stages)
-    caches = get_kv_cache_configs(config, stages, [MEMORY] * len(stages))
+    caches = kv_cache_configs(config, stages, MEMORY)
     config.cache_config.num_gpu_blocks = caches[0].num_blocks
     return config, generate_scheduler_kv_cache_config(caches), caches
 
