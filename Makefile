@@ -78,7 +78,8 @@ test-stores: $(VENV)/installed
 	$(BIN)/python -m pytest tests_stores
 
 # What people run beside what the other targets set up, a line each: right, refused, lost hits, wrong, not run. It loads
-# other releases from PyPI into .field, a release once and the newest each time. WORDS="fp8 LoRA" runs the rows with one of these words in their names.
+# other releases from PyPI into .field, a release once and the newest each time. WORDS="fp8 LoRA" runs the rows with one
+# of these words in their names.
 test-field: $(VENV)/installed $(VLLM_VENV)/installed
 	$(BIN)/python -m tests_field.run $(WORDS)
 
