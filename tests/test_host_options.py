@@ -30,6 +30,17 @@ def test_what_is_right_is_built():
         pass
 
 
+def test_a_device_has_one_cache_at_a_time():
+    """Each would hold blocks without the other's knowledge."""
+    device = SmallEngine(BLOCKS)
+    with built(device), pytest.raises(ConfigurationError, match="this device has a HostCache already"):
+        built(device)
+    forgotten = built(device)
+    forgotten.itself = forgotten  # only a collection finds it
+    del forgotten
+    built(device).close()
+
+
 # Options
 
 

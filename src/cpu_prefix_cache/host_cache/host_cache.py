@@ -18,6 +18,7 @@ The host region is pinned from the first step on, while the engine works; or bef
 With a tier below (`FileTier`, `SharedTier`), `start` also answers Wait while a prefix is read from it into host memory.
 """
 
+import gc
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.destinations import Destinations
@@ -154,6 +156,7 @@ class HostCache:
             wrap_copier=wrap_copier,
         )
         check_layout(groups, device.num_blocks)
+        _check_only_one_behind(device)
         planner = HybridChunkPlanner(
             [each.group for each in groups],
             max_model_len=max_model_len,
@@ -201,6 +204,7 @@ class HostCache:
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
+        _behind[id(device)] = self
 
     def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
         """Wait until the host region is pinned, for an engine whose kernel launches pinning must not delay.
@@ -452,6 +456,25 @@ class HostCache:
     def _misused(self, what: str) -> None:
         if self._strict:
             raise MisuseError(what)
+
+
+_behind: WeakValueDictionary[int, HostCache] = (
+    WeakValueDictionary()
+)  # by the id of the device, which a cache keeps alive
+
+
+def _check_only_one_behind(device: Device) -> None:
+    if _is_taken(device):
+        gc.collect()  # a cache that nobody has any more, and that was not closed
+    if _is_taken(device):
+        raise ConfigurationError(
+            "this device has a HostCache already, and holds of two would mix: close that one first"
+        )
+
+
+def _is_taken(device: Device) -> bool:
+    cache = _behind.get(id(device))
+    return cache is not None and not cache._is_closed and cache._process == os.getpid()
 
 
 def _num_blocks(planner: HybridChunkPlanner, host_bytes: int) -> int:
