@@ -224,6 +224,15 @@ def test_an_arena_counts_the_pages_that_it_takes_ahead(monkeypatch):
     arena.close()
 
 
+def test_a_region_that_the_system_cut_short_is_owed_nothing_more(monkeypatch):
+    monkeypatch.setattr(pages, "_populate", lambda region, first, num_bytes: 12 if first else 0)
+    arena = pinned_arena(SimulatedDriver())
+    (name,) = (name for name in os.listdir(claims._folder()) if name != claims.LOCK)
+    arena.wait_until_ready()
+    assert eventually(lambda: claims._read(claims._folder(), name).not_taken == 0)
+    arena.close()
+
+
 def test_what_any_rank_has_taken_of_a_shared_region_is_taken():
     file, region = mapping.make_shared(16 * MIB)
     assert promised() == 16 * MIB

@@ -84,13 +84,18 @@ class Pages:
                 self._shorten(first)
             with self._changed:
                 self._missing.discard(first)
-                self._count(min(len(self._missing) * self._slice_bytes, self._region.numel()))
-                self._changed.notify_all()
+                self._count_missing()
 
     def _shorten(self, end: int) -> None:
+        """Nobody takes pages from byte `end` on any more."""
         with self._changed:
             self._end = min(self._end, end)
-            self._changed.notify_all()
+            self._missing = {first for first in self._missing if first < end}
+            self._count_missing()
+
+    def _count_missing(self) -> None:
+        self._count(min(len(self._missing) * self._slice_bytes, self._region.numel()))
+        self._changed.notify_all()
 
 
 def _populate(region: torch.Tensor, first: int, num_bytes: int) -> int:
