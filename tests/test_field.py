@@ -13,7 +13,7 @@ from tests_field.rows import KINDS, Row, rows_of
 
 SKIPPED = "there is no such server"
 TESTS = """
-import fcntl, subprocess
+import fcntl, os, subprocess
 import pytest
 def test_passes(): pass
 def test_fails(): assert False
@@ -28,6 +28,7 @@ def test_starts_what_has_no_end():
         fcntl.flock(file, fcntl.LOCK_EX)
         subprocess.run(["sleep", "300"], pass_fds=[file.fileno()])
 def test_stops_the_run(): pytest.exit("it is gone")
+def test_ends_the_process(): os._exit(1)
 """
 
 
@@ -60,6 +61,7 @@ def tests_here(tmp_path, monkeypatch):
             State.WRONG,
             "hits: pytest ends with 2: _pytest.outcomes.Exit: it is gone",
         ),
+        (dict(hits="ends_the_process"), State.WRONG, "hits: pytest ends with 1: tests_here.py"),
         (dict(refusals="passes"), State.REFUSED, "1 tests"),
         (dict(refusals="fails"), State.WRONG, "test_fails"),
         (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),

@@ -73,8 +73,8 @@ def selected(said: str, row: Row, python: Path, variables: dict[str, str]) -> Re
             return Report(error=f"no end within {row.seconds} s")
         if status == NO_TESTS:
             raise NotRun(f"no test is selected by: {said}")
-        report = Report.read(file) if file.exists() else Report()
-        if status in ALL_RAN or report.error:
+        report = Report.read(file) if file.exists() else None  # a test may have ended the process
+        if report is not None and (status in ALL_RAN or report.error):
             return report
         lines = output.strip().splitlines() or ["nothing was said"]
         *_, why = [line for line in lines if line.startswith("!!")] or lines  # pytest's own reason
