@@ -826,7 +826,7 @@ class Engine:
             name = self.pool.blocks[block].block_hash
             if name is None:
                 self.counts["stored although the device was reset"] += 1
-                continue
+                name = self._names_at_reset[block]
             right = self.model.promised(name)
             for rank in self.ranks:
                 assert rank.device.get(block) == right, f"block {block} is stored before it holds its bytes"  # S7.9
@@ -864,9 +864,21 @@ class Engine:
         """Compare every lookup with the oracle, and see what becomes of holds."""
         for cache_method in ("lookup", "admit"):
             self._wrap(self.cache, cache_method)
+        self._names_at_reset: dict[int, bytes | None] = {}  # of blocks that had one
+        self._wrap(self.pool, "reset_prefix_cache")
         for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "hold", "release"):
             self._wrap(self.device, device_method)
         self._wrap(self.pool, "touch")
+
+    def _watch_reset_prefix_cache(self, reset: Callable[[], bool]) -> bool:
+        """Blocks lose their names in a reset, and nothing else changes of those that are held."""
+        names = {block.block_id: block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+        counts = [block.ref_cnt for block in self.pool.blocks]
+        free = self.pool.get_num_free_blocks()
+        was_reset = reset()
+        assert [block.ref_cnt for block in self.pool.blocks] == counts and self.pool.get_num_free_blocks() == free
+        self._names_at_reset |= names if was_reset else {}
+        return was_reset
 
     def _wrap(self, what: object, method: str) -> None:
         setattr(what, method, partial(getattr(self, f"_watch_{method}"), getattr(what, method)))

@@ -156,3 +156,11 @@ def test_a_release_that_would_go_to_sleep_all_the_same_refuses_the_reset(start, 
     assert not engine.scheduler.reset_prefix_cache()
     go_on(engine)
     assert engine.cache.epoch == 0 and any(engine.on_device(prompt))
+
+
+def test_a_build_that_is_no_release_is_reset_around_copies_too(start, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("vllm.__version__", "0.34.0.dev1+g1234567")
+    engine, prompt, _ = stored_for_ever(start, reset="with_device")
+    assert engine.scheduler.reset_prefix_cache()
+    go_on(engine)
+    assert engine.cache.epoch == 1 and not any(engine.on_device(prompt))

@@ -99,9 +99,12 @@ def keys_have_adapter_paths() -> bool:
 
 
 def sleeps_can_be_refused() -> bool:
-    """Whether an engine does not go to sleep when the reset of its connector has failed. Before 0.31 it does."""
+    """Whether an engine does not go to sleep when the reset of its connector has failed. Before 0.31 it does.
+
+    A build whose version is no release's is one of later code.
+    """
     release = release_of(vllm.__version__)
-    return release is not None and release >= (0, 31)
+    return release is None or release >= (0, 31)
 
 
 def host_hit_source() -> Any:
