@@ -265,6 +265,7 @@ def test_the_text_of_a_prompt_is_no_answer(convert):
 
 
 SGLANG_JSON = {"rid": "x", "obj": {"input_ids": [1, 2, 3]}}
+SGLANG_RECEIVED = {"timestamp": "2026-11-24T12:43:50", "event": "request.received", **SGLANG_JSON}
 ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}, "text": ""}
 
 
@@ -275,20 +276,37 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens"
         ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:783] Request 1 aborted."], 0),
         (
             [
-                {"timestamp": "2026-11-24T12:43:50", "event": "request.received", **SGLANG_JSON},
+                SGLANG_RECEIVED,
                 {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": ABORTED},
                 {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": {"text": "a"}},
             ],
             1,
         ),
+        ([DETAILS.format(1), *["INFO 11-24 12:43:51 [async_llm.py:1069] Request 1 failed."] * 2], 1),
+        ([DETAILS.format(1), "INFO gateway: Request /healthz failed."], 0),
+        ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:1069] Request 2 failed."], 0),
+        (
+            [
+                DETAILS.format(1),
+                'DEBUG 11-24 12:43:51 [logger.py:75] Request 2 JSON body: {"prompt": "Why: Request 1 failed (error)"}',
+                "INFO 11-24 12:43:51 [logger.py:99] Generated response 1: output: 'Request 1 failed. Try again'",
+            ],
+            0,
+        ),
+        ([SGLANG_RECEIVED, *[{"event": "heartbeat", "error": "metrics endpoint unreachable"}] * 2], 0),
+        ([SGLANG_RECEIVED, {"event": "request.finished", **SGLANG_JSON, "rid": "y", "out": ABORTED}], 0),
+        ([SGLANG_RECEIVED, *[{"event": "request.finished", **SGLANG_JSON, "out": ABORTED}] * 2], 1),
     ],
-    ids=["vLLM failed", "vLLM aborted", "SGLang"],
+    ids=[
+        *("vLLM failed", "vLLM aborted", "SGLang", "vLLM twice", "gateway", "vLLM another", "vLLM texts"),
+        *("heartbeats", "SGLang another", "SGLang twice"),
+    ],
 )
 def test_a_failure_that_a_later_line_reports_is_in_the_summary(convert, lines, later):
     code, printed, trace = convert(lines, with_tokenizer=False)
     assert code == 0 and len(trace) == 1
-    sentence = "requests that are in the trace though a later line says that they failed: 1"
-    assert (sentence in printed) == bool(later)
+    sentence = "requests that are in the trace though a later line says that they failed"
+    assert (f"{sentence}: {later}\n" in printed) if later else (sentence not in printed)
 
 
 @pytest.mark.parametrize("field", ["text", "input"])
