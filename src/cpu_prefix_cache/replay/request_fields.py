@@ -38,6 +38,8 @@ OF_THE_SERVICE = (
         "output",
         "choices",
         "completion",
+        "output_text",
+        "generated_text",
         "usage",
         "meta_info",
         "latency",
