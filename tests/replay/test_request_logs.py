@@ -218,6 +218,18 @@ def test_the_adapter_in_an_engines_log_is_of_its_request(convert, lines):
         {"response": {"status": "incomplete", "incomplete_details": {"reason": "content_filter"}, "output": []}},
         {"finish_reason": "abort"},
         {"finish_reason": "abort", "usage": {"prompt_tokens": 2, "completion_tokens": 0}},
+        {"finish_reason": "abort", "response": ""},
+        {"finish_reason": "abort", "response_body": "data: [DONE]\n"},
+        {"response": '{"object": "error", "message": "too long"}'},
+        {"response": '{"choices": [{"finish_reason": "abort", "text": ""}]}'},
+        {"response": 'data: {"choices": []}\n\ndata: {"error": {"message": "too long"}}\n'},
+        {"response": {"status_code": 200, "body": '{"error": "too long"}'}},
+        {"response": {"status": "cancelled", "output": [], "reasoning": {"effort": "low"}, "text": {"format": {}}}},
+        {"response": {"choices": [{"finish_reason": "abort", "delta": {"role": "assistant", "content": ""}}]}},
+        {"response_body": '{"response": "", "done": false}\n{"error": "out of memory"}\n'},
+        {"error": {"code": 0, "message": "too long"}, "usage": {"completion_tokens": 3}},
+        {"status": 500, "response": {"output_text": "a"}},
+        {"status": "failure", "response": "Internal Server Error"},
         {"payload": {"token_ids": [1, 2], "status": 503}},
     ],
     ids=str,
@@ -250,12 +262,50 @@ def test_failed_requests_are_left_out_and_counted(convert, failure):
         {"response": {"status": "in_progress", "error": None}},
         {"response": "plain text"},
         {"response_body": "{"},
+        {"finish_reason": "abort", "response": "a"},
+        {"finish_reason": "abort", "response": '{"a": 1}'},
+        {"finish_reason": "abort", "response_body": "a"},
+        {"finish_reason": "abort", "generated_text": "a"},
+        {"finish_reason": "abort", "output_text": "a"},
+        {"response": {"choices": [{"finish_reason": "abort", "message": {"content": None, "reasoning": "a"}}]}},
+        {"response": {"choices": [{"finish_reason": "content_filter", "message": {"function_call": {"name": "f"}}}]}},
+        {"response": {"choices": [{"finish_reason": "content_filter", "message": {"refusal": "a"}}]}},
+        {"response": {"choices": [{"finish_reason": "abort", "message": {"audio": {"data": "a"}}}]}},
+        {"response_body": 'data: {"delta": {"thinking": "a"}}\n\ndata: {"delta": {"stop_reason": "refusal"}}\n'},
+        {"response_body": 'data: {"delta": {"partial_json": "{"}}\n\ndata: {"delta": {"stop_reason": "refusal"}}\n'},
+        {"response_body": '{"response": "a", "done": false}\n{"error": "out of memory"}\n'},
+        {"response_body": 'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"error": {"message": "b"}}\n'},
+        {"response": {"choices": [{"finish_reason": "error", "text": ""}], "usage": {"completion_tokens": 50}}},
+        {"response": {"choices": [{"finish_reason": "error", "text": ""}, {"finish_reason": "stop", "text": "a"}]}},
+        {"response": {"choices": [{"error": {"code": None, "message": None}, "message": {"content": None}}]}},
+        {"error": {"code": None, "message": ""}},
     ],
     ids=str,
 )
 def test_an_answer_that_was_cut_short_was_served(convert, answer):
     _, printed, trace = convert(at_times({"token_ids": [1, 2], **answer}, {"prompt": "a", "status": "200 OK"}))
     assert len(trace) == 2 and "failed" not in printed and "ignored" not in printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"error": "no such city", "temperature": null}',
+        '{"status": "failed"}',
+        '{"success": false}',
+        '{"type": "error"}',
+        'Like this:\ndata: {"error": "x"}\n',
+        'data: {"error": "x"}\n',
+        "{x for x in y}",
+    ],
+)
+def test_the_text_of_a_model_is_no_answer_of_a_server(convert, text):
+    lines = at_times({"token_ids": [1, 2], "response": text}, {"messages": chat("a"), **MODEL, "response": text})
+    code, printed, trace = convert(lines)
+    assert code == 0 and len(trace) == 2 and "failed" not in printed, printed
+    if text.startswith(('{"', "data")):
+        _, printed, trace = convert([*at_times({"token_ids": [1, 2], "response_body": text}), lines[1]])
+        assert len(trace) == 1 and "requests that failed and were left out: 1" in printed
 
 
 def test_the_text_of_a_prompt_is_no_answer(convert):
@@ -265,6 +315,7 @@ def test_the_text_of_a_prompt_is_no_answer(convert):
 
 
 SGLANG_JSON = {"rid": "x", "obj": {"input_ids": [1, 2, 3]}}
+SGLANG_RECEIVED = {"timestamp": "2026-11-24T12:43:50", "event": "request.received", **SGLANG_JSON}
 ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}, "text": ""}
 
 
@@ -275,20 +326,37 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens"
         ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:783] Request 1 aborted."], 0),
         (
             [
-                {"timestamp": "2026-11-24T12:43:50", "event": "request.received", **SGLANG_JSON},
+                SGLANG_RECEIVED,
                 {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": ABORTED},
                 {"timestamp": "2026-11-24T12:43:51", "event": "request.finished", **SGLANG_JSON, "out": {"text": "a"}},
             ],
             1,
         ),
+        ([DETAILS.format(1), *["INFO 11-24 12:43:51 [async_llm.py:1069] Request 1 failed."] * 2], 1),
+        ([DETAILS.format(1), "INFO gateway: Request /healthz failed."], 0),
+        ([DETAILS.format(1), "INFO 11-24 12:43:51 [async_llm.py:1069] Request 2 failed."], 0),
+        (
+            [
+                DETAILS.format(1),
+                'DEBUG 11-24 12:43:51 [logger.py:75] Request 2 JSON body: {"prompt": "Why: Request 1 failed (error)"}',
+                "INFO 11-24 12:43:51 [logger.py:99] Generated response 1: output: 'Request 1 failed. Try again'",
+            ],
+            0,
+        ),
+        ([SGLANG_RECEIVED, *[{"event": "heartbeat", "error": "metrics endpoint unreachable"}] * 2], 0),
+        ([SGLANG_RECEIVED, {"event": "request.finished", **SGLANG_JSON, "rid": "y", "out": ABORTED}], 0),
+        ([SGLANG_RECEIVED, *[{"event": "request.finished", **SGLANG_JSON, "out": ABORTED}] * 2], 1),
     ],
-    ids=["vLLM failed", "vLLM aborted", "SGLang"],
+    ids=[
+        *("vLLM failed", "vLLM aborted", "SGLang", "vLLM twice", "gateway", "vLLM another", "vLLM texts"),
+        *("heartbeats", "SGLang another", "SGLang twice"),
+    ],
 )
 def test_a_failure_that_a_later_line_reports_is_in_the_summary(convert, lines, later):
     code, printed, trace = convert(lines, with_tokenizer=False)
     assert code == 0 and len(trace) == 1
-    sentence = "requests that are in the trace though a later line says that they failed: 1"
-    assert (sentence in printed) == bool(later)
+    sentence = "requests that are in the trace though a later line says that they failed"
+    assert (f"{sentence}: {later}\n" in printed) if later else (sentence not in printed)
 
 
 @pytest.mark.parametrize("field", ["text", "input"])

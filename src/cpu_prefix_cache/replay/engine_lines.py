@@ -16,7 +16,7 @@ from cpu_prefix_cache.replay.sharing import Apart
 # Texts come before the ids in these lines, so the last match is the right one.
 VLLM_IDS = re.compile(rb"(?:Request|Received request) (?P<id>\S+?):? .*prompt_token_ids: (?P<ids>\[[\d, ]*\]|None)")
 SGLANG_IDS = re.compile(rb"Receive: obj=GenerateReqInput\(.*input_ids=(?P<ids>\[[\d, ]*\](?: \.\.\. \[)?|None)")
-VLLM_FAILED = re.compile(rb"Request \S+ failed(?: \(| due to |\.)")
+VLLM_FAILED = re.compile(rb"[^'\"]*?\bRequest (?P<id>\S+) failed(?: \(| due to |\.)")  # quotes begin texts
 VLLM_ADAPTER = re.compile(rb".*lora_request: LoRARequest\(.*?lora_name='([^']*)'")
 SGLANG_APART = {
     name: re.compile(rb".*\b%b='([^']+)'" % name.encode()) for name in ("lora_path", "lora_id", "extra_key")
@@ -24,10 +24,11 @@ SGLANG_APART = {
 
 
 class Logged(NamedTuple):
-    """The token ids of a prompt, and what keeps them apart from those of others."""
+    """The token ids of a prompt, what keeps them apart from those of others, and the request's own id, if known."""
 
     ids: list[int]
     apart: Apart
+    request_id: str | None = None
 
 
 def logged(line: bytes, following: object) -> Logged | None:
@@ -36,7 +37,8 @@ def logged(line: bytes, following: object) -> Logged | None:
     Raises BadLine for a request that was logged without all of its ids.
     """
     if match := VLLM_IDS.search(line):
-        return Logged(_ids(match["ids"]), _vllm_apart(line[match.end() :], match["id"], following))
+        apart = _vllm_apart(line[match.end() :], match["id"], following)
+        return Logged(_ids(match["ids"]), apart, _text(match["id"]))
     if match := SGLANG_IDS.search(line):
         rest = line[match.end() :]
         found = {name: pattern.match(rest) for name, pattern in SGLANG_APART.items()}
@@ -44,9 +46,14 @@ def logged(line: bytes, following: object) -> Logged | None:
     return None
 
 
-def is_failure(line: bytes) -> bool:
-    """Whether the line is about a request of an earlier line, which has failed."""
-    return VLLM_FAILED.search(line) is not None
+def failed_id(line: bytes) -> str | None:
+    """The id of a request that has failed after it was logged; None if the line is about something else."""
+    match = VLLM_FAILED.match(line)
+    return _text(match["id"]) if match else None
+
+
+def _text(id: bytes) -> str:
+    return id.decode(errors="replace")
 
 
 def _vllm_apart(rest: bytes, id: bytes, following: object) -> Apart:

@@ -11,6 +11,7 @@ from cpu_prefix_cache.replay.log_times import TIMES
 STATUSES = ("status", "status_code", "statusCode", "response_status", "http_status")
 ERRORS = ("error", "errors", "exception", "error_str")
 SUCCESS = "success"
+REQUEST_IDS = ("rid", "request_id", "id")
 REASONS = ("finish_reason", "stop_reason", "done_reason", "reason")  # for which an answer ended
 
 SAMPLING = (
@@ -29,7 +30,7 @@ OF_THE_SERVICE = (
     *("stream", "stream_options", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "priority"),
     *("safety_identifier", "prompt_cache_key", "background", "include", "skip_special_tokens", "return_token_ids"),
     *("include_stop_str_in_output", "spaces_between_special_tokens", "log_metrics", "no_logs", "received_time"),
-    *("id", "rid", "request_id", "custom_id", "trace_id", "session_id", "conversation_id", "conversation_hash"),
+    *(*REQUEST_IDS, "custom_id", "trace_id", "session_id", "conversation_id", "conversation_hash"),
     *("object", "type", "event", "level", "logger", "method", "path", "url", "uri", "endpoint", "host", "remote_addr"),
     *(
         "response",
@@ -37,6 +38,8 @@ OF_THE_SERVICE = (
         "output",
         "choices",
         "completion",
+        "output_text",
+        "generated_text",
         "usage",
         "meta_info",
         "latency",

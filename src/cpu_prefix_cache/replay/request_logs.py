@@ -17,10 +17,11 @@ from typing import Any
 
 from cpu_prefix_cache.replay.chat_messages import FIELDS as BESIDE_MESSAGES
 from cpu_prefix_cache.replay.chat_messages import TURNS, chat_of, questions
-from cpu_prefix_cache.replay.engine_lines import is_failure, logged
+from cpu_prefix_cache.replay.engine_lines import failed_id, logged
 from cpu_prefix_cache.replay.lines import BadLine, LineReader, parsed_object
 from cpu_prefix_cache.replay.log_times import Time, logged_time, time_of
 from cpu_prefix_cache.replay.request_bodies import Body, Content, body_of, contents_of
+from cpu_prefix_cache.replay.request_fields import REQUEST_IDS
 from cpu_prefix_cache.replay.request_outcomes import is_failed
 from cpu_prefix_cache.replay.response_chains import ResponseChains
 from cpu_prefix_cache.replay.sharing import Apart
@@ -44,7 +45,7 @@ class RequestLog:
 
     other_lines     lines that are no request
     failed          requests that failed, and are left out
-    failed_later    those that were read before a line said that they failed
+    failed_later    those that were read before a line with their id said that they failed
     ignored         how many requests have a field that was not used, by its name
     """
 
@@ -53,6 +54,7 @@ class RequestLog:
         self.other_lines = self.failed = self.failed_later = 0
         self.ignored: Counter[str] = Counter()
         self._chains = ResponseChains()
+        self._read_ids: set[str] = set()
 
     def read(self) -> Iterator[Recorded]:
         """Raises TraceError for a file that cannot be read or holds no requests, and for bad lines."""
@@ -75,14 +77,26 @@ class RequestLog:
             yield from self._of_object(number, part)
         elif request := logged(part, following):
             yield Recorded(number, logged_time(part), request.ids, request.apart)
+            self._remember(request.request_id)
         else:
             self.other_lines += 1
-            self.failed_later += is_failure(part)
+            self._count_failure(failed_id(part))
+
+    def _remember(self, id: str | None) -> None:
+        if id is not None:
+            self._read_ids.add(id)
+
+    def _count_failure(self, id: str | None) -> None:
+        """Count the request with this id, if it was read and is not counted yet."""
+        if id in self._read_ids:
+            self._read_ids.remove(id)
+            self.failed_later += 1
 
     def _of_object(self, number: int, line: dict[str, Any]) -> Iterator[Recorded]:
         if line.get("event", RECEIVED) != RECEIVED:
             self.other_lines += 1
-            self.failed_later += is_failed(line)
+            if is_failed(line):
+                self._count_failure(_id_of(line))
             return
         if is_failed(line):
             self.failed += 1
@@ -91,9 +105,10 @@ class RequestLog:
         turns = next((name for name in TURNS if isinstance(body.fields.get(name), list)), None)
         if turns is not None:
             yield from self._conversation(number, time, body, turns)
-            return
-        for content in contents_of(body, self._chains, self.ignored):
-            yield Recorded(number, time, content, body.apart)
+        else:
+            for content in contents_of(body, self._chains, self.ignored):
+                yield Recorded(number, time, content, body.apart)
+        self._remember(_id_of(line))
 
     def _conversation(self, number: int, time: Time | None, body: Body, name: str) -> Iterator[Recorded]:
         self.ignored.update(body.unknown((name, *BESIDE_MESSAGES)))
@@ -101,3 +116,7 @@ class RequestLog:
             own = time_of(last)
             chat = chat_of(body.fields, messages, self.ignored)
             yield Recorded(number, own or time, chat, body.apart, 0 if own else turn)
+
+
+def _id_of(line: dict[str, Any]) -> str | None:
+    return next((str(line[name]) for name in REQUEST_IDS if line.get(name) is not None), None)

@@ -1,11 +1,11 @@
 """Says whether a logged request failed, so that its prompt was not computed as far as its line shows.
 
-It failed if the line, a level of the request or the answer in it has
+It failed if
 
-    an error, no success, a status from 400 on or a word for failure
-    a word for an end ahead of time, and no output: an answer that was cut short was computed all the same
+    it was refused           a status from 400 on; in the line or the request, an error, no success, a word for failure
+    it ended without output  an error in the answer, or a word for failure or for an end ahead of time
 
-The answer is an object, its JSON, or a stream of events; an error may stand in it though its status is 200.
+With output, the prompt was computed, however the answer ended. An error may stand in an answer whose status is 200.
 """
 
 import re
@@ -13,17 +13,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from cpu_prefix_cache.replay.lines import BadLine, parsed
+from cpu_prefix_cache.replay.answer_texts import WRITTEN, answers_in
 from cpu_prefix_cache.replay.request_bodies import BODIES
 from cpu_prefix_cache.replay.request_fields import ERRORS, REASONS, STATUSES, SUCCESS
 
 Place = Mapping[str, Any]
 
-ANSWERS = ("response", "response_body", "out", "choices", "usage", "meta_info", "details", "finish_reason")
+ANSWER = "response"  # of a server, or of the model
+IN_TEXTS = (*BODIES, ANSWER, "response_body")
+ANSWERS = (ANSWER, "response_body", "out", "choices", "usage", "meta_info", "details", "finish_reason")
 IN_ANSWERS = (*ANSWERS, "body", "delta", "message", "incomplete_details")
 OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "generated_tokens")
-OUTPUTS = ("output", "completion")
-TEXTS = (*OUTPUTS, "text", "content", "output_text", "generated_text", "reasoning_content", "tool_calls", "delta")
+OUTPUTS = ("output", "completion", "output_text", "generated_text")
+TEXTS = (
+    *(*OUTPUTS, WRITTEN, "content", "reasoning_content", "reasoning", "thinking", "refusal"),
+    *("tool_calls", "partial_json", "delta"),
+)
+OBJECTS = ("function_call", "audio")
 
 FAILED = 400
 FAILED_WORDS = frozenset(("failure", "failed", "error", "timeout"))
@@ -37,10 +43,12 @@ def is_failed(line: Place) -> bool:
     requests = list(_requests(line))
     answers = [answer for request in requests for answer in _answers(request)]
     places = [*requests, *answers]
-    words = {word for place in places for word in _words(place)}
-    if not FAILED_WORDS.isdisjoint(words) or any(map(_has_error, places)):
+    if any(map(_has_failed_status, places)) or any(map(_has_error, requests)):
         return True
-    return not EARLY_WORDS.isdisjoint(words) and CUT_WORDS.isdisjoint(words) and not _has_output(requests, answers)
+    words = {word for place in places for word in _words(place, (*STATUSES, *REASONS))}
+    if words.isdisjoint(FAILED_WORDS | EARLY_WORDS) and not any(map(_has_error, answers)):
+        return False
+    return words.isdisjoint(CUT_WORDS) and not _has_output(requests, answers)
 
 
 def _requests(place: Place) -> Iterator[Place]:
@@ -60,41 +68,36 @@ def _answers(place: Place, names: Iterable[str] = ANSWERS) -> Iterator[Place]:
 def _inner(place: Place, names: Iterable[str]) -> Iterator[Place]:
     for name in names:
         value = place.get(name)
-        values = value if isinstance(value, list) else _events(value) if isinstance(value, str) else [value]
-        yield from (each for each in values if isinstance(each, Mapping))
+        if isinstance(value, str) and name in IN_TEXTS:
+            value = answers_in(value, is_body=name != ANSWER)
+        yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Mapping))
 
 
-def _events(text: str) -> Iterator[Any]:
-    """The JSON of a text, or of the events of a stream. What is none is reported where it is needed."""
-    whole = text.lstrip()
-    for each in [whole] if whole.startswith("{") else re.findall(r"^data:(.*\{.*)", text, re.MULTILINE):
-        try:
-            yield parsed(each.encode(errors="replace"))
-        except BadLine:
-            continue
-
-
-def _words(place: Place) -> Iterator[str]:
+def _words(place: Place, names: Iterable[str]) -> Iterator[str]:
     """Words for how it ended: "abort", {"type": "abort"}."""
-    for value in (place.get(name) for name in (*STATUSES, *REASONS)):
+    for value in map(place.get, names):
         yield str(value.get("type") if isinstance(value, Mapping) else value).lower()
 
 
 def _has_error(place: Place) -> bool:
-    statuses = (str(place.get(name, "")) for name in STATUSES)
-    errors = (place.get(name) for name in ERRORS)
     return (
         place.get(SUCCESS) is False
         or "error" in (place.get("object"), place.get("type"))
-        or any(map(_is_failure, statuses))
-        or any(error and str(error).lower() not in NO_ERROR for error in errors)
+        or not FAILED_WORDS.isdisjoint(_words(place, STATUSES))
+        or any(_is_error(place.get(name)) for name in ERRORS)
     )
 
 
-def _is_failure(status: str) -> bool:
-    """Whether it begins with a number from 400 on: 500, 500.0, 500 Internal Server Error."""
-    number = re.match(r"[0-9]{1,9}\b", status)
-    return number is not None and int(number[0]) >= FAILED
+def _is_error(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(value.values())
+    return bool(value) and str(value).lower() not in NO_ERROR
+
+
+def _has_failed_status(place: Place) -> bool:
+    """Whether a status begins with a number from 400 on: 500, 500.0, 500 Internal Server Error."""
+    numbers = (re.match(r"[0-9]{1,9}\b", str(place.get(name, ""))) for name in STATUSES)
+    return any(number is not None and int(number[0]) >= FAILED for number in numbers)
 
 
 def _has_output(requests: Iterable[Place], answers: Iterable[Place]) -> bool:
@@ -104,6 +107,8 @@ def _has_output(requests: Iterable[Place], answers: Iterable[Place]) -> bool:
         (request.get(name) for request in requests for name in OUTPUTS),
         (answer.get(name) for answer in answers for name in TEXTS),
     )
-    return any(isinstance(number, int | float) and number > 0 for number in numbers) or any(
-        isinstance(text, str | list) and text for text in texts
+    return (
+        any(isinstance(number, int | float) and number > 0 for number in numbers)
+        or any(isinstance(text, str | list) and text for text in texts)
+        or any(answer.get(name) for answer in answers for name in OBJECTS)
     )

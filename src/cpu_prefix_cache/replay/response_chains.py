@@ -4,10 +4,11 @@ A log has that history if its lines have responses too: `"response": {"id": ...,
 one request, and are not carried on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cpu_prefix_cache.replay.lines import BadLine, parsed
+from cpu_prefix_cache.replay.answer_texts import Object, answers_in
+from cpu_prefix_cache.replay.lines import BadLine
 
 PREVIOUS = "previous_response_id"
 RESPONSES = ("response", "response_body")
@@ -33,19 +34,18 @@ class ResponseChains:
         return self._items[previous]
 
     def add(self, line: dict[str, Any], items: list[Item]) -> None:
-        """`items` are of the request and its history; `line` has the response, if it was logged. Raises BadLine."""
+        """`items` are of the request and its history; `line` has the response, if it was logged."""
         for response in _responses(line):
             output = response.get("output")
             if isinstance(output, list) and all(isinstance(item, dict) for item in output):
                 self._items[str(response.get("id"))] = [*items, *output]
 
 
-def _responses(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _responses(line: Object) -> Iterator[Object]:
     """Objects, also in a text, also as the body of a response."""
     for name in RESPONSES:
-        response = line.get(name)
-        if isinstance(response, str) and response.lstrip().startswith("{"):
-            response = parsed(response.encode())
-        if isinstance(response, dict):
-            body = response.get("body")
-            yield body if isinstance(body, dict) else response
+        value = line.get(name)
+        for response in answers_in(value, is_body=True) if isinstance(value, str) else [value]:
+            if isinstance(response, Mapping):
+                body = response.get("body")
+                yield body if isinstance(body, Mapping) else response
