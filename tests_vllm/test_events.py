@@ -120,7 +120,13 @@ MODELS = {"full": None, "full, state": [full(), state()], "full, window": [full(
 @pytest.mark.parametrize(("offload", "ranks"), [("lazy", 1), ("eager", 2)])
 def test_a_router_knows_what_can_be_hit_at_every_step(start, model, offload, ranks):
     engine = start(
-        groups=MODELS[model], offload=offload, ranks=ranks, host_blocks=160, failure_rate=0.03, device_blocks=64, seed=7
+        groups=MODELS[model],
+        offload=offload,
+        ranks=ranks,
+        host_blocks=24 if model == "state" else 160,  # of a block each
+        failure_rate=0.03,
+        device_blocks=64,
+        seed=7,
     )
     check_at_every_step(engine)
     live_through(engine, requests=1500)

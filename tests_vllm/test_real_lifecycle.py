@@ -221,7 +221,7 @@ def left_behind() -> tuple[list[str], list[str], list[str]]:
     threads = [thread.name for thread in threading.enumerate() if thread.name.split("-")[0] in ("store", "load")]
     shared = [name for name in os.listdir("/dev/shm") if "cpu-prefix-cache" in name and name != FOLDER.name]
     claims = (path for path in FOLDER.glob("*") if path.name != "lock")
-    shared += [path.name for path in claims if os.getpid() in json.loads(path.read_text())]
+    shared += [path.name for path in claims if os.getpid() in json.loads(path.read_text().partition("\n")[2])]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpu-prefix-cache" in line]
     return threads, shared, mapped
 
