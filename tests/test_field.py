@@ -55,7 +55,7 @@ def tests_here(tmp_path, monkeypatch):
         (dict(bytes="passes", hits="fails"), State.LOST_HITS, "test_fails"),
         (dict(bytes="fails", hits="fails"), State.WRONG, "test_fails"),
         (dict(hits="has_an_error"), State.WRONG, "hits: test_has_an_error does not run"),
-        (dict(hits="has_no_end"), State.WRONG, "hits: no end within 20 s"),
+        (dict(hits="has_no_end"), State.WRONG, "hits: no end within 3 s"),
         (
             dict(hits="stops_the_run"),
             State.WRONG,
@@ -68,7 +68,7 @@ def tests_here(tmp_path, monkeypatch):
     ],
 )
 def test_a_row_comes_to_what_its_tests_say(tests_here, tests, state, detail):
-    seconds = 20 if "has_no_end" in tests.values() else 600
+    seconds = 3 if "has_no_end" in tests.values() else 600
     row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
     assert run.run(row) == Outcome(state, detail)
 
