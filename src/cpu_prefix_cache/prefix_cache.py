@@ -179,7 +179,7 @@ class CPUPrefixCache:
         self.pool.unpin(lease.pin)
 
     def check_destinations(self, destinations: Sequence[Sequence[int]], n0: int, boundary: int) -> None:
-        """What `load` demands of destinations, for a manager that asks before it admits the request.
+        """Check what `load` demands of destinations, for a manager that asks before it admits the request.
 
         Raises MisuseError for blocks not given by group, too few or too many, null ones, and one named twice.
         """
@@ -393,7 +393,7 @@ class CPUPrefixCache:
         return len(self._ledger) > 0
 
     def statistics(self) -> CacheStatistics:
-        """What the cache holds and has done so far. O(1)."""
+        """Counts of what the cache holds and has done so far. O(1)."""
         loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
@@ -495,7 +495,7 @@ class CPUPrefixCache:
         return not self._is_full
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
-        """What must be pinned on the host to resume at `boundary`, if all of it is here."""
+        """Node that must be pinned on the host to resume at `boundary`, if all of it is here."""
         chunks, off_grid = divmod(boundary, self.planner.grid_tokens)
         if off_grid or not 0 <= chunks <= len(request.keys):
             raise MisuseError(f"request {request.id!r} has no boundary at token {boundary} (rule 6)")

@@ -236,7 +236,7 @@ def _not_in_file(claim: Claim) -> int:
 
 
 def _resident_bytes(smaps: Sequence[str], regions: Sequence[range]) -> int:
-    """Of regions that do not overlap. The kernel may show neighbours as one, with what is between them."""
+    """Resident bytes of disjoint regions. The kernel may show neighbours as one, with what is between them."""
     resident = inside = 0
     for line in smaps:
         first, _, rest = line.partition(" ")

@@ -35,7 +35,7 @@ FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one group keeps at a time: `num_bytes` on each rank, `device_blocks` blocks there and `host_blocks` here."""
+    """Unit of what one group keeps: `num_bytes` on each rank, `device_blocks` blocks there and `host_blocks` here."""
 
     group: Group
     device_blocks: int
@@ -163,7 +163,7 @@ class HybridChunkPlanner:
         return depth - min((at.chunk for at in self.checkpoint(depth)), default=depth - 1)
 
     def checkpoint_bytes(self, depth: int) -> int:
-        """What the checkpoint below `depth` chunks weighs on each rank, shared pieces included."""
+        """Bytes of the checkpoint below `depth` chunks on each rank, shared pieces included."""
         return sum(self.pieces[at.group].num_bytes for at in self.checkpoint(depth))
 
     def checkpoint_blocks(self, depth: int) -> int:

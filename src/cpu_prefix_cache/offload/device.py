@@ -22,7 +22,7 @@ from cpu_prefix_cache.pool.states import State
 
 @runtime_checkable
 class Device(Protocol):
-    """What an engine tells of its device blocks, and which it holds. Called from the deciding thread only.
+    """View of an engine's device blocks, and the holds on them. Called from the deciding thread only.
 
     Seven members are required. The others have defaults for a subclass: an engine with one block to a chunk, no null
     block and no checkpoints needs nothing else.

@@ -129,7 +129,7 @@ class BlockPool:
         return None if node == NONE else node
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of `keys` that no node has."""
+        """Keys, of `keys`, that no node has."""
         return self._forest.absent(keys)
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
@@ -157,7 +157,7 @@ class BlockPool:
         return self._first.get(block, block)
 
     def parent(self, node: int) -> int:
-        """What a cached node hangs below; `root` for a first chunk."""
+        """Node that a cached node hangs below; `root` for a first chunk."""
         return self._forest.parent[node]
 
     def depth(self, chunk: int) -> int:
@@ -261,7 +261,7 @@ class BlockPool:
         return departed
 
     def take_events(self) -> list[BoundaryEvent]:
-        """What can be hit now and could not before, and what no longer can, since this was asked last; see the log."""
+        """Changes since this was asked last: what can be hit now, and what no longer can; see the log."""
         return [] if self._log is None else self._log.take()
 
     # Using

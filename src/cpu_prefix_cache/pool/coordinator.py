@@ -90,7 +90,7 @@ class KVCacheCoordinator:
         return max(n0, planner.resumable_chunks(depth) * grid)
 
     def resume_node(self, keys: Sequence[bytes], depth: int) -> int | None:
-        """What holds all that is needed to resume after `depth` chunks, one or more, if it is here.
+        """Node that holds all that is needed to resume after `depth` chunks, one or more, if it is here.
 
         That is the checkpoint for it, or the chunk, where none is needed. To pin it is to pin the whole prefix.
         """
@@ -234,7 +234,7 @@ class KVCacheCoordinator:
 
 
 def num_bytes(planner: HybridChunkPlanner, copies: Iterable[GroupCopy]) -> int:
-    """What copies carry over the link, without padding."""
+    """Bytes that copies carry over the link, without padding."""
     return sum(len(copy.device_blocks) * planner.device_block_bytes[copy.group] for copy in copies)
 
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _unit(requests: Sequence[Converted], given: str | None, times: str | None) -> str:
-    """Of the times: seconds, unless they are numbers."""
+    """Unit of the times: seconds, unless they are numbers."""
     if not requests:
         raise TraceError("no request is left of the log: every line is bad")
     first, last = (choice(request.now for request in requests) for choice in (min, max))

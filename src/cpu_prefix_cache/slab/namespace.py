@@ -1,4 +1,4 @@
-"""What must be equal for bytes of one process to be served by another, field by field.
+"""Facts that must be equal for bytes of one process to be served by another, field by field.
 
 Each namespace has a folder of its own, named by a digest of all fields, each of them after its length. So no two
 models share a folder, whatever characters their names have, and a model whose weights, dtype or layout has changed

@@ -1,4 +1,4 @@
-"""What a user says of a tier in files. Knows no torch, so that the process that decides can read it, too."""
+"""Options of a tier in files. Knows no torch, so that the process that decides can read it, too."""
 
 from dataclasses import dataclass
 

@@ -180,7 +180,7 @@ class Slab:
         return [slots[at] for at in refused]
 
     def record(self, slot: int) -> Record | None:
-        """What a slot holds by its record, if it may be served."""
+        """Record of a slot: what it holds, if it may be served."""
         record = records.parse(self.records.of(slot), self._seed)
         if record is None or record.slot != slot or record.label.generation < self._generations.floor:
             return None
@@ -235,7 +235,7 @@ class Slab:
         views: Sequence[memoryview],
         digests: Sequence[bytes | None],
     ) -> Iterator[int]:
-        """Those of the positions `there` whose bytes have their digests."""
+        """Positions, of `there`, whose bytes have their digests."""
         for begin, end in self._runs([slots[at] for at in there]):
             run = there[begin:end]
             count = os.preadv(self._folder.blocks, [views[at] for at in run], slots[run[0]] * self.slot_bytes)

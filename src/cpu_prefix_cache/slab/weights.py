@@ -1,4 +1,4 @@
-"""What the weights in a folder, or in a file, are: names, sizes and times of change of the files that hold them, and
+"""Identity of the weights in a folder, or in a file: names, sizes and times of change of the files that hold them, and
 samples of their bytes.
 
 Weights of one architecture have the same names and sizes, so the times count, too: a folder that is copied without them

@@ -136,7 +136,7 @@ def _say_ignored(names: str) -> None:
 
 
 def _one(options: Mapping[str, str], name: str, said: str) -> str:
-    """What the URL says in its form, or as an option."""
+    """Value that the URL has in its form, or as an option."""
     if said and name in options:
         raise _wrong(f"it has the option {name}, and says the same in its form: leave one out")
     return said or options.get(name, "")

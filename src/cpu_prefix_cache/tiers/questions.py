@@ -31,7 +31,7 @@ LOOKED_AT = 256  # chunks whose checkpoints are looked for, from the deepest on:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Of the chunks `keys[depth:stop]`. `is_over`: nobody waits for it."""
+    """Question about the chunks `keys[depth:stop]`. `is_over`: nobody waits for it."""
 
     ask: Ask
     keys: Sequence[bytes]
@@ -126,7 +126,7 @@ class Questions:
                 self._take_in(question, told)
 
     def take_new(self) -> tuple[Ask, ...]:
-        """What is to be asked since the last call."""
+        """Questions that are new since the last call."""
         new, self._new = tuple(self._new), []
         return new
 
@@ -136,7 +136,7 @@ class Questions:
         return next(iter(self._open), self._next)
 
     def reset(self) -> None:
-        """What was answered before, or is being answered, is of no use."""
+        """Forget what was answered before, or is being answered."""
         self._of.clear()
         self._open.clear()
         self._new.clear()

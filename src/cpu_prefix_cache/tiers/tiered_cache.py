@@ -179,7 +179,7 @@ class TieredCache(CPUPrefixCache):
 
     @property
     def _queue_bytes(self) -> int:
-        """What is to be read before anything that is asked for now."""
+        """Bytes to be read before anything that is asked for now."""
         return self.below.queue_bytes + self._unread
 
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
@@ -264,7 +264,7 @@ class TieredCache(CPUPrefixCache):
         return super().step()
 
     def plan_below(self) -> TierPlan:
-        """What every rank does with its tier in this step. Asked for after `step`."""
+        """Plan of what every rank does with its tier in this step. Asked for after `step`."""
         return self.below.plan()
 
     def catch_up(self) -> None:
@@ -308,7 +308,7 @@ class TieredCache(CPUPrefixCache):
         return super().has_transfers or self.below.has_transfers
 
     def tier_statistics(self) -> TierStatistics:
-        """What the tier holds and has done so far. O(1)."""
+        """Counts of what the tier holds and has done so far. O(1)."""
         return replace(
             self.below.tier_statistics(),
             hit_tokens=self._tier_hit_tokens,
