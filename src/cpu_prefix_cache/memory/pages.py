@@ -84,16 +84,17 @@ class Pages:
                 self._shorten(first)
             with self._changed:
                 self._missing.discard(first)
-                self._count_missing()
+                self._notify()
 
     def _shorten(self, end: int) -> None:
         """Nobody takes pages from byte `end` on any more."""
         with self._changed:
             self._end = min(self._end, end)
             self._missing = {first for first in self._missing if first < end}
-            self._count_missing()
+            self._notify()
 
-    def _count_missing(self) -> None:
+    def _notify(self) -> None:
+        """Say to those who wait, and to whoever counts, that fewer slices are missing. Called with the lock held."""
         self._count(min(len(self._missing) * self._slice_bytes, self._region.numel()))
         self._changed.notify_all()
 
