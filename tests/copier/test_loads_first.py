@@ -92,3 +92,10 @@ def test_a_load_that_fails_is_over_too(loads, clock):
     thread.start()
     thread.join()
     assert waits(loads, clock) == pytest.approx(STEP_SECONDS, abs=2e-3)
+
+
+def test_a_store_that_a_load_waits_for_waits_for_no_load_before(loads, clock, end):
+    end()
+    with loads.awaiting():
+        assert waits(loads, clock) == 0
+    assert waits(loads, clock) == pytest.approx(STEP_SECONDS, abs=2e-3)

@@ -203,6 +203,10 @@ def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
     said.clear()
     bench.copy(Direction.LOAD, [0, 1, 2], [0, 1, 2])
     assert said == ["loads"]
+    said.clear()
+    monkeypatch.setattr(LoadsFirst, "awaiting", lambda loads: said.append("waits") or nullcontext())
+    with bench.copier.awaiting_stores():
+        assert said == ["waits"]
 
 
 def test_no_stream_is_made_to_wait_for_a_slot():

@@ -4,14 +4,16 @@ import gc
 import os
 import threading
 import time
+from contextlib import contextmanager
 from threading import Semaphore
 
 import pytest
 
-from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
+from cpu_prefix_cache import Direction, GroupCopy, MisuseError, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
+from cpu_prefix_cache.messages.plan import VERSION
 from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually
 
@@ -97,7 +99,7 @@ def test_a_transfer_that_copies_nothing_here_is_done_at_once(worker, copier):
 
 def test_a_plan_of_another_version_is_refused_whole(worker, copier):
     with pytest.raises(MisuseError, match="version"):
-        worker.run(plan(0, version=2))
+        worker.run(plan(0, version=VERSION + 1))
     assert copier.copied == 0
 
 
@@ -202,6 +204,111 @@ def test_a_load_that_is_cancelled_while_it_waits_is_not_begun(threaded, held):
     held.ended.add(0)
     assert eventually(lambda: threaded.report().done == {0})
     assert held.copied == 1
+
+
+# Loads that overwrite what a store reads
+
+STORE = TransferPlan(0, Direction.STORE, COPIES, 0)
+LOAD_AFTER = TransferPlan(1, Direction.LOAD, COPIES, 0, after=(0,))
+
+
+def test_a_load_begins_when_the_store_of_what_it_overwrites_has_ended(threaded, held):
+    threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    assert held.began.acquire(timeout=10)
+    held.let_through.release()
+    assert eventually(lambda: held.copied == 1)  # it is submitted, and has not ended
+    assert not held.began.acquire(timeout=0.05)
+    held.ended.add(0)
+    assert held.began.acquire(timeout=10)
+    held.let_through.release()
+    held.ended.add(1)
+    assert eventually(lambda: threaded.report().done == {0, 1})
+
+
+@pytest.mark.parametrize("failing", ["at once", "on the link"])
+def test_it_begins_too_when_that_store_has_failed(threaded, held, failing):
+    held.broken = failing == "at once"
+    threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    held.let_through.release()
+    assert held.began.acquire(timeout=10)
+    if failing == "on the link":
+        held.ended.add((0, "broken"))
+    assert eventually(lambda: threaded.report().failed == {0})
+    held.broken = False
+    held.let_through.release()
+    held.ended.update((0, 1))
+    assert eventually(lambda: 1 in threaded.report().done | threaded.report().failed)
+    assert threaded.report().failed == {0}
+
+
+def test_it_can_be_cancelled_while_it_waits_for_a_store(threaded, held):
+    threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    assert held.began.acquire(timeout=10)
+    threaded.run(plan(cancelled=(1,)))
+    held.let_through.release()
+    held.ended.add(0)
+    assert eventually(lambda: threaded.report() == RankReport(0, frozenset({0}), frozenset({1})))
+    assert held.copied == 1
+
+
+def test_a_store_that_ended_long_ago_holds_nothing_up(threaded, held):
+    threaded.run(StepPlan(0, (LOAD_AFTER,)))
+    assert held.began.acquire(timeout=10)
+
+
+def test_without_threads_such_a_load_is_submitted_after_its_store(copier):
+    worker = CopyWorker(0, copier)
+    worker.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    assert worker.report().done == {0, 1}
+
+
+def test_while_a_load_waits_for_a_store_the_copier_is_told(threaded, held, monkeypatch):
+    said = []
+
+    @contextmanager
+    def awaiting():
+        said.append("waits")
+        yield
+        said.append("has waited")
+
+    monkeypatch.setattr(held, "awaiting_stores", awaiting)
+    threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    held.let_through.release()
+    assert eventually(lambda: said == ["waits"])
+    held.ended.add(0)
+    assert eventually(lambda: said == ["waits", "has waited"])
+
+
+class SlowToFail:
+    """Raises once, for the first thread that asks, and is passed from then on. The engine's thread is slow to ask."""
+
+    def __init__(self):
+        self.engine, self.has_raised = threading.get_ident(), False
+        self.looked, self.raised = threading.Event(), threading.Event()
+
+    def passed(self):
+        if threading.get_ident() == self.engine:
+            self.looked.set()
+            self.raised.wait(0.2)  # the load's thread asks meanwhile, if it may
+        has_raised, self.has_raised = self.has_raised, True
+        if not has_raised:
+            self.raised.set()
+            raise RuntimeError("the device is gone")
+        return True
+
+    def until_passed(self):
+        self.looked.wait(0.2)
+        self.passed()
+
+
+def test_a_store_that_fails_is_not_done_though_a_load_waits_for_its_end_too():
+    """Two threads look at its event, which raises once."""
+    copier, event = CountingCopier(), SlowToFail()
+    copier.submit = lambda direction, copies, after: event if direction is Direction.STORE else Passed()
+    worker = CopyWorker(0, copier, threads=True)
+    worker.run(StepPlan(0, (STORE, LOAD_AFTER)))
+    assert eventually(lambda: worker.report() == RankReport(0, frozenset({1}), frozenset({0})))
+    worker.close()
 
 
 # Deadlines

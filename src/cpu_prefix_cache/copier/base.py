@@ -1,6 +1,7 @@
 """What every copier does."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from cpu_prefix_cache.copier.streams import Event
@@ -19,6 +20,10 @@ class Copier(Protocol):
         Raises MisuseError for bad ids before any byte moves (rule 16). When it raises anything, nothing of this
         transfer is in flight any more. One thread may submit stores and another loads.
         """
+
+    def awaiting_stores(self) -> AbstractContextManager[None]:
+        """Entered by the thread that submits loads while it waits for stores: they are in a hurry then."""
+        return nullcontext()
 
     def hold_compute(self, event: Event) -> None:
         """Have what compute is given from now on run after `event`, which `submit` returned."""

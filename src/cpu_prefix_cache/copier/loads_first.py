@@ -5,6 +5,7 @@
 Beside a store loads take a seventh longer, and the step that computes what they brought took 16 to 23 ms of the host
 and not 8, because the store took Python and the driver from it (vLLM 0.26, one H200). Stores hold device blocks, so
 they pause PATIENCE_SECONDS in all, of which each second gives back REGAINED. After that both share the link.
+A store that a load waits for does not pause, nor do those before it.
 """
 
 import threading
@@ -29,6 +30,7 @@ class LoadsFirst:
     ) -> None:
         self._most, self._clock, self._sleep = patience, clock, sleep
         self._loads = 0
+        self._is_awaited = False
         self._loader = 0  # the thread that submitted the last one
         self._until = 0.0
         self._patience = patience
@@ -45,11 +47,22 @@ class LoadsFirst:
             self._until = self._clock() + STEP_SECONDS
             self._loads -= 1
 
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Entered by the one thread that submits loads while it waits for the end of stores."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+
     def pause(self) -> None:
         """Called before each slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
         self._patience = min(self._most, self._patience + (now - self._asked_at) * REGAINED)
         while self._patience > 0 and (self._loads or now < self._until) and self._loader != threading.get_ident():
+            if self._is_awaited:
+                break
             self._sleep(NAP_SECONDS)
             before, now = now, self._clock()
             self._patience -= now - before

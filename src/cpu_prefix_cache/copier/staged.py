@@ -104,6 +104,9 @@ class StagedCopier(Copier):
     def here(self) -> Event:
         return self._streams.compute().record()
 
+    def awaiting_stores(self) -> AbstractContextManager[None]:
+        return self._loads_first.awaiting()
+
     def hold_compute(self, event: Event) -> None:
         self._streams.compute().wait(event)
 

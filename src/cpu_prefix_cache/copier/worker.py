@@ -5,7 +5,8 @@
         `--cancelled-->  failed
 
 A Future sees to it that a transfer is taken up or cancelled, never both. Each direction has a thread, which takes up
-its transfers in order; whatever is raised fails that transfer alone (rule 11). Without threads `run` submits transfers
+its transfers in order; whatever is raised fails that transfer alone (rule 11). A load that overwrites what stores read
+is taken up when these have ended, and so are the loads behind it. Without threads `run` submits transfers
 itself, and raises an interrupt again once its transfer has failed.
 
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
@@ -61,6 +62,7 @@ class _Copy:
     submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
     went_well: bool | None = None  # None: it has not ended
     is_late: bool = False
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that asks the event
 
 
 class CopyWorker:
@@ -185,15 +187,16 @@ class CopyWorker:
 
     def _begin(self, copy: _Copy, after: Event) -> None:
         transfer = copy.transfer
+        before = [self._copies[id] for id in transfer.after if id in self._copies]
         if transfer.failed or self._closed:
             copy.submission.cancel()
         elif not transfer.copies and not copy.submission.cancelled():
             copy.submission.set_result(None)
         elif self._threads:
             clock = self._clock if transfer.direction is Direction.LOAD else None
-            self._threads[transfer.direction].jobs.put(partial(_submit, copy, self._copier, after, clock))
+            self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, after, clock))
         else:
-            _submit(copy, self._copier, after, None)
+            _submit(copy, before, self._copier, after, None)
 
     def _open_loads(self) -> list[_Copy]:
         copies = self._copies.values()
@@ -262,9 +265,16 @@ class _CopyThread(threading.Thread):
                 logger.exception("%s was interrupted", self.name)
 
 
-def _submit(copy: _Copy, copier: Copier, after: Event, clock: Callable[[], float] | None) -> None:
-    """Submit a transfer unless it is cancelled. What is raised goes into its record; what is no Exception is raised."""
+def _submit(
+    copy: _Copy, before: Sequence[_Copy], copier: Copier, after: Event, clock: Callable[[], float] | None
+) -> None:
+    """Submit a transfer, once those `before` have ended, unless it is cancelled by then. What is raised goes into its
+    record; what is no Exception is raised."""
     try:
+        if before:
+            with copier.awaiting_stores():
+                for each in before:
+                    _until_ended(each)
         if not copy.submission.set_running_or_notify_cancel():
             return
         if clock is not None:
@@ -282,20 +292,29 @@ def _submit(copy: _Copy, copier: Copier, after: Event, clock: Callable[[], float
 
 
 def _ended(copy: _Copy) -> bool | None:
-    """Whether a transfer has ended well; None: it has not ended. If that cannot be found out, it has failed."""
+    """Whether a transfer has ended well; None: it has not ended, or another thread waits for its end and will note a
+    failure. If that cannot be found out, it has failed.
+    """
     if copy.event is None and not copy.submission.done():
         return None
+    if not copy.looking.acquire(blocking=False):
+        return None
     try:
+        if copy.went_well is not None:  # who waited has noted it
+            return copy.went_well
         if copy.event is not None:  # set before the submission is over
             return copy.event.passed() or None
         if copy.submission.cancelled():
             return False
         error = copy.submission.exception()
-    except Exception as raised:
-        error = raised
-    if error is not None:
+        if error is not None:
+            _failed(copy, error)
+        return error is None  # it copied nothing
+    except Exception as error:
         _failed(copy, error)
-    return error is None  # it copied nothing
+        return False
+    finally:
+        copy.looking.release()
 
 
 def _failed(copy: _Copy, error: BaseException) -> None:
@@ -306,14 +325,21 @@ def _failed(copy: _Copy, error: BaseException) -> None:
 
 
 def _drain(copies: dict[int, _Copy]) -> None:
-    for copy in [copy for copy in copies.values() if copy.went_well is None]:
+    for copy in list(copies.values()):
+        _until_ended(copy)
+
+
+def _until_ended(copy: _Copy) -> None:
+    with copy.looking:
+        if copy.went_well is not None:
+            return
         try:
             if copy.event is None:
                 copy.submission.exception()  # waits until it is over
             if copy.event is not None:
                 copy.event.until_passed()
         except CancelledError:
-            continue  # `report` sees it too
+            return  # `report` sees it too
         except Exception as error:
             _failed(copy, error)
 

@@ -6,7 +6,7 @@ They are named tuples because a step makes several of them: a frozen dataclass t
 import enum
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 CHUNK = -1  # of a label: a slot of a chunk, not of a checkpoint
 
 
@@ -48,7 +48,8 @@ class TransferPlan(NamedTuple):
     """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
 
     `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed, like
-    any other failure (rule 7).
+    any other failure (rule 7). `after` names the stores that read what a load overwrites: it begins when they have
+    ended, well or not.
     """
 
     id: int
@@ -56,6 +57,7 @@ class TransferPlan(NamedTuple):
     copies: tuple[GroupCopy, ...]
     num_bytes: int
     failed: bool = False
+    after: tuple[int, ...] = ()
 
 
 class StepPlan(NamedTuple):
