@@ -204,6 +204,12 @@ class QueueSlots:
                 self.calls += 1
                 yield block, None if at else self.keys.get(slot)
 
+    def evicted_after(self, block: int) -> Iterator[tuple[int, bytes | None]]:
+        order = self.soonest_evicted()
+        if block not in (each for each, _ in order):
+            raise AssertionError(f"block {block} does not wait")
+        return order
+
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         self.calls += 1
         slot, at = divmod(block - 1, self.width)

@@ -50,12 +50,19 @@ NOTHING = "nothing"
 ALL_NAMES = sorted({name for letters in product("ab", repeat=6) for name in chain("".join(letters))}, key=len)
 Arrival = tuple[str, int, int, str, bool]
 FAR = st.sampled_from(["admitted", "computed", "step by step", "step by step", "ended", "stored", "stored", "stored"])
+MEANWHILE = st.sampled_from(
+    ["nothing", "a report", "a preemption", "an end", "all lands", "a block goes bad", "a block goes bad"]
+)
 FAILURES = st.sampled_from([2, 5])  # 5 is the library's; a run of 40 steps hardly ever sees so many in a row
 arrivals = st.lists(
     st.tuples(prompts, st.integers(0, GRID - 1), st.sampled_from([0, 0, 1, 2]), FAR, st.booleans()),
     min_size=1,
     max_size=3,
 )
+
+
+def beginnings(prompt: str) -> list[str]:
+    return [prompt[:length] for length in range(1, len(prompt) + 1)]
 
 
 @dataclass(eq=False)
@@ -96,6 +103,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         device_chunks=st.integers(8, 12),
         portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         policy=st.sampled_from(sorted(POLICIES)),
+        steps=st.sampled_from([EngineSteps(max_tokens=3 * GRID), EngineSteps(max_tokens=GRID, ahead_blocks=1)]),
         failures=FAILURES,
     )
     def build(
@@ -108,6 +116,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         device_chunks: int,
         portion: int,
         policy: str,
+        steps: EngineSteps,
         failures: int,
     ) -> None:
         groups = [
@@ -127,7 +136,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ready_blocks=0 if portion else None,
             offload=mode,
             ranks=ranks,
-            steps=EngineSteps(max_tokens=3 * GRID),
+            steps=steps,
             log_boundaries=True,
         )
         self.begin_with_nothing(ranks, portion, failures)
@@ -150,6 +159,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.late: set[int] = set()  # loads that some rank has given up
         self.told: list[RankReport] = []
         self.leases: list[tuple[Any, str, int]] = []
+        self.meanwhile = "nothing"  # happens between the lookup of a hit and its load
         self.epoch = self.now = self.born = self.resolved_below = 0
 
     # what the bytes should be
@@ -193,6 +203,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.everything_lands()
         self.flood(slots)
         self.requests_arrive(arrivals)
+
+    @rule(what=MEANWHILE)
+    def loads_wait_from_now_on(self, what: str) -> None:
+        """And this happens between the lookup of each and its load."""
+        self.meanwhile = what
+
+    def wait_before_the_load(self, which: int) -> None:
+        if self.meanwhile == "a block goes bad":
+            for oldest in range(which % 4):
+                self.a_block_goes_bad(oldest)
+        elif self.meanwhile == "a report":
+            self.report(which % len(self.ranks))
+        elif self.meanwhile == "all lands":
+            self.everything_lands()
+        elif self.running and self.meanwhile == "a preemption":
+            self.a_request_is_preempted(which)
+        elif self.running and self.meanwhile == "an end":
+            self.a_request_ends(which)
 
     def a_request_arrives(self, prompt: str, partial: int, cut: int, far: str, loads_last: bool) -> None:
         """And gets so far at once: computed, ended, its stores landed; before or after the loads in flight."""
@@ -253,11 +281,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         boundary = n0
         if isinstance(answer, Hit):
             boundary = max(n0, could - cut * GRID)  # an engine may accept less than it was offered (S7.19)
+            self.wait_before_the_load(self.born * 7 + could)
+            if self.slots.match(keys) < matched:
+                return False  # the engine asks again
         total = -(-num_tokens // GRID)
         holding = self.slots.take(keys, matched, total)
         if holding is None:
             return False  # no room: the engine asks again later, and nothing was pinned for it (S7.3)
-        for slot in holding.slots[matched:]:
+        for slot in holding.slots[max(matched, boundary // GRID) :]:
             self.write(slot, [("left by", id)] * len(self.slots.blocks_of(slot)))
         sequence = Sequence(id, prompt, request, holding, n0, self.epoch, n0)
         self.running[id] = sequence
@@ -280,8 +311,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if bad != destinations and (bad is not null or self.slots.null_block is not None):
                 with pytest.raises(MisuseError):
                     self.cache.load(sequence.id, boundary, bad, self.now)  # rule 7
-        for slot in slots:
-            self.write(slot, ["poison"] * len(self.slots.blocks_of(slot)))
         sequence.loading = self.cache.load(sequence.id, boundary, destinations, self.now)
         sequence.boundary = boundary
         sequence.destinations = list(sequence.holding.slots)
@@ -407,7 +436,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if copy.cancelled:
             copy.copied[rank] = False
             return
+        for before in map(self.copies.get, copy.plan.after):  # what it overwrites is read first
+            if before is not None and rank not in before.copied:
+                self.copy(before, rank, fails)
         copy.copied[rank] = not fails and copy.epoch != -1
+        if copy.plan.direction is Direction.LOAD:
+            sequence = self.loads[copy.plan.id]
+            for slot in sequence.destinations[sequence.n0 // GRID : sequence.boundary // GRID]:
+                self.device[rank].update(dict.fromkeys(self.slots.blocks_of(slot), "poison"))
         for group in copy.plan.copies:
             piece = self.planner.pieces[group.group]
             h, d = piece.host_blocks, piece.device_blocks
@@ -553,7 +589,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(prompt=prompts)
     def a_prefix_is_reserved(self, prompt: str) -> None:
         lease = self.cache.reserve(Request("lease", chain(prompt), 100), len(prompt) * GRID)
-        assert (lease is not None) == (prompt in self.on_host())
+        assert (lease is not None) == self.on_host().issuperset(beginnings(prompt))
         if lease is not None:
             self.leases.append((lease, prompt, self.epoch))
 
@@ -609,7 +645,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         for _, prompt, epoch in self.leases:
             if epoch == self.epoch:
-                assert prompt in self.on_host()
+                assert self.on_host().issuperset(beginnings(prompt))
 
     def teardown(self) -> None:
         """Everything ends well: nothing is held, pinned, or written down any more."""

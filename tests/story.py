@@ -26,6 +26,14 @@ GRID = 4
 ATTENTION = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
 
 
+def make_scarce(pool: BlockPool) -> None:
+    """A pool beside another one is filled, and the first that it evicts is asked for again."""
+    keys = [b"-%d" % at for at in range(pool.capacity // max(1, pool.blocks_per_chunk) + 1)]
+    for key in keys:
+        pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
+    pool.missed(keys[:1])
+
+
 class Shelf:
     """A pool spoken to in prompts, so that a test reads as a story."""
 
@@ -75,12 +83,27 @@ class Shelf:
         return [self.pool.key(block).decode() for block in self.pool.soonest_evicted()]
 
 
+class WholePrompts(CPUPrefixCache):
+    """As above a tier: what is on the host is there with all that it hangs below."""
+
+    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
+        return False
+
+
 class Engine:
     """A cache behind an engine whose device pool is a BlockPool. Nobody copies bytes; plans and reports are real."""
 
-    def __init__(self, mode: str = "eager", device: int = 16, host: int = 16, ranks: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        mode: str = "eager",
+        device: int = 16,
+        host: int = 16,
+        ranks: int = 1,
+        cache: type[CPUPrefixCache] = CPUPrefixCache,
+        **options: Any,
+    ) -> None:
         self.gpu = BlockPool(device)
-        self.cache = CPUPrefixCache(
+        self.cache = cache(
             HybridChunkPlanner([ATTENTION], max_model_len=1_000),
             PooledDevice(self.gpu),
             host_blocks=host,
@@ -196,7 +219,7 @@ class Engine:
 
     @property
     def host(self) -> set[str]:
-        keys = (self.cache.pool.key(block) for block in range(self.cache.pool.capacity))
+        keys = (self.cache.pool.key(block) for block in range(len(self.cache.pool._state)))
         return {key.decode() for key in keys if key is not None}
 
     def device_forgets(self) -> None:

@@ -27,7 +27,8 @@ CHUNK_BYTES = TinyModel(1, BLOCK_TOKENS).kv[:, :, 0].nbytes
 
 
 class Watched(Engine):
-    """Poisons the blocks that it hands out, so that one that is read before it is written shows in every logit.
+    """Poisons the blocks that it hands out, so that one that is read before it is written shows in every logit; but
+    for those of a load: what they held may be saved before.
 
     Counts what its stories are told for.
     """
@@ -35,18 +36,34 @@ class Watched(Engine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.preempted = self.waits = self.aborted_loading = 0
+        self.handed_out = []  # and not poisoned yet
         hand_out, start = self.blocks.hand_out, self.host.start
 
+        def poison(but=()):
+            self.model.kv[:, :, [block for block in self.handed_out if block not in but]] = torch.nan
+            self.handed_out = []
+
         def poisoned():
-            block = hand_out()
-            self.model.kv[:, :, block] = torch.nan
-            return block
+            self.handed_out.append(hand_out())
+            return self.handed_out[-1]
 
         def watched(*arguments):
-            answer = start(*arguments)
+            def allocated(*span):
+                destinations = arguments[-1](*span)
+                poison(but=destinations)
+                return destinations
+
+            answer = start(*arguments[:-1], allocated)
             self.waits += isinstance(answer, Wait)
             return answer
 
+        forward = self.model.forward
+
+        def computed(*arguments):
+            poison()
+            return forward(*arguments)
+
+        self.model.forward = computed
         self.blocks.hand_out, self.host.start = poisoned, watched
 
     def _end(self, request, preempted=False):

@@ -6,7 +6,7 @@ import pytest
 
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.pool.states import State
-from tests.story import Shelf, chain
+from tests.story import Shelf, chain, make_scarce
 
 
 def test_who_was_used_longest_ago_leaves_first():
@@ -364,3 +364,69 @@ def test_a_pool_is_checked_at_the_door():
     for blocks, per_chunk in ((0, 1), (2, 3), (4, 0)):
         with pytest.raises(ConfigurationError, match="needs at least"):
             BlockPool(blocks, blocks_per_chunk=per_chunk)
+
+
+def test_a_duplicate_stays_for_no_pin_that_has_ended():
+    """A load pins "ab", and something else is pinned all the time. When the load has landed, its chunks leave first."""
+    pool = BlockPool(4, beside=4)
+    make_scarce(pool)
+
+    def put(prompt):
+        keys = chain(prompt)
+        pool.commit(pool.allocate(len(keys), keys), keys, pool.root, pool.touch(None))
+
+    for prompt in ("ab", "x", "w"):
+        put(prompt)
+    pool.pin(pool.find(b"x"))
+    load = pool.pin(pool.find(b"ab"))
+    pool.duplicated([pool.find(b"w")])
+    put("y")  # while the load is under way
+    pool.touch(pool.find(b"ab"), chain("ab"), 1.0)
+    pool.unpin(load)
+    pool.duplicated([pool.find(b"ab"), pool.find(b"a")])
+    put("z")
+    put("v")
+    assert pool.find(b"y") is not None and pool.find(b"ab") is pool.find(b"a") is None
+    pool.check_valid()
+
+
+def test_the_note_of_a_hit_goes_with_a_duplicate_that_leaves():
+    """Its number is given to another chunk, which nobody has used."""
+    pool = BlockPool(4, beside=20)
+    make_scarce(pool)
+
+    def put(key):
+        pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
+
+    put(b"hit")
+    pool.touch(pool.find(b"hit"), [b"hit"], 0.0)
+    pool.duplicated([pool.find(b"hit")])
+    for key in b"abcdefgh":
+        put(bytes([key]))
+    before = pool.statistics().unused_chunks
+    for key in b"ijkl":
+        put(bytes([key]))
+    assert pool.find(b"hit") is None and pool.statistics().unused_chunks == before + 4
+
+
+def test_duplicates_leave_first_where_what_was_evicted_is_asked_for_again():
+    pool = BlockPool(4, beside=4)
+
+    def put(key):
+        pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
+
+    for key in (b"a", b"b", b"c", b"d"):
+        put(key)
+    pool.duplicated([pool.find(b"d")])
+    put(b"e")
+    assert pool.find(b"a") is None and pool.find(b"d") is not None  # the oldest, as in any pool
+    pool.missed([b"never here"])
+    assert not pool.is_scarce
+    pool.missed([b"a"])
+    put(b"f")
+    assert pool.find(b"d") is None and pool.find(b"b") is not None
+    for at in range(20):  # nothing of which is asked for again
+        put(b"%d" % at)
+    assert not pool.is_scarce
+    pool.missed([b"b"])  # so long gone that the room beside would not have kept them
+    assert not pool.is_scarce

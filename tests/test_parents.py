@@ -23,6 +23,9 @@ class Keys:
     def find_all(self, keys):
         return [self.find(key) for key in keys]
 
+    def missing(self, keys):
+        return [key for key in keys if key not in self.keys]
+
     def find_checkpoint(self, checkpoint):
         return self.find(checkpoint.tail[-1])
 
@@ -42,8 +45,7 @@ class Family:
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))
-        saved = next((at for at, key in enumerate(chain(prompt)) if key not in self.host), len(prompt))
-        self.parents.add(chain(prompt), start, len(prompt), saved)
+        self.parents.add(chain(prompt), start, len(prompt))
         self.parents.sweep()
 
 
@@ -94,7 +96,7 @@ class Kept(Family):
 
     def hears(self, prompt):
         self.device.update(chain(prompt))
-        self.parents.add(chain(prompt), 0, len(prompt), saved=0)
+        self.parents.add(chain(prompt), 0, len(prompt))
         self.parents.add_checkpoint(CheckpointAt(len(prompt), tuple(chain(prompt))))
         self.parents.sweep()
 

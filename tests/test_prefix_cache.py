@@ -363,20 +363,29 @@ def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
     assert engine.cache.min_load_tokens == least_tokens(25, 5e5, 10_000) > least_tokens(25, 2e9, 10_000)
 
 
-def test_stores_wait_for_a_load_to_go_out_and_not_longer():
-    engine = Engine("lazy", device=8, host=32, ahead_blocks=8, max_tokens=32 * GRID)
-    for prompt in ("abcd", "wxyz", "stuv"):
-        engine.serves(prompt)
-    assert engine.asks("abcd") == Hit(4 * GRID)
-    engine.starts("new", "n")
-    engine.computes("new")
-    engine.ends("new")
-    id = engine.starts("r", "abcd")
+@pytest.mark.parametrize("what", ["nothing", "a block is bad"])
+def test_a_load_saves_no_block_that_was_declared_bad_after_its_hit_was_found(what):  # rule 14
+    """ "abcd" is on the host alone, and "wxyz", which its load overwrites, on the device alone but for its end."""
+    engine = Engine("lazy", device=8, host=16, max_tokens=GRID, ahead_blocks=1)
+    engine.starts("p", "abcd")
+    engine.computes("p")
+    engine.preempts("p")
+    engine.copies()
+    engine.serves("wxyz")
+    engine.serves("stuv")
+    bad = engine.gpu.find(b"wxy")
+    request = engine.requests["r"] = Request("r", chain("abcd"), 4 * GRID + 1)
+    assert engine.cache.lookup(request, 0, engine.now) == Hit(4 * GRID)
+    if what == "a block is bad":
+        engine.gpu.withdraw(bad)
+        engine.cache.invalidated([bad])
+    slots = engine.slots["r"] = engine.gpu.allocate(4)
+    assert bad in slots
+    engine.cache.admit(request, 0, 4 * GRID, engine.now)
+    engine.cache.load("r", 4 * GRID, [slots], engine.now)
     plan = engine.steps()
-    assert [transfer.id for transfer in plan.transfers] == [id]
-    engine.cache.catch_up()
-    stores = engine.steps().transfers
-    assert stores and all(transfer.direction is Direction.STORE for transfer in stores)
+    stores = [each for each in plan.transfers if each.direction is Direction.STORE]
+    assert (bad in {block for each in stores for block in each.copies[0].device_blocks}) == (what == "nothing")
 
 
 def test_a_store_below_a_withdrawn_prefix_meets_no_second_store():

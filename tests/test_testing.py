@@ -1,5 +1,7 @@
 """`check_device` passes devices that keep their contract, and names what one does wrong."""
 
+from itertools import islice
+
 import pytest
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -10,6 +12,10 @@ from tests.small_engine import SmallEngine, SmallRequest
 
 def test_a_queue_device_keeps_the_contract():
     check_device(lambda: SmallEngine(7), examples=50)
+
+
+def test_an_order_may_go_on_from_its_front():
+    check_device(lambda: GoesOnFromTheFront(7), examples=50)
 
 
 def test_what_waited_when_it_was_held_comes_back_to_its_place():
@@ -146,6 +152,21 @@ class HoldsAtLeastOne(SmallEngine):
         return super().hold(blocks, parent)
 
 
+class GoesOnTooLate(SmallEngine):
+    def evicted_after(self, block):
+        return islice(super().evicted_after(block), 1, None)
+
+
+class GoesOnBackwards(SmallEngine):
+    def evicted_after(self, block):
+        return reversed(list(super().evicted_after(block)))
+
+
+class GoesOnFromTheFront(SmallEngine):
+    def evicted_after(self, block):
+        return self.soonest_evicted()
+
+
 class HandsOutNull(SmallEngine):
     null_block = 3
 
@@ -161,6 +182,8 @@ class HandsOutNull(SmallEngine):
         (HoldsNoDestinations, "in use or held|neither waits|waits, or not"),
         (TakesAnyKey, "with any key"),
         (HoldsOnce, "held twice|neither waits|waits, or not"),
+        (GoesOnTooLate, "evicted_after"),
+        (GoesOnBackwards, "evicted_after"),
         (HandsOutNull, "the null block"),
         (SharesUnsaid, "do not wait. If .* shares_unfinished"),
         (SharesWhateverIsThere, "do not wait|not shared|blocks were asked for"),

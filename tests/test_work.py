@@ -7,6 +7,7 @@ from cpu_prefix_cache import (
     EngineSteps,
     Group,
     GroupKind,
+    Hit,
     HybridChunkPlanner,
     PooledDevice,
     RankReport,
@@ -76,7 +77,7 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
         for _ in range(1_000):
             fleet.cache.step()
         assert fleet.cache.statistics().work - before[0] <= 64
-        assert fleet.device.calls - before[1] <= 3 * 1_000, "a look or two at the ends of the stretch"
+        assert fleet.device.calls - before[1] <= 3 * 1_000 + 64, "a look at the first that waits"
 
 
 class CountingDevice(PooledDevice):
@@ -211,3 +212,60 @@ def test_a_device_that_has_been_covered_is_not_looked_at_again():
     for _ in range(500):
         fleet.step()
     assert fleet.cache.statistics().work - before <= 8
+
+
+def prompt(letter, chunks):
+    return [f"{letter}{at:015d}".encode() for at in range(chunks)]
+
+
+def begins(engine, id, keys):
+    engine.requests[id] = Request(id, keys, len(keys) * 4 + 1)
+    engine.slots[id] = engine.gpu.allocate(len(keys))
+    engine.touches[id] = engine.gpu.touch(None)
+    engine.cache.admit(engine.requests[id], 0)
+
+
+def work_on_a_declined_front(chunks):
+    """A step in which so many chunks come into the front, of a prompt that was had only once."""
+    engine = Engine("lazy", device=4 * chunks, host=2 * chunks, max_tokens=4 * chunks, store_after=2)
+    begins(engine, "r", prompt("r", chunks))
+    engine.computes("r")
+    engine.ends("r")
+    before = engine.cache.statistics().work
+    engine.gpu.allocate(len(engine.gpu.free))
+    engine.copies()
+    return engine.cache.statistics().work - before
+
+
+def work_on_a_declined_save(chunks):
+    """A load overwrites so many chunks of a prompt that was had only once."""
+    engine = Engine("lazy", device=2 * chunks, host=2 * chunks, max_tokens=4, ahead_blocks=1, store_after=2)
+    wanted = prompt("w", chunks)
+    for id in ("first", "second"):
+        begins(engine, id, wanted)
+        if id == "first":
+            engine.leaves(id)
+            engine.cache.preempted(id)
+    engine.computes("second")
+    engine.preempts("second")
+    engine.copies()
+    engine.gpu.reset()
+    begins(engine, "r", prompt("r", chunks))
+    engine.computes("r")
+    engine.ends("r")
+    engine.gpu.allocate(len(engine.gpu.free))
+    request = Request("again", wanted, chunks * 4 + 1)
+    before = engine.cache.statistics()
+    assert engine.cache.lookup(request, 0, 1.0) == Hit(chunks * 4)
+    slots = engine.gpu.allocate(chunks)
+    engine.cache.admit(request, 0, chunks * 4, 1.0)
+    engine.cache.load("again", chunks * 4, [slots], 1.0)
+    after = engine.cache.statistics()
+    assert after.store_declined > before.store_declined
+    return after.work - before.work
+
+
+@pytest.mark.parametrize("work", [work_on_a_declined_front, work_on_a_declined_save])
+def test_chunks_that_are_declined_cost_once(work):
+    few, many = work(50), work(500)
+    assert 0 < few < many <= 11 * few

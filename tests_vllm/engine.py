@@ -451,6 +451,7 @@ class FakeRank:
     computes: bool = False  # the step under way
     timed: int | None = None
     device: Device = field(default_factory=dict)
+    held: dict[int, tuple[object, int]] = field(default_factory=dict)  # plans that follow others, and their epochs
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
     times: TransferTimes = field(default_factory=TransferTimes)
@@ -470,23 +471,36 @@ class FakeRank:
         self.computes, self.timed = metadata.computes, metadata.timed
         self.waits_for |= metadata.requests
         for transfer in plan.transfers:
-            copy = self._new_copy(transfer, plan.epoch)
-            self._check_apart(copy)
-            if not copy.is_store:
-                self.device |= {block: POISON for _, block in copy.writes}
-            self.copies[transfer.id] = copy
+            self.held[transfer.id] = transfer, plan.epoch
         for id in plan.cancelled:
             if id in self.copies:
                 self.copies[id].cancelled = True
-        for transfer in plan.transfers:
-            if self.copies[transfer.id].is_early:
-                self._write(self.copies[transfer.id])
+            elif self.held.pop(id, None) is not None:
+                self.failed.add(id)
+        self._begin_held()
         self.done = {id for id in self.done if id >= plan.resolved_below}
         self.failed = {id for id in self.failed if id >= plan.resolved_below}
         if self.tier is not None:
             self.tier.run(metadata.tier)
             if isinstance(self.tier, FakeTier):
                 self._check_tier_apart(self.tier)
+
+    def _begin_held(self) -> None:
+        """Begin what follows no store that goes on."""
+        begun = []
+        for id, (transfer, epoch) in list(self.held.items()):
+            if any(each in self.copies or each in self.held for each in transfer.after):
+                continue
+            copy = self._new_copy(transfer, epoch)
+            self._check_apart(copy)
+            if not copy.is_store:
+                self.device |= {block: POISON for _, block in copy.writes}
+            self.copies[id] = copy
+            begun.append(copy)
+            del self.held[id]
+        for copy in begun:
+            if copy.is_early:
+                self._write(copy)
 
     def _check_tier_apart(self, tier: FakeTier) -> None:
         for copy in self.copies.values():
@@ -515,7 +529,8 @@ class FakeRank:
                 received.add(request)
                 if not ok:
                     failed.add(request)
-        for request in (self.waits_for.pop(id) for id in self.waits_for.keys() - self.copies.keys()):
+        self._begin_held()
+        for request in (self.waits_for.pop(id) for id in self.waits_for.keys() - self.copies.keys() - self.held.keys()):
             received.add(request)  # no plan had its load
             failed.add(request)
         self.ready = min(self.host_blocks, self.ready + 16)
@@ -672,6 +687,7 @@ class Engine:
         self._on_device: dict[str, int] = {}
         self._stood: dict[int, tuple[object, dict[object, object]]] = {}  # by hold: what stood before what
         self._came_back: set[object] = set()  # places where a hold has ended
+        self._at_front: set[object] = set()  # of these, those whose block went to the front
         self._used_again: set[object] = set()  # places that a request has left
         self._holds = False
         self._watch()
@@ -788,6 +804,7 @@ class Engine:
     # One step
 
     def _launch(self) -> None:
+        self._names = [block.block_hash for block in self.pool.blocks]  # before any is handed out
         output = self.scheduler.schedule()
         self.counts["steps"] += 1
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
@@ -809,21 +826,27 @@ class Engine:
         self._in_flight.append((output, self._aggregator.aggregate(outputs, 0)))
 
     def _note_plan(self, metadata: object) -> None:
+        saved = {id for transfer in metadata.plan.transfers for id in transfer.after}
         for transfer in metadata.plan.transfers:
             self.counts[f"{transfer.direction.value}s planned"] += 1
             if transfer.direction is Direction.LOAD:
                 self.counts["loads whose source was gone"] += transfer.failed
                 self._loads[transfer.id] = metadata.requests[transfer.id], transfer.copies
             else:
-                self._check_sources(transfer)
+                self._check_sources(transfer, transfer.id in saved)
+                self.counts["stores of what a load overwrites"] += transfer.id in saved
         self.counts["loads cancelled"] += len(metadata.plan.cancelled)
         for transfer in metadata.tier.step.transfers if metadata.tier is not None else ():
             self.counts["reads planned" if transfer.direction is Direction.LOAD else "writes planned"] += 1
 
-    def _check_sources(self, store: object) -> None:
-        """What is stored is there before the step computes anything, and is what the block's hash says."""
+    def _check_sources(self, store: object, is_overwritten: bool) -> None:
+        """What is stored is there before the step computes anything, and is what the block's hash says; before it was
+        handed out to a load that overwrites it.
+        """
         for block in (block for copy in store.copies for block in copy.device_blocks):
             name = self.pool.blocks[block].block_hash
+            if name is None and is_overwritten:
+                name = self._names[block]
             if name is None:
                 self.counts["stored although the device was reset"] += 1
                 name = self._names_at_reset[block]
@@ -866,7 +889,7 @@ class Engine:
             self._wrap(self.cache, cache_method)
         self._names_at_reset: dict[int, bytes | None] = {}  # of blocks that had one
         self._wrap(self.pool, "reset_prefix_cache")
-        for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "hold", "release"):
+        for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "evicted_after", "hold", "release"):
             self._wrap(self.device, device_method)
         self._wrap(self.pool, "touch")
 
@@ -918,6 +941,16 @@ class Engine:
             self.counts["blocks walked"] += 1
             yield block, key
 
+    def _watch_evicted_after(self, walk: Callable, block: int) -> Iterator[tuple[int, bytes | None]]:
+        """It goes on where it was, in the order from the front: also with a second key of the same block."""
+        order = list(type(self.device).soonest_evicted(self.device))
+        at = next(at for at, place in enumerate(order, start=1) if place[0] == block)
+        behind = list(walk(block))
+        assert [place for place in behind if place not in order[:at]] == order[at:]
+        for place in behind:
+            self.counts["blocks walked"] += 1
+            yield place
+
     def _watch_hold(self, hold: Callable, blocks: Sequence[int], parent: Sequence[int] = ()) -> object:
         assert NULL not in blocks and len(set(blocks)) == len(blocks)
         order, self._holds = self._waiting(), True
@@ -948,7 +981,7 @@ class Engine:
         for place in back:
             if place in neighbours:
                 self._came_back.add(place)
-        for place in back:
+        for place in sorted(back, key=after.index):
             if place in neighbours:
                 self._check_in_place(place, neighbours[place], after)
         self.counts["used again before they could be released"] += len(blocks) - len(new)
@@ -967,15 +1000,24 @@ class Engine:
 
     def _check_in_place(self, place: object, neighbour: object, after: Sequence[object]) -> None:
         """Between a block and its neighbour are only those that stood there when they were held. Where one of them was
-        used, or handed out, it is at the front.
+        used, or handed out, it is at the front; and another is not there with it that has stood behind one in place.
         """
+        self._at_front.discard(place)
         if neighbour is not None and (neighbour not in after or neighbour in self._used_again):
+            self._at_front.add(place)
             self.counts["came back without their neighbour"] += 1
             return
         here, first = after.index(place), 0 if neighbour is None else after.index(neighbour) + 1
         between = after[first:here] if first <= here else after[:here]
         if between and between[-1] in self._used_again:
             self.counts["came back behind what was used again"] += 1
+            return
+        if neighbour in self._at_front:
+            if not between:
+                self._at_front.add(place)
+                return
+            assert after[here - 1] in self._came_back, "not where it waited"
+            self.counts["came back behind another neighbour"] += 1
             return
         assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
         self.counts["released in place"] += 1

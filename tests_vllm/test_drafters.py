@@ -86,12 +86,15 @@ def test_the_host_finds_what_the_device_would(engines, model, drafter, scenario,
     assert device.on_device >= (0 if is_missed else length - 3 * BLOCK)
 
 
-def conversations(engine: Engine) -> float:
-    """30 of 5 turns of 24 new tokens, three at a time. The share of prompt tokens that were found."""
+def conversations(engine: Engine, shared: int) -> float:
+    """30 of 5 turns of 24 new tokens, three at a time. All begin with the same `shared` tokens, which the device keeps.
+    The share of prompt tokens that were found.
+    """
     rng = random.Random(5)
     turns = [at for at in range(30) for _ in range(5)]
     rng.shuffle(turns)
-    talks: dict[int, list[int]] = {at: [] for at in turns}
+    beginning = tokens(rng, shared)
+    talks: dict[int, list[int]] = dict.fromkeys(turns, beginning)
     asked = 0
     while turns:
         few = {at: [*talks[at], *tokens(rng, 24)] for at in dict.fromkeys(turns[:3])}
@@ -108,19 +111,28 @@ def conversations(engine: Engine) -> float:
 @pytest.mark.parametrize("offload", ["eager", "lazy"])
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_a_drafter_costs_a_conversation_at_most_a_tenth_of_its_hits(tmp_path, model, offload):
+    check_what_a_drafter_costs(tmp_path, MODELS[model], offload, host_blocks=900, shared=0)
+
+
+def test_a_drafter_costs_no_more_where_the_device_keeps_the_beginning(tmp_path):
+    """What the device drops of its hit, the host has, too, above what it alone has."""
+    check_what_a_drafter_costs(tmp_path, [full()], "lazy", host_blocks=400, shared=10 * BLOCK)
+
+
+def check_what_a_drafter_costs(tmp_path, groups, offload, *, host_blocks, shared):
     found = {}
     for drafter in ("none", "eagle"):
         folder = tmp_path / drafter
         folder.mkdir()
         engine = Engine(
             folder,
-            groups=MODELS[model],
+            groups=groups,
             drafter=DRAFTERS[drafter],
             offload=offload,
             device_blocks=300,
-            host_blocks=900,
+            host_blocks=host_blocks,
             slowest=1,
             step_tokens=64,
         )
-        found[drafter] = conversations(engine)
+        found[drafter] = conversations(engine, shared)
     assert found["eagle"] >= 0.9 * found["none"]

@@ -86,10 +86,13 @@ def can_be_hit(cache):
 
 
 def check_against_lookups(engine, chains):
-    """A request that ends one token after a boundary is given all of it if, and only if, the router knows of it."""
+    """A request that ends one token after a boundary, and whose device has all before the last block, is given that
+    block if, and only if, the router knows of it.
+    """
     for keys in chains:
         for depth in range(1, len(keys) + 1):
-            found = engine.cache.coordinator.longest_boundary(keys[:depth], 0, depth * BLOCK + 1)
+            on_device = (depth - 1) * BLOCK
+            found = engine.cache.coordinator.longest_boundary(keys[:depth], on_device, depth * BLOCK + 1)
             assert (found == depth * BLOCK) == (keys[depth - 1] in engine.router.on_host)
 
 

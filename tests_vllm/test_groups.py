@@ -406,7 +406,10 @@ def test_a_checkpoint_that_is_hidden_for_a_moment_is_still_known_and_once(start,
             assert engine.device.find_checkpoint(checkpoint) is None
     assert len(engine.device._checkpoints._oldest) == 1
     engine.drain()
-    assert checkpoint_key(checkpoint.tail[-1]) in [key for _, key in engine.device.soonest_evicted()]
+    order = list(engine.device.soonest_evicted())
+    assert checkpoint_key(checkpoint.tail[-1]) in [key for _, key in order]
+    for at, (block, _) in enumerate(order, start=1):  # also the second key of the same block
+        assert [place for place in engine.device.evicted_after(block) if place not in order[:at]] == order[at:]
     monkeypatch.setattr(engine.device, "_unwritten", lambda: [checkpoint.tail[-1]])
     assert engine.device.find_checkpoint(checkpoint) is not None, "what no request has was written before"
 

@@ -95,8 +95,8 @@ class CPUPrefixCache:
     With `waits_for_loads` off, no lookup is Pending because others load (rule 13): for an engine in which a request
     that waits has its device blocks already.
 
-    With `log_boundaries`, `take_events` tells which boundaries can be hit on the host alone. It does not take off what
-    groups that look ahead drop from the end of a hit.
+    With `log_boundaries`, `take_events` tells which boundaries can be hit on the host; lazy without checkpoints, behind
+    what the device has (rule 3). It does not take off what groups that look ahead drop from the end of a hit.
 
     Raises ConfigurationError when the parts do not fit together.
     """
@@ -127,6 +127,7 @@ class CPUPrefixCache:
             thresholds=thresholds,
             declines=declines,
             log_boundaries=log_boundaries,
+            beside=device.num_blocks // planner.device_blocks_per_chunk if self._shares(planner, offload) else None,
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
@@ -164,15 +165,20 @@ class CPUPrefixCache:
         awaited = self._awaited(request, n0, boundary, now) if self._waits_for_loads else None
         if awaited is not None:
             return Pending(awaited)
-        return Hit(boundary, self.planner.full_chunks(n0) * self.planner.grid_tokens)
+        on_device = self.planner.full_chunks(n0)
+        self._offload.foresee(request.keys, on_device, self._num_destinations(n0, boundary))
+        return Hit(boundary, on_device * self.planner.grid_tokens)
 
-    def reserve(self, request: Request, boundary: int) -> Lease | None:
-        """Keep everything before `boundary` on the host until `release`. None when it is not all there.
+    def reserve(self, request: Request, boundary: int, n0: int = 0) -> Lease | None:
+        """Keep everything from `n0` to `boundary` on the host until `release`. None when it is not all there.
 
         Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
         """
         node = self._resume_node(request, boundary)
-        return None if node is None else Lease(boundary, self.pool.pin(node))
+        start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
+        if node is None or self.pool.resident_run(request.keys, start, stop) < stop:
+            return None
+        return Lease(boundary, self.pool.pin(node))
 
     def release(self, lease: Lease) -> None:
         """End a lease. Raises MisuseError the second time."""
@@ -217,11 +223,15 @@ class CPUPrefixCache:
         self.check_destinations(destinations, running.n0, boundary)
         keys = tuple(running.keys[start:stop])
         nodes = self.coordinator.resume_nodes(running.keys, stop)
+        if self.pool.resident_run(running.keys, start, stop) < stop:
+            nodes = ()
+        device_blocks = [block for blocks in destinations for block in blocks]
+        pin = self.pool.pin(*nodes) if nodes else None  # before anything is evicted for what it overwrites
+        before = self._offload.save(device_blocks)
         copies: Sequence[GroupCopy] = ()
         if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
-        device_blocks = [block for blocks in destinations for block in blocks]
-        running.load = self._plan_load(request_id, keys, nodes, copies, device_blocks, now)
+        running.load = self._plan_load(request_id, keys, pin, copies, device_blocks, now, before)
         self._work += stop - start
         return running.load.id
 
@@ -262,10 +272,11 @@ class CPUPrefixCache:
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
             self._union_misses += self._is_union_miss(request, end)
+        self.pool.missed(request.keys[resumed:])
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0
-        self._offload.used(self.planner.full_chunks(n0))
+        self._offload.used(request.keys, self.planner.full_chunks(n0))
 
     def due(self) -> list[Hashable]:
         """The requests that may have crossed a boundary since `computed` was last called for them.
@@ -296,7 +307,7 @@ class CPUPrefixCache:
         self._running.begin_step()
         self._is_full = False
         if not self.is_off:
-            self._offload.plan(with_loads=self._ledger.plans_loads)
+            self._offload.plan()
         plans, cancelled = self._ledger.launch()
         return StepPlan(self.epoch, plans, cancelled, self._ledger.resolved_below, self._ledger.take_resolved())
 
@@ -358,7 +369,10 @@ class CPUPrefixCache:
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
-        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 14)."""
+        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 14), and a load
+        whose hit was found before saves nothing.
+        """
+        self._offload.invalidated()
         self._completion.cancel_stores_from(device_blocks)
 
     def reset(self) -> None:
@@ -435,12 +449,16 @@ class CPUPrefixCache:
 
     # Details
 
+    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
+        """Whether device and host hold prompts together, the end of a prompt here and its beginning there."""
+        return offload == "lazy" and not planner.has_checkpoints
+
     def _new_offload(self, mode: str) -> Eager:
-        return Lazy(self._stores, self._steps, lambda: len(self._running)) if mode == "lazy" else Eager(self._stores)
+        return Lazy(self._stores, self._steps, lambda: self._running) if mode == "lazy" else Eager(self._stores)
 
     def _committed(self, store: Transfer) -> None:
         """The chunks of a store can be found from now on."""
-        self._offload.committed(store.keys)
+        self._offload.committed(store)
 
     def _failed_often(self, direction: Direction) -> None:
         logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
@@ -450,22 +468,24 @@ class CPUPrefixCache:
         self,
         request_id: Hashable,
         keys: Sequence[bytes],
-        nodes: Sequence[int],
+        pin: Pin | None,
         copies: Sequence[GroupCopy],
         device_blocks: Sequence[int],
         now: float,
+        before: Sequence[Transfer] = (),
     ) -> Transfer:
-        """The load of the chunks with these keys, and of a checkpoint. `nodes` are the last of the chunks, if there are
-        any, and the checkpoint; empty: they are gone.
+        """The load of the chunks with these keys, and of a checkpoint. `pin` is on the last of the chunks, if there are
+        any, and the checkpoint; None: they are gone. It follows the stores `before`.
         """
         carried = num_bytes(self.planner, copies)
+        after = tuple(store.id for store in before)
         transfer = Transfer(
-            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, failed=not nodes),
+            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
             keys,
             (),
             hold=self._device.hold(device_blocks),
             held_blocks=len(device_blocks),
-            pin=self.pool.pin(*nodes) if nodes else None,
+            pin=pin,
             request_id=request_id,
             deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
         )
@@ -488,11 +508,15 @@ class CPUPrefixCache:
         step allocates. After one without room none has room in this step, or small loads could overtake a large one
         for ever.
         """
-        blocks = sum(self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens))
-        blocks += self._steps.blocks(self.planner, len(self._running))
+        blocks = self._num_destinations(n0, boundary) + self._steps.blocks(self.planner, len(self._running))
         if not self._is_full and not self._offload.has_room_for(blocks):
             self._is_full = True
         return not self._is_full
+
+    def _num_destinations(self, n0: int, boundary: int) -> int:
+        """How many device blocks a load of tokens [n0, boundary) fills."""
+        grid = self.planner.grid_tokens
+        return sum(self.planner.device_blocks(n0 // grid, boundary // grid))
 
     def _resume_node(self, request: Request, boundary: int) -> int | None:
         """Node that must be pinned on the host to resume at `boundary`, if all of it is here."""

@@ -71,7 +71,15 @@ def test_it_says_what_a_token_weighs_and_how_much_memory_is_enough(size):
     ideal = 29 * 3 / 180
     assert f"hit ratio {ideal:.4f} with infinite memory\n" in out
     enough = 5 * 512 * TOKEN  # the three that are shared, and two that come and go
-    assert f"{enough / 1e9:,.1f} GB ({enough / 2**30:,.1f} GiB) of host memory reach {ideal:.4f}" in out
+    assert f"{enough / 1e9:,.1f} GB ({enough / 2**30:,.1f} GiB) of memory reach {ideal:.4f}" in out
+
+
+def test_it_says_whether_the_memory_of_the_device_counts_too(size):
+    """Where the host holds prompts whole, as in a model that needs checkpoints, it does not."""
+    for config, adds in ((LLAMA, True), (WINDOWED, False)):
+        _, out = size(config=config)
+        assert ("Device and host add" in out) == adds
+        assert ("GiB) of memory reach" in out) == adds != ("GiB) of host memory reach" in out)
 
 
 def test_the_least_memory_of_each_policy_stands_in_the_table_and_below_it(size):

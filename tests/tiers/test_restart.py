@@ -246,12 +246,9 @@ def test_a_write_from_before_a_reset_is_not_found_after_a_restart():  # S8.15
 def test_a_write_that_was_planned_before_a_reset_and_goes_out_after_it_writes_nothing():  # S8.15
     """Its label would be of the new range: a restart would serve the bytes of before."""
     engine = Tiered(host=32)
-    engine.tier_has("xyz")
-    engine.asks_as("r", "xyz")
     engine.host_has("abc")
-    engine.cache.step()  # the promotion is planned: so the tier's stores wait for the plan to have gone out
-    engine.cache.plan_below()
-    engine.cache.catch_up()
+    engine.cache.step()
+    engine.cache.below.demotion.plan()
     assert any(each.is_store for each in engine.cache.below._ledger)
     engine.cache.reset()
     plan = engine.cache.plan_below()

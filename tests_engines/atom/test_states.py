@@ -328,6 +328,9 @@ def test_a_state_waits_with_the_block_at_its_boundary():
     device, chunks = engine.connector._requests.device, keys(engine, PROMPT)
     order = list(device.soonest_evicted())
     block, at = device.block(chunks[7]), checkpoint_key(chunks[7])
+    chunk = order.index((block, chunks[7]))
+    behind = [place for place in device.evicted_after(block) if place not in order[: chunk + 1]]
+    assert behind == order[chunk + 1 :] and behind[0] == (block, at)
     assert (block, chunks[7]) in order and (block, at) in order
     assert device.is_waiting(block, at) and not device.is_waiting(block, checkpoint_key(chunks[6]))
     hold = device.hold([block, *engine.kept_units])

@@ -516,6 +516,23 @@ def test_lazy_loses_hardly_anything_of_prompts_that_are_longer_than_a_step():
     check_at_rest(engine)
 
 
+@pytest.mark.parametrize("defers", [False, True])
+def test_what_left_the_device_is_loaded_behind_what_is_still_there(defers):
+    transfer = transfer_config(6000, block_tokens=16, offload="lazy")
+    sizes = dict(kv_cache_block_size=16, num_kvcache_blocks=512, max_num_batched_tokens=64, max_model_len=700)
+    engine = Engine(config_of(kv_transfer_config=transfer, **sizes), defers=defers)
+    shared = list(range(320))  # twenty blocks, which others keep on the device
+    prompt = [*shared, *range(320, 641)]
+    serve(engine, prompt)
+    for first in range(1000, 1000 + 60 * 160, 160):  # ten blocks each, of 512
+        serve(engine, [*shared, *range(first, first + 160)])
+    hit_tokens = statistics(engine).hit_tokens
+    again = serve(engine, prompt)
+    assert again.prefix_cache_hit_tokens == 640, "something of it was computed again"
+    assert statistics(engine).hit_tokens - hit_tokens == 320
+    check_at_rest(engine)
+
+
 def test_atom_shows_what_was_stored_and_loaded():
     engine = engine_of()
     serve(engine, PROMPT)

@@ -20,7 +20,7 @@ holds blocks by ATOM's public methods, which is enough for eager offload.
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop
-from itertools import chain
+from itertools import chain, dropwhile
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache import Device, MisuseError
@@ -106,9 +106,18 @@ class AtomDevice(Device):
     def soonest_evicted(self) -> Iterator[Place]:
         for block in self._vacant():
             yield block, None
-        for block in chain.from_iterable(queue.blocks for queue in self._queues):
-            if block in self._pool._free:
-                yield block, self.key(block)
+        yield from self._waiting(chain.from_iterable(queue.blocks for queue in self._queues))
+
+    def evicted_after(self, block: int) -> Iterator[Place]:
+        """An OrderedDict has no cursor: it is passed over up to the block, and those without a hash are not sorted."""
+        behind = dropwhile(lambda queue: block not in queue.blocks, self._queues)
+        order = chain.from_iterable(queue.blocks for queue in behind)
+        if block not in order:  # reads up to it
+            return self.soonest_evicted()
+        return self._waiting(order)
+
+    def _waiting(self, queued: Iterable[int]) -> Iterator[Place]:
+        return ((block, self.key(block)) for block in queued if block in self._pool._free)
 
     def _vacant(self) -> Iterator[int]:
         """The waiting blocks without a hash. ATOM's heap also has blocks that wait no longer, or have got a hash."""
@@ -209,6 +218,9 @@ class UnorderedDevice(AtomDevice):
 
     def soonest_evicted(self) -> Iterator[Place]:
         raise MisuseError("the order in which ATOM hands out these blocks is not known")
+
+    def evicted_after(self, block: int) -> Iterator[Place]:
+        return self.soonest_evicted()
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
         for block in blocks:

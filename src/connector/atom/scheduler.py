@@ -116,7 +116,9 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         if self.tier is not None:  # is asked once for each request, when it is known what the device has
             self._offered = seq
             return 0, True
-        answer = self.cache.lookup(self._requests.request(seq), 0, self._clock())
+        request = self._requests.request(seq)
+        n0 = self._on_device(request) if self.cache.pool.is_shared else 0
+        answer = self.cache.lookup(request, n0, self._clock())
         if not isinstance(answer, Hit):
             return 0, False
         self._offered = seq
@@ -229,6 +231,12 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         """
         if self._awaiting.get(seq.id, self._admitted.get(seq.id, seq)) is not seq:
             raise MisuseError(f"two live requests have the id {seq.id!r}: give each an id of its own")
+
+    def _on_device(self, request: Request) -> int:
+        """How many tokens of a prompt the device has, as ATOM will find: whole blocks, and not the last token."""
+        device, most = self._requests.device, min(len(request.keys), (request.num_tokens - 1) // self._block_tokens)
+        found = [None] if device is None else device.find_all(request.keys[:most])
+        return self._block_tokens * next((at for at, blocks in enumerate(found) if blocks is None), most)
 
     def _look_up(self, cache: CPUPrefixCache, request: Request, seq: Any) -> Answer:
         """Find what can be loaded beyond what the device had when the request got its blocks."""

@@ -3,7 +3,8 @@
 A state waits where the block that ends at its boundary does: ATOM evicts the two together. Its units wait nowhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from connector.atom.device import AtomDevice, Place
@@ -34,7 +35,13 @@ class StateDevice(AtomDevice):
         return None if units is None else [(unit,) for unit in units]
 
     def soonest_evicted(self) -> Iterator[Place]:
-        for block, key in super().soonest_evicted():
+        return self._with_states(super().soonest_evicted())
+
+    def evicted_after(self, block: int) -> Iterator[Place]:
+        return self._with_states(chain([(block, self.key(block))], super().evicted_after(block)))
+
+    def _with_states(self, places: Iterable[Place]) -> Iterator[Place]:
+        for block, key in places:
             yield block, key
             if key is not None and self._states.at(block) is not None:
                 yield block, checkpoint_key(key)

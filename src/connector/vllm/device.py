@@ -241,10 +241,17 @@ class VllmDevice(Device):
         return [(block.block_id,) for _, block in pieces]
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
+        return self._evicted_after(None)
+
+    def evicted_after(self, block: int) -> Iterator[tuple[int, bytes | None]]:
+        here = self._pool.blocks[block]
+        return chain(((block, key) for key in self._keys(here)), self._evicted_after(here))
+
+    def _evicted_after(self, before: KVCacheBlock | None) -> Iterator[tuple[int, bytes | None]]:
         suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
         # The keys of chunks, if prefix groups have inner blocks. None: every block is the last one of a chunk.
         chunks = self._hashes.by_key if self._hashes is not None and self._has_inner else None
-        for block in self._pool.free_block_queue.iter_blocks_after(None):  # called for thousands of blocks
+        for block in self._pool.free_block_queue.iter_blocks_after(before):  # called for thousands of blocks
             name = block.block_hash
             if name is None:
                 yield block.block_id, None

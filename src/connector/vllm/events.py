@@ -5,10 +5,10 @@
     removed b                              BlockRemoved [b]
     reset                                  BlockRemoved [all that were stored]
 
-A boundary is published only if a request could resume there from the host alone. Its hash is that of the block that
-ends there, in the form of vLLM's own events. A reset is published block by block, because vLLM's AllBlocksCleared
-names no medium: a router would forget the device's blocks too. `token_ids` is empty, since the tokens are not known
-any more when a store has ended.
+A boundary is published only if a request could resume there from the host, behind what the device has. Its hash is
+that of the block that ends there, in the form of vLLM's own events. A reset is published block by block, because vLLM's
+AllBlocksCleared names no medium: a router would forget the device's blocks too. `token_ids` is empty, since the tokens
+are not known any more when a store has ended.
 """
 
 from collections.abc import Iterable

@@ -119,7 +119,7 @@ class SchedulerHalf:
         self._adapters.passed(id)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
         # it will load.
-        lease = self.cache.reserve(ours, boundary) if num_external_tokens else None
+        lease = self.cache.reserve(ours, boundary, n0) if num_external_tokens else None
         if id in self._admitted:
             self._admitted_again(id)
         self._admitted[id] = request

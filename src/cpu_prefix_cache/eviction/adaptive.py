@@ -59,7 +59,7 @@ class Adaptive(EvictionPolicy):
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
         self._buckets = Buckets(FEATURES, Levels(even_depth))
-        self._most_ghosts = max(1, forest.root // 3)
+        self._most_ghosts = max(1, forest.capacity // 3)
         self._num_ghosts = 0
         self._ghosts = segment_ring()
         self._now = self._told = 0.0  # by our clock, and by the engine's

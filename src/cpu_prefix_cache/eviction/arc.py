@@ -48,7 +48,7 @@ class Arc(TwoLists):
 
     def __init__(self, forest: Forest) -> None:
         super().__init__(forest)
-        self._capacity = forest.root  # c
+        self._capacity = forest.capacity  # c
         self._keys: list[Any] = forest.key  # of the chunks that are here
         self._target = 0.0  # p
         self._ghosts = Ghosts()

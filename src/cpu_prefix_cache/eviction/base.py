@@ -30,6 +30,10 @@ class EvictionPolicy(Protocol):
         without a request.
         """
 
+    def renewed(self, blocks: Sequence[int]) -> None:
+        """These chunks are about to leave the pool beside this one, in this order: none was used more recently."""
+        return
+
     def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
 

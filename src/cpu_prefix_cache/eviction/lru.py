@@ -24,6 +24,18 @@ class Lru(TouchPolicy):
             self._ring.enter_young(touch, deepest)
         return touch
 
+    def renewed(self, blocks: Sequence[int]) -> None:
+        self._stamp += 1
+        last, touch = NONE, Touch(self._stamp, self._ring)
+        for block in blocks:
+            if last == NONE or self._forest.parent[last] != block:  # not the same prompt, from its end up
+                touch = Touch(self._stamp, self._ring)
+                self._carry(block, touch)
+                if not self._forest.children[block]:
+                    self._ring.enter_young(touch, block)
+            self._carry(block, touch)
+            last = block
+
     def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
         super().cleared(writing, left)
         (self._ring,) = self._rings

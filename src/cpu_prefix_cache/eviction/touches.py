@@ -72,14 +72,17 @@ class Ring(Touch):
         insert_after(place, touch)
 
     def enter_old(self, touch: Touch, block: int) -> None:
-        """The same, looking from the old end, where the touches of parents belong."""
+        """The same, before touches of its age, looking from both ends: the touches of parents belong near the old one,
+        and those above evicted duplicates near the young one.
+        """
         if self.passed.stamp >= touch.stamp:
             self.passed = self  # it enters behind the place up to which the ring was walked
-        place = self.younger
-        while place is not self and place.stamp < touch.stamp:
-            place = place.younger
+        older: Touch = self
+        younger = self.older
+        while younger.stamp >= touch.stamp and older.younger.stamp < touch.stamp and older.younger is not self:
+            older, younger = older.younger, younger.older
         touch.block = block
-        insert_after(place.older, touch)
+        insert_after(younger if younger.stamp < touch.stamp else older, touch)
 
 
 class TouchPolicy(EvictionPolicy):

@@ -1,6 +1,7 @@
-"""A log of what can be hit: each boundary at which a request could resume from this pool alone, as it comes and goes.
+"""A log of what can be hit: each boundary at which a request could resume from this pool, as it comes and goes.
 
     commit of the chunks a, b, c                stored a, b, c       where chunks are all that it takes
+    one of them is absent from now on           removed it           the pool beside has it: a hit there goes on here
     the same in a model with checkpoints        nothing              no request could resume at any of them yet
     commit of the checkpoint after b            stored b, below a
     that checkpoint is evicted or withdrawn     removed b

@@ -32,7 +32,7 @@ million would take 50 ms, and to free the keys as much.)
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cpu_prefix_cache.index.leftovers import Leftovers
@@ -42,10 +42,16 @@ NONE = -1  # no block
 
 
 class Forest:
-    """Chunks by key, in O(1), and the links between them. `root` is the parent of every first chunk."""
+    """Chunks by key, in O(1), and the links between them. `root` is the parent of every first chunk.
 
-    def __init__(self, num_blocks: int) -> None:
+    `capacity`: how many chunks an eviction policy may count on, where they go by numbers; default: they go by blocks,
+    and a policy counts on one for each.
+    """
+
+    def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
         self.root = num_blocks
+        self.capacity = num_blocks if capacity is None else capacity
+        self._first_checkpoint = num_blocks + 1 if capacity is None else None
         size = num_blocks + 1
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
@@ -264,11 +270,22 @@ class Forest:
         """
         if self.pinned_depth <= enough:
             return self.pinned_depth
-        if self.protected_at_most() > enough and not self._is_exact:
+        if self.protected_at_most() > enough:
+            self._protect_anew()
+        return self.protected_at_most()
+
+    def is_protected(self, block: int) -> bool:
+        """Whether a pin protects this chunk now. As `protected_at_most`; O(chunks protected) once a pin has ended."""
+        if block in self.protected():
+            self._protect_anew()
+        return block in self.protected()
+
+    def _protect_anew(self) -> None:
+        """Have the next walk find what pins protect now, and nothing else."""
+        if not self._is_exact:
             self._protected.clear()
             self._pinned_since = set(self.pinned)
             self._is_exact = True
-        return self.protected_at_most()
 
     def protected_at_most(self) -> int:
         """The same, but chunks that an ended pin protected may still count. Amortised O(1) a node.
@@ -278,22 +295,31 @@ class Forest:
         protected, keys, parents, root = self._protected, self.key, self.parent, self.root
         withdrawn: set[int] = set()
         for block in self._pinned_since:
-            if block > root:
-                block = parents[block]  # a checkpoint is no chunk
+            if self._is_checkpoint(block):
+                block = parents[block]
             while block != root and block not in protected and block not in withdrawn:
                 (withdrawn if keys[block] is None else protected).add(block)
                 block = parents[block]
         self._pinned_since.clear()
         return len(protected)
 
+    def protected(self) -> set[int]:
+        """The chunks that `protected_at_most` counts."""
+        self.protected_at_most()
+        return self._protected
+
+    def children_of(self, block: int) -> Iterator[int]:
+        """What hangs right below `block`."""
+        child = self._first_child[block] if self.children[block] else NONE
+        while child != NONE:
+            yield child
+            child = self._next_sibling[child]
+
     def subtree(self, block: int) -> list[int]:
         """`block` and all below it, parents before children."""
         order = [block]
         for parent in order:
-            child = self._first_child[parent] if self.children[parent] else NONE
-            while child != NONE:
-                order.append(child)
-                child = self._next_sibling[child]
+            order += self.children_of(parent)
         return order
 
     def nodes(self) -> dict[int, bytes]:
@@ -326,8 +352,11 @@ class Forest:
         protected = {self.root, *self._protected}
         assert all(self.parent[block] in protected for block in self._protected), "what is above is not protected"
         for block in (self.pinned & set(indexed)) - self._pinned_since:
-            above = self.parent[block] if block > self.root else block
+            above = self.parent[block] if self._is_checkpoint(block) else block
             assert above in protected, f"the pin on block {block} protects nothing"
+
+    def _is_checkpoint(self, node: int) -> bool:
+        return self._first_checkpoint is not None and node >= self._first_checkpoint
 
     def _count_pinned(self, block: int) -> None:
         self.pinned.add(block)

@@ -114,10 +114,15 @@ class Completion:
 
     def _complete_load(self, load: Transfer) -> None:
         self._ledger.remove(load)
+        for id in load.plan.after:
+            store = self._ledger.get(id)
+            if store is not None and store.phase is not Phase.LANDED:
+                self._cancel(store)  # from now on its sources may be computed into
         if load.succeeded:
             load.good = self._good(load)
             self.counts["chunks_loaded"] += min(load.good, len(load.keys))
             self.counts["bytes_loaded"] += load.plan.num_bytes
+            self._offload.loaded(self._sources(load))
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
             self._withdraw_sources(load)
@@ -175,7 +180,7 @@ class Completion:
 
     def _commit(self, store: Transfer) -> bool:
         """Make the chunks of a store findable, if their parent still is (rule 3)."""
-        parent = self._pool.root if store.parent_key is None else self._pool.find(store.parent_key)
+        parent = self._pool.root if store.parent_key is None else self._offload.place(store.parent_key)
         if parent is None:
             return False
         self._pool.commit(store.nodes, store.keys, parent, store.touch)
@@ -191,14 +196,14 @@ class Completion:
 
     def _pin_parent(self, store: Transfer) -> None:
         """A store that followed the one of its parent pins the parent, now that it is committed."""
-        parent = None if store.parent_key is None else self._pool.find(store.parent_key)
+        parent = None if store.parent_key is None else self._pool.place(store.parent_key)
         if parent is not None:
             store.pin = self._pool.pin(parent)
 
     def _cancel_orphans(self) -> None:
         """Cancel the stores below withdrawn chunks: another store of the same chunks may come before they land."""
         for transfer in list(self._ledger):
-            if transfer.is_store and transfer.pin is not None and self._pool.key(transfer.pin.blocks[0]) is None:
+            if transfer.is_store and transfer.pin is not None and not self._pool.is_placed(transfer.pin.blocks[0]):
                 self._cancel(transfer)
 
     def _cancel(self, transfer: Transfer) -> None:

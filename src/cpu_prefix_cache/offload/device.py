@@ -51,6 +51,14 @@ class Device(Protocol):
         reads as far as it needs before it holds anything.
         """
 
+    def evicted_after(self, block: int) -> Iterator[tuple[int, bytes | None]]:
+        """The same from behind `block`, which waits. Lazy goes on there, since it examines each waiting block once.
+
+        May begin earlier, even at the front, where an order has no such cursor or puts blocks before it that it has not
+        seen: what was examined is skipped. A block that comes with several keys comes with all of them again.
+        """
+        return self.soonest_evicted()
+
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         """Whether the order of eviction still has `block` with this key, or with None."""
 

@@ -6,7 +6,7 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -59,14 +59,20 @@ class Eager:
         self._due.pop(running.id, None)
         self._store_ended(running)
 
-    def used(self, chunks: int) -> None:
-        """So many chunks on the device were used again: they no longer wait to be evicted."""
+    def used(self, keys: Sequence[bytes], chunks: int) -> None:
+        """The first `chunks` chunks with these keys were used again on the device: they wait no longer."""
 
     def landed(self, transfer: Transfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
 
-    def committed(self, keys: Sequence[bytes]) -> None:
-        """These chunks can be found on the host now."""
+    def committed(self, store: Transfer) -> None:
+        """What this store has written can be found on the host now."""
+
+    def loaded(self, nodes: Sequence[int]) -> None:
+        """A load has brought these to the device, parents first."""
+
+    def invalidated(self) -> None:
+        """Some device blocks hold other bytes than was thought."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -75,19 +81,32 @@ class Eager:
 
     # Asked
 
+    def place(self, key: bytes) -> int | None:
+        """The node of the chunk with this key, below which something is to be committed at once."""
+        return self._pool.place(key)
+
+    def foresee(self, keys: Sequence[bytes], chunks: int, blocks: int) -> None:
+        """The next to be handed out are the destinations of a load, `blocks` device blocks, for a request that uses the
+        first `chunks` chunks with these keys on the device.
+        """
+
+    def save(self, device_blocks: Collection[int]) -> Sequence[Transfer]:
+        """Store what these blocks, the destinations of a load, held as it was foreseen. Stores that it must follow."""
+        return ()
+
     def has_room_for(self, blocks: int) -> bool:
         """Whether the device can hand out so many device blocks, and none that still has to be stored."""
         return True
 
-    def plan(self, *, with_loads: bool) -> None:
-        """Plan the stores of this step, in which loads go out too or not."""
+    def plan(self) -> None:
+        """Plan the stores of this step."""
         due, self._due = self._due, {}
         for running in due.values():
             self._store_confirmed(running)
 
     def catch_up(self) -> None:
-        """The step's plan has gone out: do what was put off for its sake, or found no room while the host was being
-        prepared. What is planned now goes out with the next step.
+        """The step's plan has gone out: do what found no room while the host was being prepared. What is planned now
+        goes out with the next step.
         """
         for running in self._retries.that_fit():
             self._store_ended(running)
@@ -100,7 +119,8 @@ class Eager:
 
     def _missing(self, running: Running) -> int:
         """How many of its chunks the host lacks and no store is writing."""
-        return running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
+        runs = self._stores.uncovered_runs(running.keys, 0, running.confirmed)
+        return sum(end - start for start, end in runs)
 
     def _store_confirmed(self, running: Running, *, ended: bool = False) -> None:
         """Store the confirmed chunks and checkpoints of a request that the host lacks.
@@ -110,14 +130,14 @@ class Eager:
         place to resume from are not stored then (rule 9).
         """
         keys, stop = running.keys, running.confirmed
-        start = present = self._pool.resident_run(keys, 0, stop)
+        present = self._pool.resident_run(keys, 0, stop)
         if ended:
             kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
-            while stop > max(start, kept) and self._stores.planner.needs_checkpoint(stop):
+            while stop > max(present, kept) and self._stores.planner.needs_checkpoint(stop):
                 stop -= 1
-        start = self._stores.covered_run(keys, start, stop)
-        if start < stop:
-            chain = Chain(keys[start - 1] if start else None, keys[start:stop])
+        runs = self._stores.uncovered_runs(keys, present, stop) if ended else self._stores.uncovered_end(keys, stop)
+        for start, end in runs:
+            chain = Chain(keys[start - 1] if start else None, keys[start:end])
             self._stores.plan(chain, running.touch, owner=running.id)
         checkpoints = running.checkpoints if ended else tuple(running.unsaved)
         for checkpoint in checkpoints:

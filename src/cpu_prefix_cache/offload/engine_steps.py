@@ -58,11 +58,9 @@ class EngineSteps:
     def stretch(self, step_blocks: int, device_blocks: int) -> int:
         """How many device blocks have to be covered, if a step can allocate `step_blocks`; at most half of the device.
 
-        Lazy looks again after a quarter of them. The rest must last for the next step, and for those until a store that
-        is planned in it is reported.
+        They last for the next step, and for those until a store that is planned in it is reported.
         """
-        steps = -(-4 * (1 + self.report_steps) * step_blocks // 3)
-        return max(1, min(steps, device_blocks // 2))
+        return max(1, min((1 + self.report_steps) * step_blocks, device_blocks // 2))
 
 
 USUAL_STEPS = EngineSteps()

@@ -27,14 +27,15 @@ class Ancestry(Protocol):
     lost: int
 
     def __len__(self) -> int: ...
-    def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None: ...
+    def add(self, keys: Sequence[bytes], start: int, stop: int) -> None: ...
     def add_checkpoint(self, checkpoint: CheckpointAt) -> None: ...
-    def sweep(self) -> None: ...
+    def sweep(self) -> Sequence[bytes]: ...
     def is_dependent(self, key: bytes) -> bool: ...
     def checkpoint(self, key: bytes) -> CheckpointAt | None: ...
     def missing_above(
         self, key: bytes, is_covered: Callable[[bytes], bool]
     ) -> tuple[list[bytes], bytes | None] | None: ...
+    def run_above(self, key: bytes, within: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None: ...
     def saved(self, keys: Sequence[bytes]) -> None: ...
     def unwanted(self, keys: Sequence[bytes]) -> None: ...
     def clear(self) -> None: ...
@@ -57,13 +58,13 @@ class Parents:
     def __len__(self) -> int:
         return len(self._parent)
 
-    def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
-        """Remember `keys[start:stop]`, each below the one before it. The host has the first `saved` of all keys."""
+    def add(self, keys: Sequence[bytes], start: int, stop: int) -> None:
+        """Remember `keys[start:stop]`, each below the one before it."""
         parents = chain((keys[start - 1] if start else None,), keys[start : stop - 1])
         new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
         self._parent.update(new)
         self._sweep.add(new)
-        unsaved = new.keys() & keys[max(start, saved) : stop]
+        unsaved = set(self._pool.missing(new))
         if self._planner.has_checkpoints:
             depths = range(start + 1, stop + 1)
             dependent = {keys[at - 1] for at in depths if self._planner.needs_checkpoint(at)}.intersection(new)
@@ -82,10 +83,11 @@ class Parents:
         if self._pool.find(key) is None:
             self._unsaved.add(key)
 
-    def sweep(self) -> None:
-        """Forget those of the oldest entries that have left the device, a portion at a time."""
+    def sweep(self) -> Sequence[bytes]:
+        """Forget those of the oldest entries that have left the device, a portion at a time. Returns them."""
         if gone := self._sweep.gone(self._are_here):
             self._forget(gone)
+        return gone
 
     def is_dependent(self, key: bytes) -> bool:
         """Whether this is a chunk that is no use without a checkpoint."""
@@ -112,6 +114,19 @@ class Parents:
         between = range(missing, len(upwards) - 1)
         missing += bisect_left(between, True, key=lambda at: is_covered(upwards[at]))
         return upwards[:missing][::-1], upwards[missing]
+
+    def run_above(self, key: bytes, within: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
+        """`key`, and the chunks right above it as far as they are `within`, parents first, and the parent of the first
+        of them; None when one of them is not remembered.
+        """
+        parents, run = self._parent, list[bytes]()
+        above: bytes | None = key
+        while above is not None and within(above):
+            if above not in parents:
+                return None
+            run.append(above)
+            above = parents[above]
+        return run[::-1], above
 
     def saved(self, keys: Sequence[bytes]) -> None:
         """These chunks have reached the host."""

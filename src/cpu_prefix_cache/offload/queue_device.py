@@ -11,6 +11,7 @@ in use to it.
 
 from abc import abstractmethod
 from collections.abc import Iterator, MutableSequence, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -91,6 +92,11 @@ class QueueDevice(Device):
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
         return zip(self.queue(), map(self.key, self.queue()), strict=True)
+
+    def evicted_after(self, block: int) -> Iterator[tuple[int, bytes | None]]:
+        queue = self.queue()
+        for each in islice(queue, queue.index(block) + 1, None):
+            yield each, self.key(each)
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         return not self.users(block) and self.key(block) == key

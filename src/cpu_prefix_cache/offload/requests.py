@@ -10,7 +10,7 @@ The agenda maps steps to the requests that are due then, so no step goes through
 """
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
@@ -35,7 +35,10 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._running)
 
-    def __contains__(self, id: Hashable) -> bool:
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._running)
+
+    def __contains__(self, id: object) -> bool:
         return id in self._running
 
     def get(self, id: Hashable) -> Running | None:

@@ -8,8 +8,9 @@ or not at all, and then nothing is (rule 9). A policy may decline the end of a c
 
 import enum
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -21,6 +22,8 @@ from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
+
+Found = Callable[[Sequence[bytes]], Sequence[Sequence[int] | None]]  # the device blocks of each of these chunks
 
 
 class Stop(enum.Enum):
@@ -52,6 +55,11 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.keys) + (self.checkpoint is not None)
+
+    def last(self, count: int) -> "Chain":
+        """Its last `count` chunks, of a chain without a checkpoint."""
+        start = max(0, len(self.keys) - count)
+        return Chain(self.keys[start - 1], self.keys[start:]) if start else self
 
     def first(self, count: int) -> "Chain":
         """Its first `count` nodes, which is without the checkpoint if there are more."""
@@ -102,7 +110,7 @@ class StorePlanner:
     def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of `keys` that are not covered."""
         writing = self.ledger.writing
-        return {key for key in self.pool.absent(keys) if key not in writing}
+        return {key for key in self.pool.missing(keys) if key not in writing}
 
     def covered_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of covered ones in `keys[start:stop]`; all of `keys[:start]` is taken to be.
@@ -110,6 +118,28 @@ class StorePlanner:
         By bisection: what is being written hangs below what is here, or is being written too (rule 3).
         """
         return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
+
+    def uncovered_runs(self, keys: Sequence[bytes], start: int, stop: int) -> list[tuple[int, int]]:
+        """The runs of chunks in `keys[start:stop]` that are not covered, as positions of begin and end.
+
+        At most one, up to `stop`, where the host holds whole prompts; found by bisection then.
+        """
+        if not self.pool.is_shared:
+            start = self.covered_run(keys, start, stop)
+            return [(start, stop)] if start < stop else []
+        runs, at = [], start
+        for covered, group in groupby(map(self.is_covered, keys[start:stop])):
+            end = at + sum(1 for _ in group)
+            runs += [] if covered else [(at, end)]
+            at = end
+        return runs
+
+    def uncovered_end(self, keys: Sequence[bytes], stop: int) -> list[tuple[int, int]]:
+        """The run of those that ends at `stop`, if there is one. O(its length)."""
+        start = stop
+        while start and not self.is_covered(keys[start - 1]):
+            start -= 1
+        return [(start, stop)] if start < stop else []
 
     def device_blocks(self, chain: Chain) -> int:
         """How many device blocks a store of the chain holds, pieces that are shared included."""
@@ -134,15 +164,17 @@ class StorePlanner:
             return Stop.DECLINED
         return None
 
-    def plan(self, chain: Chain, touch: Any, *, owner: Hashable | None = None) -> tuple[Transfer | None, Stop | None]:
+    def plan(
+        self, chain: Chain, touch: Any, *, owner: Hashable | None = None, found: "Found | None" = None
+    ) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
-        The transfer covers as many first nodes of the chain as it has keys, and is None if there is nothing to store.
-        With it comes why it is not the whole chain, if it is not.
+        `found` is as `Device.find_all`, the default. The transfer covers as many first nodes of the chain as it has
+        keys, and is None if there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
         parent = self._parent(chain)
         pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
-        sources = self._sources(chain)
+        sources = self._sources(chain, found or self.device.find_all)
         stop = Stop.PROMISED if self._takes_promised(sources) else sources.stopped_by
         if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
             if pin is not None:
@@ -216,22 +248,23 @@ class StorePlanner:
 
     def _writers(self, chain: Chain, needs: Sequence[PieceNeed]) -> list[Transfer]:
         """The stores that write what a chain builds on: its parent, and pieces that its checkpoint shares."""
-        builds_on: list[Hashable] = [need.key for need in needs if need.key in self.ledger.writing]
+        builds_on: list[Hashable] = [need.key for need in needs]
         if self._parent(chain) is None:
             builds_on.append(chain.parent_key)
-        return list(dict.fromkeys(self.ledger.writing[key] for key in builds_on))
+        writing = self.ledger.writing
+        return list(dict.fromkeys(writing[key] for key in builds_on if key in writing))
 
     def _parent(self, chain: Chain) -> int | None:
-        """The node that a chain hangs below, or None while that is being written."""
-        return self.pool.root if chain.parent_key is None else self.pool.find(chain.parent_key)
+        """The node that a chain hangs below, or None: that is being written, or the device alone has it."""
+        return self.pool.root if chain.parent_key is None else self.pool.place(chain.parent_key)
 
-    def _sources(self, chain: Chain) -> _Sources:
+    def _sources(self, chain: Chain, found: Found) -> _Sources:
         """How much of the chain the device has and the pool has room for."""
         if chain.checkpoint is not None:
             return self._sources_with_checkpoint(chain, chain.checkpoint)
         room = self.pool.available(len(chain.keys))
         accepted = self.pool.accepted(self._parent(chain), chain.keys[:room], margin=self._margin)
-        chunks = self._on_device(chain.keys[:accepted])
+        chunks = self._on_device(chain.keys[:accepted], found)
         if len(chunks) < accepted:
             return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)
         if accepted < room:
@@ -242,7 +275,7 @@ class StorePlanner:
 
     def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
         pieces = self.device.find_checkpoint(checkpoint)
-        chunks = self._on_device(chain.keys)
+        chunks = self._on_device(chain.keys, self.device.find_all)
         if pieces is None or len(chunks) < len(chain.keys):
             return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
         stop = self.obstacle(chain)
@@ -277,10 +310,10 @@ class StorePlanner:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""
         return () if chain.parent_key is None else self.device.find(chain.parent_key) or ()
 
-    def _on_device(self, keys: Sequence[bytes]) -> list[Sequence[int]]:
+    def _on_device(self, keys: Sequence[bytes], found: Found) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
         chunks: list[Sequence[int]] = []
-        for blocks in self.device.find_all(keys):
+        for blocks in found(keys):
             if blocks is None:
                 break
             if len(blocks) != self.chunk_blocks:

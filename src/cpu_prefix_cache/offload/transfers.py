@@ -48,7 +48,6 @@ class Transfer:
     parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
     pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
     owner: Hashable | None = None  # of a store: the request it was planned for; None: lazy stores blocks that wait
-    ahead: int = 0  # of a store of lazy: how many of its device blocks were in the stretch
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
     is_promotion: bool = False  # a store whose bytes come from the tier below, not from the device: no rank is told
@@ -101,15 +100,14 @@ class TransferLedger:
     def get(self, id: int) -> Transfer | None:
         return self._open.get(id)
 
-    @property
-    def plans_loads(self) -> bool:
-        """Whether a load goes out with the next plan."""
-        return any(not transfer.is_store for transfer in self._planned)
-
-    def held_by_walk(self) -> tuple[int, int]:
-        """How many device blocks the stores of lazy hold, and how many of them were in the stretch. O(open)."""
+    def held_by_walk(self) -> int:
+        """How many device blocks the stores of lazy hold. O(open)."""
         stores = [each for each in self if each.is_store and each.owner is None and each.phase is not Phase.LANDED]
-        return sum(each.held_blocks for each in stores), sum(each.ahead for each in stores)
+        return sum(each.held_blocks for each in stores)
+
+    @property
+    def num_resolved(self) -> int:
+        return self._next_id - len(self._open)
 
     @property
     def resolved_below(self) -> int:
@@ -117,10 +115,15 @@ class TransferLedger:
         return next(iter(self._open), self._next_id)
 
     def new_plan(
-        self, direction: Direction, copies: tuple[GroupCopy, ...], num_bytes: int, failed: bool = False
+        self,
+        direction: Direction,
+        copies: tuple[GroupCopy, ...],
+        num_bytes: int,
+        failed: bool = False,
+        after: tuple[int, ...] = (),
     ) -> TransferPlan:
         self._next_id += 1
-        return TransferPlan(self._next_id - 1, direction, copies, num_bytes, failed)
+        return TransferPlan(self._next_id - 1, direction, copies, num_bytes, failed, after)
 
     def add(self, transfer: Transfer) -> None:
         self._open[transfer.id] = transfer

@@ -21,6 +21,16 @@ and moves between them only here:
 
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
+A pool may hold chunks together with another pool `beside` it, a device's. The index is closed over both: a chunk has
+its place in it without a block here, because the other pool has it, as long as something below it is here. It is
+
+    ABSENT     has a key and no blocks; no lookup finds it
+
+    outline    (none) -> ABSENT       what is to be committed hangs below it
+    commit     ABSENT -> CACHED       with the blocks that were written for it
+    evict      CACHED -> ABSENT       of a *duplicate*, which the other pool has too: duplicates leave first
+    evict      ABSENT -> (none)       with the last chunk below it
+
 A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
 way; a checkpoint is committed below the last chunk that must be there to resume from it, and never has children.
 `checkpoints.py` knows the blocks of checkpoints, which share them; `resume_points.py` knows after which chunks a
@@ -31,7 +41,7 @@ The same class is the host pool of the cache and, in an engine that has none of 
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 from cpu_prefix_cache.eviction import policy_of
@@ -44,12 +54,14 @@ from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admi
 from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.resume_points import ResumePoints
-from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.scarcity import Scarcity
+from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, PROTECTED, RETIRED, WRITING, State
 from cpu_prefix_cache.pool.unused import Unused
 
 # By state, for `bytes.translate`.
+IS_FREE = bytes(state == FREE for state in range(256))
 IS_CACHED = bytes(state == CACHED for state in range(256))
-WITHOUT_CACHED = bytes(FREE if state == CACHED else state for state in range(256))
+WITHOUT_KEYS = bytes(FREE if state in (CACHED, ABSENT) else state for state in range(256))
 DROPPED_FOR_A_BLOCK = 4  # entries of containers: what a reset left of a block is no more
 
 
@@ -76,6 +88,10 @@ class BlockPool:
 
     `chunk_tokens` are the tokens of a chunk, for a policy whose name has a depth in tokens.
 
+    `beside`: how many chunks a pool holds that this one is closed with. Their blocks come and go, so chunks then go by
+    numbers. Not in a pool with checkpoints. `overlap`: so many chunks above one that only this pool has stay here, too:
+    whoever looks ahead does not resume behind the last of the pool beside, and loads them.
+
     Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
     """
 
@@ -91,6 +107,8 @@ class BlockPool:
         thresholds: Thresholds = NO_THRESHOLDS,
         declines: bool = True,
         log_boundaries: bool = False,
+        beside: int | None = None,
+        overlap: int = 0,
     ) -> None:
         new_policy = policy_of(policy, chunk_tokens)
         least = max(1, blocks_per_chunk)
@@ -99,19 +117,27 @@ class BlockPool:
         self.capacity = num_blocks
         self.blocks_per_chunk = blocks_per_chunk
         self._has_checkpoints = needs_checkpoint is not None
-        self._forest = Forest(num_blocks)
+        self.is_shared = beside is not None
+        self._forest = Forest(num_blocks) if beside is None else Forest(0, num_blocks // least + beside)
         self._policy = new_policy(self._forest)
         self._admission = None if thresholds.admit_everything else Admission(thresholds, REMEMBERED_KEYS * num_blocks)
         self._declines = declines
         self.root = self._forest.root
         self._free = FreeRuns()
         self.free: Collection[int] = self._free  # ascending
-        self._state = bytearray(num_blocks + 1)  # by node
-        self._count = [0] * 5  # blocks by State and PROTECTED; that of FREE means nothing
+        self._state = bytearray(self.root + 1)  # by node
+        self._count = [0] * 6  # blocks by State and PROTECTED; that of FREE means nothing
+        self._num_absent = 0
+        self._overlap = overlap
+        self._scarcity = None if beside is None else Scarcity(beside)
+        if beside is not None:
+            self.log_departures()
+        self._duplicates: dict[int, None] = {}  # CACHED chunks that the pool beside has, the first to leave first
+        self._overlapping: set[int] = set()  # the same, but kept for what hangs below them
         self.ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
-        self._rest: dict[int, list[int]] = {}  # the further blocks of a chunk that takes several
+        self._rest: dict[int, list[int]] = {}  # the blocks of a chunk beyond the one that it goes by, if it does
         self._first: dict[int, int] = {}  # of each of these the first block of the chunk
         self._numbers: list[int] = []  # beyond the blocks, of nodes that are gone
         self._left = Leftovers()
@@ -124,17 +150,33 @@ class BlockPool:
     # Looking: changes nothing (rule 5)
 
     def find(self, key: bytes) -> int | None:
-        """The node with this key."""
+        """The cached node with this key."""
+        node = self._forest.find(key)
+        return None if node == NONE or self._state[node] == ABSENT else node
+
+    def place(self, key: bytes) -> int | None:
+        """The node with this key, cached or absent."""
         node = self._forest.find(key)
         return None if node == NONE else node
 
-    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Keys, of `keys`, that no node has."""
-        return self._forest.absent(keys)
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Keys, of `keys`, that no cached node has."""
+        if not self._num_absent:
+            return self._forest.absent(keys)
+        find, state = self._forest.find, self._state
+        return [key for key in keys if (node := find(key)) == NONE or state[node] == ABSENT]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
-        """The end of the run of cached chunks in `keys[start:stop]`. O(log n), because prefixes are closed (rule 3)."""
-        return self._forest.resident_run(keys, start, stop)
+        """The end of the run of cached chunks in `keys[start:stop]`. O(log n), because prefixes are closed (rule 3).
+
+        Where chunks are absent, O(n).
+        """
+        end = self._forest.resident_run(keys, start, stop)
+        if self._num_absent and end > start:
+            state = self._state
+            path = self._forest.path(self._forest.find(keys[end - 1]), end - start)
+            return next((at for at, node in enumerate(path, start) if state[node] == ABSENT), end)
+        return end
 
     def path(self, node: int, length: int) -> list[int]:
         """The last `length` nodes of the prefix that ends at `node`, from its beginning on."""
@@ -142,6 +184,8 @@ class BlockPool:
 
     def blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """All the blocks of chunks, chunk after chunk."""
+        if self.is_shared:
+            return tuple(block for chunk in chunks for block in self._rest[chunk])
         if self.blocks_per_chunk <= 1:
             return tuple(chunks) if self.blocks_per_chunk else ()
         return tuple(block for chunk in chunks for block in (chunk, *self._rest[chunk]))
@@ -170,6 +214,10 @@ class BlockPool:
     def key(self, node: int) -> bytes | None:
         return self._forest.key[node] if self._state[node] == CACHED else None
 
+    def is_placed(self, node: int) -> bool:
+        """Whether something can be committed below this node."""
+        return self._state[node] in (CACHED, ABSENT)
+
     def is_pinned(self, node: int) -> bool:
         return self._forest.pins[node] > 0
 
@@ -184,7 +232,11 @@ class BlockPool:
             return wanted
         most, per_chunk = len(self._free) + self._count[CACHED], self.blocks_per_chunk
         if per_chunk:
-            most -= self._forest.num_protected(enough=(most - wanted) // per_chunk) * per_chunk
+            enough = (most - wanted) // per_chunk
+            protected = self._forest.num_protected(enough)
+            if protected > enough and self._num_absent:
+                protected -= sum(self._state[chunk] == ABSENT for chunk in self._forest.protected())
+            most -= protected * per_chunk
         return min(wanted, most)
 
     def surely_available(self) -> int:
@@ -218,7 +270,8 @@ class BlockPool:
             chunks = keys = chunks[:admitted]
             needs = None
         missing = self.checkpoints.num_missing(needs or ())
-        short = len(chunks) * self.blocks_per_chunk + missing - len(self._free)
+        spare = len(self._duplicates) if self.is_scarce else 0
+        short = (len(chunks) - spare) * self.blocks_per_chunk + missing - len(self._free)
         if short <= 0:
             return len(keys)
         nodes, blocks = (len(self._forest), self._cached) if self._cached else (1, max(1, self.blocks_per_chunk))
@@ -229,10 +282,12 @@ class BlockPool:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.
 
         Where there are checkpoints it is their order that is exact, and a chunk may come later than it would leave.
+        Duplicates, which leave first, are left out: they are not gone then.
         """
         useless = dict.fromkeys(self.resume_points.useless())
         yield from useless
-        yield from (node for node in self._policy.soonest_evicted() if node not in useless)
+        spared = useless.keys() | self._duplicates.keys() if self.is_scarce else useless
+        yield from (node for node in self._policy.soonest_evicted() if node not in spared)
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
@@ -248,6 +303,16 @@ class BlockPool:
             unused_chunks=self._unused.chunks,
             unused_checkpoints=self._unused.checkpoints,
         )
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether duplicates leave first; else they leave like others. See scarcity.py."""
+        return self._scarcity is not None and self._scarcity.holds
+
+    def missed(self, keys: Sequence[bytes]) -> None:
+        """A request computes the chunks with these keys, which neither pool has."""
+        if self._scarcity is not None:
+            self._scarcity.missed(keys)
 
     def log_departures(self) -> None:
         """From now on keep the keys of nodes that are evicted, for `take_departed`."""
@@ -312,6 +377,7 @@ class BlockPool:
                 self.checkpoints.pin(block, -1)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
+        self._prune_absent(nodes)
 
     # From state to state
 
@@ -389,10 +455,83 @@ class BlockPool:
         if different < len(nodes) or len(nodes) != len(keys):
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         self._check_state(nodes, WRITING)
-        self._forest.insert_run(nodes, keys, parent)
-        self.resume_points.found(nodes, parent)
-        self._policy.inserted(nodes, touch)
-        self._move(nodes, WRITING, CACHED)
+        begin, filled = 0, list[int]()
+        for at, key in enumerate(keys) if self._num_absent else ():
+            place = self._forest.find(key)
+            if place != NONE and self._state[place] == ABSENT:
+                self._insert(nodes[begin:at], keys[begin:at], parent, touch)
+                self._fill(place, nodes[at])
+                filled.append(place)
+                parent, begin = place, at + 1
+        self._insert(nodes[begin:], keys[begin:], parent, touch)
+        self._policy.renewed(filled[::-1])
+
+    def _insert(self, nodes: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
+        if nodes:
+            self._forest.insert_run(nodes, keys, parent)
+            self.resume_points.found(nodes, parent)
+            self._policy.inserted(nodes, touch)
+            self._move(nodes, WRITING, CACHED)
+
+    def _fill(self, absent: int, written: int) -> None:
+        """Give an absent chunk the blocks that were written for it under another number, which is free then."""
+        self._policy.retired((written,))
+        self._rest[absent] = self._rest.pop(written)
+        self._first.update(dict.fromkeys(self._rest[absent], absent))
+        self._state[written] = FREE
+        self._numbers.append(written)
+        self._move((absent,), WRITING, CACHED)
+        self._num_absent -= 1
+        self.resume_points.found((absent,), self._forest.parent[absent])
+
+    def outline(self, keys: Sequence[bytes], parent: int) -> int:
+        """Give chunks of the pool beside their places: the first below `parent`, each further one below the one before.
+        The last of them, below which something is to be committed at once; `parent` for no keys.
+        """
+        if not keys:
+            return parent
+        chunks = self._new_numbers(len(keys))
+        self._forest.insert_run(chunks, keys, parent)
+        self._policy.inserted(chunks, self._policy.admitted(NONE, (), None))
+        for chunk in chunks:
+            self._state[chunk] = ABSENT
+        self._num_absent += len(chunks)
+        return chunks[-1]
+
+    def duplicated(self, chunks: Iterable[int]) -> None:
+        """The pool beside has these too, if they are cached. They leave first, in this order."""
+        for chunk in chunks:
+            if self._state[chunk] == CACHED:
+                self._forget_duplicate(chunk)
+                self._duplicates[chunk] = None
+
+    def duplicate_above(self, keys: Sequence[bytes], count: int) -> None:
+        """A request has used the first `count` chunks with these keys in the pool beside. They are duplicates, from the
+        deepest up to one that is known as such or absent: above that nothing was about to leave the pool beside.
+        """
+        depth = self._forest.resident_run(keys, 0, count) if self.is_shared else 0
+        chunk = self._forest.find(keys[depth - 1]) if depth else self.root
+        while chunk != self.root and self._state[chunk] == CACHED and chunk not in self._duplicates:
+            self._overlapping.discard(chunk)
+            self._duplicates[chunk] = None
+            chunk = self._forest.parent[chunk]
+
+    def renew(self, chunks: Sequence[int]) -> None:
+        """Cached chunks are about to leave the pool beside, in this order: they are duplicates no more, and young."""
+        self._overlapping.difference_update(chunks)
+        for chunk in self._duplicates.keys() & chunks:
+            del self._duplicates[chunk]
+        self._policy.renewed(chunks)
+
+    def renew_prefix(self, keys: Sequence[bytes], count: int) -> None:
+        """The same for the first `count` chunks with these keys, as far as they are here, from the deepest up."""
+        depth = self._forest.resident_run(keys, 0, count)
+        path = self._forest.path(self._forest.find(keys[depth - 1]), depth) if depth else []
+        self.renew([chunk for chunk in reversed(path) if self._state[chunk] == CACHED])
+
+    def _forget_duplicate(self, chunk: int) -> None:
+        self._duplicates.pop(chunk, None)
+        self._overlapping.discard(chunk)
 
     def abort(self, nodes: Sequence[int]) -> None:
         """The writer of nodes is done, and they will never be committed. Pinned ones are freed at unpin."""
@@ -417,12 +556,13 @@ class BlockPool:
     def reset(self) -> None:
         """Withdraw every key. Never fails; pinned nodes keep their bytes until their pins end.
 
-        Takes as long as there are nodes in use, and for each of the others a byte (a few, with a log of boundaries).
+        Takes as long as there are nodes in use, and for each of the others a byte (a few, with a log of boundaries);
+        where chunks go by numbers, some 50 ms for a million of these.
         What it leaves is dropped bit by bit, as blocks are handed out.
         """
         self.resume_points.clear(self._state.translate(IS_CACHED), self._left)
         held = self._forest.clear(self._left)
-        self._state = self._state.translate(WITHOUT_CACHED)
+        self._state = self._state.translate(WITHOUT_KEYS)
         for node in held:
             self._state[node] = RETIRED
         writing = list(_positions(self._state, WRITING))
@@ -430,6 +570,9 @@ class BlockPool:
         self._policy.forgotten(held)
         self._unused.clear()
         self._count_anew()
+        if self._scarcity is not None:
+            self.take_departed()
+            self._scarcity.clear()
 
     def drop_later(self, *containers: Container) -> None:
         """Empty containers that nobody uses any more bit by bit, as blocks are handed out."""
@@ -455,9 +598,20 @@ class BlockPool:
         assert self._first == {b: chunk for chunk, rest in self._rest.items() for b in rest}, "blocks of another chunk"
         cached = self._forest.nodes()
         for node, state in enumerate(self._state):
-            assert (state == CACHED) == (node in cached), f"node {node} is {State(state).name}"
+            assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {State(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
-                used += ((block, state) for block in (node, *self._rest.get(node, ())))
+                named = () if self.is_shared else (node,)
+                used += ((block, state) for block in (*named, *self._rest.get(node, ())))
+                assert state not in (WRITING, CACHED) or len(self._rest.get(node, ())) + len(named) >= 1, "no blocks"
+            if state == ABSENT:
+                assert node not in self._rest, f"chunk {node} is absent and has blocks"
+                assert self._forest.children[node] or self._forest.pins[node], (
+                    f"nothing hangs below absent chunk {node}"
+                )
+        assert self._num_absent == sum(state == ABSENT for state in self._state), "absent chunks are miscounted"
+        assert self._overlapping.isdisjoint(self._duplicates), "a duplicate is kept and leaves first"
+        duplicates = {*self._duplicates, *self._overlapping}
+        assert all(self._state[chunk] == CACHED for chunk in duplicates), "a duplicate is not cached"
         assert sorted(free + [each for each, _ in used]) == list(range(self.ready)), "a block is in two places, or none"
         for state in (WRITING, CACHED, RETIRED, PROTECTED):
             assert self._count[state] == sum(each == state for _, each in used), f"blocks in state {state}: miscounted"
@@ -478,11 +632,12 @@ class BlockPool:
     def _allocate_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
         per_chunk = self.blocks_per_chunk
         blocks = self._take(count * per_chunk, keys)
-        chunks = blocks[::per_chunk] if per_chunk else [self._new_number() for _ in range(count)]
+        is_named = per_chunk > 0 and not self.is_shared  # by its first block
+        chunks = blocks[::per_chunk] if is_named else self._new_numbers(count)
         self._move(chunks, FREE, WRITING)
-        if per_chunk > 1:
+        if per_chunk > is_named:
             for at, chunk in enumerate(chunks):
-                self._keep_rest(chunk, blocks[at * per_chunk + 1 : (at + 1) * per_chunk])
+                self._keep_rest(chunk, blocks[at * per_chunk + is_named : (at + 1) * per_chunk])
         if keys:
             self._policy.announced(chunks)
         return chunks
@@ -496,14 +651,14 @@ class BlockPool:
         """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
         blocks = self._evict(count - len(self._free), keys)
         blocks += self._free.take(min(count, len(self._free)))
-        self._hand_out(blocks)
+        self._hand_out(() if self.is_shared else blocks)
         blocks.sort()
         self._free.put(blocks[count:])
         return blocks[:count]
 
     def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
-        """Evict nodes until at least `short` blocks are freed, useless chunks first. Returns the blocks."""
-        freed: list[int] = []
+        """Evict nodes until at least `short` blocks are freed, duplicates first, then useless chunks. The blocks."""
+        freed = self._evict_duplicates(short) if self._duplicates and self.is_scarce and short > 0 else []
         while keys or len(freed) < short:
             while len(freed) < short and (chunk := self.resume_points.take_useless()) is not None:
                 self._policy.removed(chunk)
@@ -512,25 +667,93 @@ class BlockPool:
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             victims = self._policy.evict(max(0, -((len(freed) - short) // widest)), keys)
+            above = {self._forest.parent[victim] for victim in victims} if self._num_absent else ()
             freed += self._dissolve_evicted(victims)
+            self._prune_absent(above)
             keys = ()
+        if self._scarcity is not None:
+            self._scarcity.evicted(self.take_departed())
         return freed
 
+    def _evict_duplicates(self, short: int) -> list[int]:
+        """Free up to `short` blocks of duplicates that no pin protects. Their chunks are absent then."""
+        kept, victims = list[int](), list[int]()
+        for chunk in self._duplicates:
+            if len(victims) * self.blocks_per_chunk >= short:
+                break
+            if not self._forest.is_protected(chunk):
+                (kept if self._is_loaded_with_more(chunk, self._overlap) else victims).append(chunk)
+        for chunk in kept:
+            del self._duplicates[chunk]
+            self._overlapping.add(chunk)
+        freed: list[int] = []
+        for chunk in victims:
+            del self._duplicates[chunk]
+            self._evictions += 1
+            self.resume_points.lost((chunk,))
+            freed += self._take_blocks(chunk, CACHED)
+            self._state[chunk] = ABSENT
+            self._num_absent += 1
+            self._prune_absent((chunk,))
+        return freed
+
+    def _is_loaded_with_more(self, chunk: int, levels: int) -> bool:
+        """Whether one that only this pool has hangs below this chunk, at most so many levels down."""
+        for child in self._forest.children_of(chunk) if levels else ():
+            is_duplicate = child in self._duplicates or child in self._overlapping
+            if (self._state[child] == CACHED and not is_duplicate) or self._is_loaded_with_more(child, levels - 1):
+                return True
+        return False
+
+    def _take_blocks(self, chunk: int, before: int) -> list[int]:
+        """The blocks of a chunk that goes by a number; it has none any more."""
+        blocks = self._rest.pop(chunk, [])
+        self._count[before] -= len(blocks)
+        for block in blocks:
+            del self._first[block]
+        return blocks
+
+    def _prune_absent(self, chunks: Iterable[int]) -> None:
+        """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""
+        for chunk in chunks:
+            while self._state[chunk] == ABSENT and not (self._forest.children[chunk] or self._forest.pins[chunk]):
+                self._unused.left(chunk)
+                self._policy.removed(chunk)
+                self._forest.withdraw(chunk)
+                above = self._unlink(chunk)
+                self._dissolve((chunk,), ABSENT)
+                chunk = above
+
     def _dissolve_evicted(self, victims: Sequence[int]) -> list[int]:
-        self._evictions += len(victims)
-        self._unused.evicted(victims)
-        return self._dissolve(victims, CACHED)
+        cached = [node for node in victims if self._state[node] == CACHED] if self._num_absent else victims
+        self._evictions += len(cached)
+        if len(cached) == len(victims):
+            self._unused.evicted(cached)
+        else:
+            for node in victims:  # each after what hung below it
+                if self._state[node] == ABSENT:
+                    self._unused.left(node)
+                else:
+                    self._unused.evicted([node])
+            self._dissolve([node for node in victims if self._state[node] == ABSENT], ABSENT)
+        return self._dissolve(cached, CACHED)
 
     # Nodes, and their blocks
 
     def _new_number(self) -> int:
         """A number for a node that has no block to be named by: a checkpoint, or a chunk that takes no blocks."""
-        if self._numbers:
-            number = self._numbers.pop()
-            self._hand_out((number,))
-            return number
-        self._state.append(FREE)
-        return self._forest.add_number()
+        (number,) = self._new_numbers(1)
+        return number
+
+    def _new_numbers(self, count: int) -> list[int]:
+        first = max(0, len(self._numbers) - count)
+        numbers = self._numbers[first:]
+        del self._numbers[first:]
+        self._hand_out(numbers)
+        for _ in range(count - len(numbers)):
+            self._state.append(FREE)
+            numbers.append(self._forest.add_number())
+        return numbers
 
     def _hand_out(self, blocks: Sequence[int]) -> None:
         """Drop what a reset has left of them, and of as many others."""
@@ -549,10 +772,14 @@ class BlockPool:
         self._rest, self._first = {}, {}
         chunks = [node for node in states if node not in self.checkpoints]
         for chunk in chunks:
-            self._count[states[chunk]] += self.blocks_per_chunk
-            self._keep_rest(chunk, rest.get(chunk, ()))
-        used += self.blocks_of(chunks)
-        self._numbers = [node for node in range(self.root + 1, len(self._state)) if not self._state[node]]
+            if not self.is_shared or chunk in rest:
+                self._count[states[chunk]] += self.blocks_per_chunk
+                self._keep_rest(chunk, rest.get(chunk, ()))
+                used += self.blocks_of((chunk,))
+        self._num_absent = 0
+        self._duplicates, self._overlapping = {}, set()
+        beyond = range(self.root + 1, len(self._state))
+        self._numbers = list(compress(beyond, self._state[self.root + 1 :].translate(IS_FREE)))
         self._free.clear()
         for before, block in pairwise((-1, *sorted(used), self.ready)):
             if block - before > 1:
@@ -579,22 +806,31 @@ class BlockPool:
         """Withdraw nodes given parents first; those already withdrawn stay as they are."""
         nodes = subtree[::-1]
         cached = [node for node in nodes if self._state[node] == CACHED]
-        for node in cached:
-            self._policy.removed(node)
-            self._forest.withdraw(node)
+        absent = [node for node in nodes if self._state[node] == ABSENT] if self._num_absent else []
+        for node in nodes if absent else cached:
+            if self._state[node] in (CACHED, ABSENT):
+                self._policy.removed(node)
+                self._forest.withdraw(node)
         self.resume_points.lost(cached)
         self._move(cached, CACHED, RETIRED)
+        for node in cached if self.is_shared else ():
+            self._forget_duplicate(node)
+        for node in absent:
+            self._state[node] = RETIRED
+        self._num_absent -= len(absent)
         self._prune(nodes)
 
     def _prune(self, nodes: Iterable[int]) -> None:
         """Free those of `nodes`, and of their ancestors, that are RETIRED and not needed."""
-        gone = []
+        gone, above = [], []
         for node in nodes:
             while node != self.root and self._state[node] == RETIRED and not self._is_needed(node):
                 gone.append(node)
                 self._state[node] = FREE
                 node = self._unlink(node)
                 self.resume_points.may_be_useless(node)
+            above.append(node)
+        self._prune_absent(above)
         if gone:
             self._unused.forget(gone)
             self._free.put(sorted(self._dissolve(gone, RETIRED)))
@@ -605,7 +841,7 @@ class BlockPool:
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. Returns its parent, or the root."""
         parent = self._forest.prune(node)
-        if parent != self.root and self._state[parent] == CACHED and not self._forest.children[parent]:
+        if parent != self.root and self.is_placed(parent) and not self._forest.children[parent]:
             self._policy.bared(parent)
         return parent
 
@@ -613,6 +849,8 @@ class BlockPool:
         """Nodes do not exist any more. Returns the blocks that nothing uses now, which the caller takes or frees."""
         if before == CACHED:
             self.resume_points.lost(nodes)
+        if self.is_shared:
+            return self._dissolve_numbered(nodes, before)
         if self.blocks_per_chunk == 1 and not self._has_checkpoints:
             self._count[before] -= len(nodes)
             return list(nodes)
@@ -633,6 +871,14 @@ class BlockPool:
                     del self._first[block]
                 freed += (node, *rest)
         return freed
+
+    def _dissolve_numbered(self, chunks: Sequence[int], before: int) -> list[int]:
+        for chunk in chunks:
+            self._state[chunk] = FREE
+            self._forget_duplicate(chunk)
+        self._numbers += chunks
+        self._num_absent -= len(chunks) if before == ABSENT else 0
+        return [block for chunk in chunks for block in self._take_blocks(chunk, before)]
 
 
 def _positions(states: bytearray, state: int) -> Iterator[int]:

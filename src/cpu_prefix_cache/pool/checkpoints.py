@@ -66,6 +66,9 @@ class Checkpoints:
         self._widths = Counter[int]()  # of all checkpoints, in blocks
         self._held: set[_Piece] = set()  # whose bytes are pinned
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def __contains__(self, node: int) -> bool:
         return node in self._of
 

@@ -51,6 +51,7 @@ def new_pool(
     thresholds: Thresholds = NO_THRESHOLDS,
     declines: bool = True,
     log_boundaries: bool = False,
+    beside: int | None = None,
 ) -> BlockPool:
     """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
     return BlockPool(
@@ -63,6 +64,8 @@ def new_pool(
         thresholds=thresholds,
         declines=declines,
         log_boundaries=log_boundaries,
+        beside=beside,
+        overlap=planner.lookahead_chunks,
     )
 
 

@@ -8,7 +8,8 @@ class State(enum.IntEnum):
     WRITING = 1
     CACHED = 2
     RETIRED = 3
+    ABSENT = 4
 
 
-FREE, WRITING, CACHED, RETIRED = (int(state) for state in State)  # as the bytes that are kept: enums cost time
-PROTECTED = 4  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses
+FREE, WRITING, CACHED, RETIRED, ABSENT = (int(state) for state in State)  # as the bytes that are kept: enums cost time
+PROTECTED = 5  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses

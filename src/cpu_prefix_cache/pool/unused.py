@@ -26,20 +26,19 @@ class Unused:
 
     def evicted(self, nodes: Sequence[int]) -> None:
         """These nodes leave, each after what hung below it. They still show their parents."""
-        hit, parents, root = self._hit, self._forest.parent, self._forest.root
-        unused = nodes
-        if hit:
-            unused = []
-            for node in nodes:
-                if node not in hit:
-                    unused.append(node)
-                    continue
-                hit.remove(node)
-                if parents[node] != root:
-                    hit.add(parents[node])
-        checkpoints = sum(node in self._checkpoints for node in unused)
+        unused = [node for node in nodes if not self.left(node)] if self._hit else nodes
+        checkpoints = sum(node in self._checkpoints for node in unused) if self._checkpoints else 0
         self.checkpoints += checkpoints
         self.chunks += len(unused) - checkpoints
+
+    def left(self, node: int) -> bool:
+        """This node leaves, or the place of an absent one. Whether it was part of a hit, as its parent then was."""
+        if node not in self._hit:
+            return False
+        self._hit.remove(node)
+        if self._forest.parent[node] != self._forest.root:
+            self._hit.add(self._forest.parent[node])
+        return True
 
     def forget(self, nodes: Iterable[int]) -> None:
         """These nodes do not exist any more, and were not evicted."""

@@ -22,6 +22,7 @@ from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.two_tiers import RANK, ReplayEngine
 from cpu_prefix_cache.tiers.tiered_cache import LEAST_SIZE, TieredCache
 
+AHEAD = 400  # blocks of the host that are demoted before they leave, at most a quarter of it
 TIMED_TOKENS, TIMES = 1 << 20, 2  # of steps that tell a cache how fast prompts are computed: a rate takes two
 
 
@@ -80,7 +81,7 @@ class HostEngine(ReplayEngine):
         super().__init__(
             trace,
             HostTier(below.capacity, store_after=host.store_after, min_store_tokens=host.min_store_tokens),
-            DeviceTier(host.capacity, below.mode(host), policy=host.policy),
+            DeviceTier(host.capacity, below.mode(host), AHEAD, policy=host.policy),
         )
         self._rates = rates
         self._mean_tokens = 0.0 if rates is None else rates.mean_tokens(trace.work)

@@ -1,11 +1,13 @@
-"""`cpu-prefix-cache size TRACE --model CONFIG`: how much host memory this model needs for this load.
+"""`cpu-prefix-cache size TRACE --model CONFIG`: how much memory this model needs for this load.
 
-The trace is replayed through the pool of the cache repeatedly, with different amounts of memory (sizing.py). If the
-model needs checkpoints to resume (windows, states, local chunks), they are stored and evicted as in the cache: one at
-the end of each prompt, and one where a second continuation of a prefix appears (resumable.py). The goal is a share of
-the hit ratio of this model with infinite memory; the hit ratio of a model that could resume anywhere is printed beside
-it. A trace does not contain the tokens of answers, so there are no checkpoints at their ends. A hit may cover all of a
-prompt. The time of loads is that of the prefix, without checkpoints.
+The trace is replayed through the pool of the cache repeatedly, with different amounts of memory (sizing.py). It is that
+of host and device together where these add: with lazy offload, without a tier below, in a model without checkpoints.
+
+If the model needs checkpoints to resume (windows, states, local chunks), they are stored and evicted as in the cache:
+one at the end of each prompt, and one where a second continuation of a prefix appears (resumable.py). The goal is a
+share of the hit ratio of this model with infinite memory; the hit ratio of a model that could resume anywhere is
+printed beside it. A trace does not contain the tokens of answers, so there are no checkpoints at their ends. A hit may
+cover all of a prompt. The time of loads is that of the prefix, without checkpoints.
 """
 
 import argparse
@@ -49,7 +51,7 @@ LEAST_SHOWN = 60 * GIB  # rows begin at sizes of memory that servers have, whate
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "size",
-        help="how much host memory a model needs for a trace",
+        help="how much memory a model needs for a trace",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     sized = Sized(trace, sizings, planner.host_block_bytes, even_depth_of(flops), rates)
     ideal = Ratios.of(replay_ideal(trace), trace, sized.even_depth)
     print(goals(sized, ideal.block_hit_ratio, args.target, has_checkpoints=planner.has_checkpoints))
-    print(f"\n{table(sized)}\n\n{answers(sized)}")
+    print(f"\n{table(sized)}\n\n{answers(sized, has_checkpoints=planner.has_checkpoints)}")
     if args.json is not None:
         results = as_json(sized, ideal, args.target)
         write_json(args.json, {**head("size", trace, block_bytes, flops, rates), **results})

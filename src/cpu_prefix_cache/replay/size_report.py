@@ -16,6 +16,7 @@ from cpu_prefix_cache.replay.traces import Trace
 from cpu_prefix_cache.replay.units import show_bytes
 
 GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
+ADD = "Device and host add (lazy, no tier below): the host needs as much less as the device has for KV."
 NOT_QUITE_ALWAYS = "Sizes between the rows were not tried; a slightly smaller one may also reach the goal."
 FLAT = 0.02
 
@@ -90,17 +91,19 @@ def _columns(sized: Sized) -> Sequence[tuple[str, Callable[[Point], float | None
     )
 
 
-def answers(sized: Sized) -> str:
+def answers(sized: Sized, *, has_checkpoints: bool) -> str:
+    """With checkpoints the host holds prompts whole, whatever the device has."""
+    memory_of = "host memory" if has_checkpoints else "memory"
     lines = []
     for policy, sizing in sized.sizings.items():
         memory, seconds = sized.num_bytes(sizing.enough), sized.seconds(sizing.enough)
         share = sized.share(sizing.enough)
         saving = "" if seconds is None else f", and save {show_saved(seconds)} of prefill, {share:.0%} of all"
         lines.append(
-            f"{policy}: {memory / GB:,.1f} GB ({memory / GIB:,.1f} GiB) of host memory reach "
+            f"{policy}: {memory / GB:,.1f} GB ({memory / GIB:,.1f} GiB) of {memory_of} reach "
             f"{sizing.enough.hit_ratio:.4f}{saving}.{_flattens(sized, sizing)}"
         )
-    return "\n".join([*lines, NOT_QUITE_ALWAYS])
+    return "\n".join([*lines, *(() if has_checkpoints else (ADD,)), NOT_QUITE_ALWAYS])
 
 
 def _flattens(sized: Sized, sizing: Sizing) -> str:

@@ -264,6 +264,15 @@ class _Machine(RuleBasedStateMachine):
                 self.is_before.add((one, other))
 
     @invariant()
+    def the_order_goes_on(self) -> None:
+        """From behind a block, or from further in front: then what stands before is skipped by whoever reads."""
+        order = self.order()
+        for at, (block, _) in enumerate(order, start=1):
+            before = set(order[:at])
+            behind = [place for place in self.device.evicted_after(block) if place not in before]
+            assert behind == order[at:], f"behind block {block} of {order} evicted_after has {behind}"
+
+    @invariant()
     def counts_agree(self) -> None:
         order = self.order()
         places, in_use = dict(order), self.in_use()

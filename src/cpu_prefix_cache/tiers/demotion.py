@@ -22,7 +22,7 @@ class Demotion(Lazy):
     """`Lazy` over a host pool. `is_eager`: see above."""
 
     def __init__(self, stores: StorePlanner, steps: EngineSteps, ancestry: Ancestry, *, is_eager: bool) -> None:
-        super().__init__(stores, steps, lambda: 0, ancestry)
+        super().__init__(stores, steps, tuple, ancestry)
         self._is_eager = is_eager
         self._arrived: deque[bytes] = deque(maxlen=max(1, stores.device_chunks))  # the deepest keys of new chains
         self.is_open = self.is_failing = False
@@ -45,17 +45,17 @@ class Demotion(Lazy):
         self._arrived.clear()
         super().reset()
 
-    def _plan(self) -> None:
+    def plan(self) -> None:
         if self.is_open and not self.is_failing:
             self._store_arrived()
-            super()._plan()
+            super().plan()
 
     def _store_arrived(self) -> None:
-        held, _ = self._stores.ledger.held_by_walk()
+        held = self._stores.ledger.held_by_walk()
         budget = self._steps.report_steps * self._step_blocks()
         while self._arrived and held < budget:
             key = self._arrived[0]
-            chain = None if self._stores.is_covered(key) else self._missing_chain(key)
+            chain = None if self._stores.is_covered(key) else self._missing_chain(key, set())
             if chain is not None:
                 if held and held + self._stores.device_blocks(chain) > budget:
                     return

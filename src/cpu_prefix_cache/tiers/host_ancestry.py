@@ -24,11 +24,13 @@ class HostAncestry:
     def __len__(self) -> int:
         return 0
 
-    def sweep(self) -> None:
-        """Count what has left the host unsaved."""
-        for key in self._host.take_departed():
+    def sweep(self) -> Sequence[bytes]:
+        """Count what has left the host unsaved. Returns what has left it."""
+        departed = self._host.take_departed()
+        for key in departed:
             self.lost += not self._is_covered(key) and key not in self._unwanted
             self._unwanted.discard(key)
+        return departed
 
     def is_dependent(self, key: bytes) -> bool:
         node = self._host.find(key)
@@ -45,22 +47,24 @@ class HostAncestry:
         return CheckpointAt(depth, tuple(map(self._key, self._host.path(chunk, self._planner.reach(depth)))))
 
     def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
-        """Walks from `key` upwards, over the chunks that are not covered."""
+        return self.run_above(key, lambda each: not is_covered(each))
+
+    def run_above(self, key: bytes, within: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
         host, node = self._host, self._host.find(key)
         if node is None:
             return None
-        missing: list[bytes] = []
-        while node != host.root and not is_covered(above := self._key(node)):
-            missing.append(above)
+        run: list[bytes] = []
+        while node != host.root and within(above := self._key(node)):
+            run.append(above)
             node = host.parent(node)
-        return missing[::-1], None if node == host.root else self._key(node)
+        return run[::-1], None if node == host.root else self._key(node)
 
     def unwanted(self, keys: Sequence[bytes]) -> None:
         self._unwanted.update(keys)
 
     # Told, and known already
 
-    def add(self, keys: Sequence[bytes], start: int, stop: int, saved: int) -> None:
+    def add(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         pass
 
     def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
@@ -70,6 +74,7 @@ class HostAncestry:
         pass
 
     def clear(self) -> None:
+        self._host.take_departed()
         self._unwanted.clear()
 
     def _key(self, node: int) -> bytes:

@@ -109,6 +109,9 @@ class TierCache(CPUPrefixCache):
         self._now = 0.0
         self._refused = 0
 
+    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
+        return False  # what is written below is written with all that it hangs below
+
     def _new_offload(self, mode: str) -> Demotion:
         self.ancestry = HostAncestry(self.host, self.planner, self._stores.is_covered)
         self.demotion = Demotion(self._stores, self._steps, self.ancestry, is_eager=self._is_eager)
@@ -198,7 +201,8 @@ class TierCache(CPUPrefixCache):
                 copies += self.coordinator.checkpoint_copies(checkpoint.depth, *pieces)
         host_blocks = [block for copy in copies for block in copy.device_blocks]
         here = [node for node in sources if node is not None]
-        self._plan_load(id, chain.keys, here if len(here) == len(sources) else (), copies, host_blocks, self._now)
+        pin = self.pool.pin(*here) if here and len(here) == len(sources) else None
+        self._plan_load(id, chain.keys, pin, copies, host_blocks, self._now)
 
     def plan(self) -> TierPlan:
         """What all ranks do in this step."""

@@ -129,6 +129,9 @@ class TieredCache(CPUPrefixCache):
         self._now = 0.0
         self._tier_hit_tokens = self._asked = self._late = self._declined = 0
 
+    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
+        return False  # what is written below is written with all that it hangs below
+
     # Questions
 
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
@@ -242,7 +245,7 @@ class TieredCache(CPUPrefixCache):
         elif is_new:
             self.below.pool.touch(None, request.keys, now, request.num_tokens)
         if is_new and boundary is not None and boundary > n0:
-            self.below.demotion.used(self.planner.full_chunks(boundary))
+            self.below.demotion.used(request.keys, self.planner.full_chunks(boundary))
 
     def passed(self, now: float) -> None:
         """Time has come to `now`. Asked for where no requests come: leases and pauses end by it."""
