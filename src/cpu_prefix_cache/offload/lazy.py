@@ -31,10 +31,10 @@ the device has promised to running requests.
 * **Whole prompts**, above a tier and in models with checkpoints, where the host alone holds a prompt from its
   beginning. Its deepest chunk is handed out first and stored last. If it were stored in portions, its end would be
   evicted before its turn. So a chain is stored with all its missing ancestors, however long it is, if the device can
-  spare it: if a whole stretch waits besides, and as much again as is held. What was stored or declined in this way is
-  *settled* until it is used or computed again: a host that is smaller than a chain may have evicted it when the front
-  comes to it. Where little waits, what runs is stored too. A load that finds another on the link waits if its
-  destinations reach beyond the front.
+  spare it: if a whole stretch waits besides, and as much again as is held. Where little waits, what runs is stored too.
+  A load that finds another on the link waits if its destinations reach beyond the front.
+* **Small hosts.** What lazy has stored or the host has declined is *settled* until it is used, computed or loaded
+  again: a host that is smaller than the front, or than a chain, may have evicted it when the front comes to it.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
@@ -44,6 +44,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.parents import Ancestry, Parents
@@ -104,13 +105,20 @@ class Lazy(Eager):
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)
         self._settled.difference_update(running.keys[before : running.confirmed])
+        self._became_known(running.keys[before : running.confirmed])
         super().confirmed(running, before)
         self.work += running.confirmed - before
 
     def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
         self._parents.add_checkpoint(checkpoint)
+        self._became_known((checkpoint_key(checkpoint.tail[-1]),))
         super().checkpointed(running, checkpoint)
         self.work += 1
+
+    def _became_known(self, keys: Sequence[bytes]) -> None:
+        """What waited and was examined before its parent was known can be stored now: the front is examined again."""
+        if not self._front.keys().isdisjoint(keys):
+            self._front.clear()
 
     def ended(self, running: Running) -> None:
         if self._is_short:  # what it had is handed out before any look
@@ -136,13 +144,14 @@ class Lazy(Eager):
 
     def committed(self, store: Transfer) -> None:
         self._parents.saved(store.keys)
-        if not self._pool.is_shared:
+        if store.owner is None or not self._pool.is_shared:
             self._settled.update(store.keys)
         elif store.owner in self._running():
             self._duplicate(key for key in reversed(store.keys) if key not in self._front)
 
     def loaded(self, nodes: Sequence[int]) -> None:
         if self._pool.is_shared:
+            self._settled.difference_update(key for node in nodes if (key := self._pool.key(node)) is not None)
             self._pool.duplicated(reversed(nodes))
 
     def _duplicate(self, keys: Iterable[bytes]) -> None:
