@@ -272,7 +272,7 @@ class CPUPrefixCache:
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
             self._union_misses += self._is_union_miss(request, end)
-        self.pool.missed(request.keys[resumed:])
+        self.pool.missed(request.keys, resumed)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0

@@ -28,12 +28,12 @@ class Lru(TouchPolicy):
         self._stamp += 1
         last, touch = NONE, Touch(self._stamp, self._ring)
         for block in blocks:
-            if last == NONE or self._forest.parent[last] != block:  # not the same prompt, from its end up
+            begins = last == NONE or self._forest.parent[last] != block  # not the same prompt, from its end up
+            if begins:
                 touch = Touch(self._stamp, self._ring)
-                self._carry(block, touch)
-                if not self._forest.children[block]:
-                    self._ring.enter_young(touch, block)
             self._carry(block, touch)
+            if begins and not self._forest.children[block]:
+                self._ring.enter_young(touch, block)
             last = block
 
     def cleared(self, writing: Sequence[int], left: Leftovers) -> None:

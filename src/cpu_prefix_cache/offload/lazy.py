@@ -311,6 +311,8 @@ class Lazy(Eager):
 
     def _cover(self, places: Sequence[Place]) -> None:
         """Examine these places, and store what is not covered. Up to the first that has to wait they join the front."""
+        if not places:
+            return
         self.work += len(places)
         keys = [key for _, key in places if key is not None]
         if self._pool.is_shared:

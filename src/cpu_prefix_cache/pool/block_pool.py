@@ -28,7 +28,7 @@ its place in it without a block here, because the other pool has it, as long as 
 
     outline    (none) -> ABSENT       what is to be committed hangs below it
     commit     ABSENT -> CACHED       with the blocks that were written for it
-    evict      CACHED -> ABSENT       of a *duplicate*, which the other pool has too: duplicates leave first
+    evict      CACHED -> ABSENT       of a *duplicate*, which the other pool has too: first, where room is scarce
     evict      ABSENT -> (none)       with the last chunk below it
 
 A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
@@ -309,10 +309,10 @@ class BlockPool:
         """Whether duplicates leave first; else they leave like others. See scarcity.py."""
         return self._scarcity is not None and self._scarcity.holds
 
-    def missed(self, keys: Sequence[bytes]) -> None:
-        """A request computes the chunks with these keys, which neither pool has."""
+    def missed(self, keys: Sequence[bytes], start: int = 0) -> None:
+        """A request computes the chunks with these keys from position `start` on, which neither pool has."""
         if self._scarcity is not None:
-            self._scarcity.missed(keys)
+            self._scarcity.missed(keys[start:])
 
     def log_departures(self) -> None:
         """From now on keep the keys of nodes that are evicted, for `take_departed`."""
@@ -464,7 +464,8 @@ class BlockPool:
                 filled.append(place)
                 parent, begin = place, at + 1
         self._insert(nodes[begin:], keys[begin:], parent, touch)
-        self._policy.renewed(filled[::-1])
+        if filled:
+            self._policy.renewed(filled[::-1])
 
     def _insert(self, nodes: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         if nodes:
