@@ -21,7 +21,7 @@ moment or the other.
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -594,6 +594,15 @@ class FakeRank:
         return [TORN] * width
 
 
+class Stood(NamedTuple):
+    """Places of a hold."""
+
+    held: object  # as long as it lives, its id is its own
+    before: dict[object, object]  # of each block that waited: what waited before it, if anything
+    near: set[object]  # these, and what others held at that time
+    num_holds: int  # up to this one
+
+
 class Engine:
     """An engine whose scheduler, block pool and connector are real. `counts` is what has happened in it.
 
@@ -685,10 +694,10 @@ class Engine:
         self._hasher = self.model.hasher(get_request_block_hasher(self.hash_tokens, sha256))
         self._loads: dict[int, tuple[str, Sequence[object]]] = {}
         self._on_device: dict[str, int] = {}
-        self._stood: dict[int, tuple[object, dict[object, object]]] = {}  # by hold: what stood before what
+        self._stood: dict[int, Stood] = {}  # by hold
         self._came_back: set[object] = set()  # places where a hold has ended
-        self._at_front: set[object] = set()  # of these, those whose block went to the front
-        self._used_again: set[object] = set()  # places that a request has left
+        self._left: dict[object, int] = {}  # by place: how many holds there had been when a request took its block
+        self._num_holds = 0
         self._holds = False
         self._watch()
 
@@ -891,7 +900,8 @@ class Engine:
         self._wrap(self.pool, "reset_prefix_cache")
         for device_method in ("find_all", "find_checkpoint", "soonest_evicted", "evicted_after", "hold", "release"):
             self._wrap(self.device, device_method)
-        self._wrap(self.pool, "touch")
+        for pool_method in ("touch", "get_new_blocks"):
+            self._wrap(self.pool, pool_method)
 
     def _watch_reset_prefix_cache(self, reset: Callable[[], bool]) -> bool:
         """Blocks lose their names in a reset, and nothing else changes of those that are held."""
@@ -956,18 +966,28 @@ class Engine:
         order, self._holds = self._waiting(), True
         held = hold(blocks, parent)
         self._holds = False
-        self._stood[id(held)] = held, dict(zip(order, [None, *order], strict=False))
+        self._num_holds += 1
+        before = {place: each for place, each in zip(order, [None, *order], strict=False) if place.block in blocks}
+        near = before.keys() | {place for stood in self._stood.values() for place in stood.before}
+        self._stood[id(held)] = Stood(held, before, near, self._num_holds)
         self.counts["blocks held"] += len(blocks)
         return held
 
     def _watch_touch(self, touch: Callable, blocks: Sequence[object]) -> None:
         if not self._holds:
-            self._used_again.update(map(_place, blocks))
+            self._leave(map(_place, blocks))
         touch(blocks)
+
+    def _watch_get_new_blocks(self, get: Callable, count: int) -> list[object]:
+        self._leave(self._waiting()[:count])
+        return get(count)
+
+    def _leave(self, places: Iterable[object]) -> None:
+        self._left.update(dict.fromkeys(places, self._num_holds))
 
     def _watch_release(self, release: Callable, held: object) -> None:
         """What waited is behind its neighbour again, or at the front; the rest at the end, or before its parent."""
-        _, neighbours = self._stood.pop(id(held))
+        stood = self._stood.pop(id(held))
         before = self._waiting()
         release(held)
         after = self._waiting()
@@ -975,15 +995,13 @@ class Engine:
         assert [each for each in after if each.block not in new] == before, "others have moved"
         blocks = [*held.in_use, *(block for run in held.runs for block in run.blocks)]
         back = [_place(block) for block in blocks if block.block_id in new and block.block_hash]
-        last = [place for place in back if place not in neighbours]
+        last = [place for place in back if place not in stood.before]
         self._check_at_the_end(last, after, held.parent)
-        self._used_again.update(last)
+        self._leave(last)
+        self._came_back.update(place for place in back if place in stood.before)
         for place in back:
-            if place in neighbours:
-                self._came_back.add(place)
-        for place in sorted(back, key=after.index):
-            if place in neighbours:
-                self._check_in_place(place, neighbours[place], after)
+            if place in stood.before:
+                self._check_in_place(place, stood, after)
         self.counts["used again before they could be released"] += len(blocks) - len(new)
 
     def _check_at_the_end(self, last: Sequence[object], after: Sequence[object], parent: Sequence[object]) -> None:
@@ -998,27 +1016,18 @@ class Engine:
         else:
             assert not behind, "what was in use is not the last"
 
-    def _check_in_place(self, place: object, neighbour: object, after: Sequence[object]) -> None:
-        """Between a block and its neighbour are only those that stood there when they were held. Where one of them was
-        used, or handed out, it is at the front; and another is not there with it that has stood behind one in place.
-        """
-        self._at_front.discard(place)
-        if neighbour is not None and (neighbour not in after or neighbour in self._used_again):
-            self._at_front.add(place)
-            self.counts["came back without their neighbour"] += 1
+    def _check_in_place(self, place: object, stood: "Stood", after: Sequence[object]) -> None:
+        """Between a block and its neighbour are only those that were held, unless a request took one near it."""
+        neighbour = stood.before[place]
+        if any(self._left.get(each, 0) >= stood.num_holds for each in (neighbour, *stood.near)):
+            self.counts["came back where a request took another"] += 1
             return
-        here, first = after.index(place), 0 if neighbour is None else after.index(neighbour) + 1
-        between = after[first:here] if first <= here else after[:here]
-        if between and between[-1] in self._used_again:
-            self.counts["came back behind what was used again"] += 1
+        if neighbour is not None and neighbour not in after:
+            self.counts["came back before their neighbour"] += 1
             return
-        if neighbour in self._at_front:
-            if not between:
-                self._at_front.add(place)
-                return
-            assert after[here - 1] in self._came_back, "not where it waited"
-            self.counts["came back behind another neighbour"] += 1
-            return
+        first, here = 0 if neighbour is None else after.index(neighbour) + 1, after.index(place)
+        between = after[first:here]
+        assert first <= here, "before what it waited behind"
         assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
         self.counts["released in place"] += 1
 
