@@ -39,6 +39,7 @@ request can resume.
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
@@ -137,8 +138,10 @@ class BlockPool:
         self.ready = 0
         self._evictions = 0
         self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
-        self._rest: dict[int, list[int]] = {}  # the blocks of a chunk beyond the one that it goes by, if it does
-        self._first: dict[int, int] = {}  # of each of these the first block of the chunk
+        # Of each chunk the blocks beyond the one that it goes by, if it does; NONE for those of an absent one.
+        self._width = max(0, blocks_per_chunk - (not self.is_shared))
+        self._rest = array("i", [NONE]) * (self._width * (self.root + 1))
+        self._first: dict[int, int] = {}  # of each of these the first block of the chunk, if it goes by that
         self._numbers: list[int] = []  # beyond the blocks, of nodes that are gone
         self._left = Leftovers()
         self._log = BoundaryLog(self._forest) if log_boundaries else None
@@ -185,10 +188,10 @@ class BlockPool:
     def blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """All the blocks of chunks, chunk after chunk."""
         if self.is_shared:
-            return tuple(block for chunk in chunks for block in self._rest[chunk])
+            return tuple(self._rest_of(chunks))
         if self.blocks_per_chunk <= 1:
             return tuple(chunks) if self.blocks_per_chunk else ()
-        return tuple(block for chunk in chunks for block in (chunk, *self._rest[chunk]))
+        return tuple(block for chunk in chunks for block in (chunk, *self._rest_of((chunk,))))
 
     def all_blocks_of(self, node: int) -> Iterator[int]:
         """The blocks of a chunk, or of the pieces of a checkpoint."""
@@ -477,8 +480,7 @@ class BlockPool:
     def _fill(self, absent: int, written: int) -> None:
         """Give an absent chunk the blocks that were written for it under another number, which is free then."""
         self._policy.retired((written,))
-        self._rest[absent] = self._rest.pop(written)
-        self._first.update(dict.fromkeys(self._rest[absent], absent))
+        self._keep_rest(absent, self.blocks_of((written,)))
         self._state[written] = FREE
         self._numbers.append(written)
         self._move((absent,), WRITING, CACHED)
@@ -496,6 +498,7 @@ class BlockPool:
         self._policy.inserted(chunks, self._policy.admitted(NONE, (), None))
         for chunk in chunks:
             self._state[chunk] = ABSENT
+            self._keep_rest(chunk, [NONE] * self._width)
         self._num_absent += len(chunks)
         return chunks[-1]
 
@@ -596,19 +599,23 @@ class BlockPool:
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
         assert len(free) + sum(self._count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
         used = list(self.checkpoints.blocks())
-        assert self._first == {b: chunk for chunk, rest in self._rest.items() for b in rest}, "blocks of another chunk"
+        first: dict[int, int] = {}
         cached = self._forest.nodes()
         for node, state in enumerate(self._state):
             assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {State(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
-                named = () if self.is_shared else (node,)
-                used += ((block, state) for block in (*named, *self._rest.get(node, ())))
-                assert state not in (WRITING, CACHED) or len(self._rest.get(node, ())) + len(named) >= 1, "no blocks"
+                rest = [block for block in self._rest_of((node,)) if block != NONE]
+                used += ((block, state) for block in (rest if self.is_shared else (node, *rest)))
+                first |= {} if self.is_shared else dict.fromkeys(rest, node)
+                if state == ABSENT:
+                    assert not rest, f"chunk {node} is absent and has blocks"
+                elif not self.is_shared or state != RETIRED:
+                    assert len(rest) == self._width, "no blocks"
             if state == ABSENT:
-                assert node not in self._rest, f"chunk {node} is absent and has blocks"
                 assert self._forest.children[node] or self._forest.pins[node], (
                     f"nothing hangs below absent chunk {node}"
                 )
+        assert self._first == first, "blocks of another chunk"
         assert self._num_absent == sum(state == ABSENT for state in self._state), "absent chunks are miscounted"
         assert self._overlapping.isdisjoint(self._duplicates), "a duplicate is kept and leaves first"
         duplicates = {*self._duplicates, *self._overlapping}
@@ -636,17 +643,27 @@ class BlockPool:
         is_named = per_chunk > 0 and not self.is_shared  # by its first block
         chunks = blocks[::per_chunk] if is_named else self._new_numbers(count)
         self._move(chunks, FREE, WRITING)
-        if per_chunk > is_named:
-            for at, chunk in enumerate(chunks):
+        if self._width > 1 or is_named:
+            for at, chunk in enumerate(chunks if self._width else ()):
                 self._keep_rest(chunk, blocks[at * per_chunk + is_named : (at + 1) * per_chunk])
+        elif self._width:
+            rest = self._rest
+            for chunk, block in zip(chunks, blocks, strict=True):
+                rest[chunk] = block
         if keys:
             self._policy.announced(chunks)
         return chunks
 
     def _keep_rest(self, chunk: int, blocks: Sequence[int]) -> None:
-        if blocks:
-            self._rest[chunk] = list(blocks)
+        self._rest[chunk * self._width : (chunk + 1) * self._width] = array("i", blocks)
+        if not self.is_shared:
             self._first.update(dict.fromkeys(blocks, chunk))
+
+    def _rest_of(self, chunks: Sequence[int]) -> Iterable[int]:
+        width, rest = self._width, self._rest
+        if width == 1:
+            return map(rest.__getitem__, chunks)
+        return (block for chunk in chunks for block in rest[chunk * width : (chunk + 1) * width])
 
     def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:
         """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
@@ -708,10 +725,9 @@ class BlockPool:
 
     def _take_blocks(self, chunk: int, before: int) -> list[int]:
         """The blocks of a chunk that goes by a number; it has none any more."""
-        blocks = self._rest.pop(chunk, [])
+        blocks = [block for block in self._rest_of((chunk,)) if block != NONE]
         self._count[before] -= len(blocks)
-        for block in blocks:
-            del self._first[block]
+        self._keep_rest(chunk, [NONE] * self._width)
         return blocks
 
     def _prune_absent(self, chunks: Iterable[int]) -> None:
@@ -753,6 +769,7 @@ class BlockPool:
         self._hand_out(numbers)
         for _ in range(count - len(numbers)):
             self._state.append(FREE)
+            self._rest.extend([NONE] * self._width)
             numbers.append(self._forest.add_number())
         return numbers
 
@@ -768,15 +785,14 @@ class BlockPool:
         states = {node: state for state in (WRITING, RETIRED) for node in _positions(self._state, state)}
         self.checkpoints.clear(states, self._left)
         used = [block for block, _ in self.checkpoints.blocks()]
-        rest, first = self._rest, self._first
-        self._left.add(rest, first)
-        self._rest, self._first = {}, {}
-        chunks = [node for node in states if node not in self.checkpoints]
-        for chunk in chunks:
-            if not self.is_shared or chunk in rest:
+        self._left.add(self._first)
+        self._first = {}
+        for chunk in (node for node in states if node not in self.checkpoints):
+            blocks = self.blocks_of((chunk,))
+            if NONE not in blocks:  # it was absent
                 self._count[states[chunk]] += self.blocks_per_chunk
-                self._keep_rest(chunk, rest.get(chunk, ()))
-                used += self.blocks_of((chunk,))
+                self._keep_rest(chunk, blocks[self.blocks_per_chunk - self._width :])
+                used += blocks
         self._num_absent = 0
         self._duplicates, self._overlapping = {}, set()
         beyond = range(self.root + 1, len(self._state))
@@ -867,19 +883,22 @@ class BlockPool:
                     continue
             if self.blocks_per_chunk:
                 self._count[before] -= self.blocks_per_chunk
-                rest = self._rest.pop(node, ())
-                for block in rest:
+                blocks = self.blocks_of((node,))
+                for block in blocks[1:]:
                     del self._first[block]
-                freed += (node, *rest)
+                freed += blocks
         return freed
 
     def _dissolve_numbered(self, chunks: Sequence[int], before: int) -> list[int]:
         for chunk in chunks:
             self._state[chunk] = FREE
+        for chunk in chunks if self._duplicates or self._overlapping else ():
             self._forget_duplicate(chunk)
         self._numbers += chunks
         self._num_absent -= len(chunks) if before == ABSENT else 0
-        return [block for chunk in chunks for block in self._take_blocks(chunk, before)]
+        blocks = [block for block in self._rest_of(chunks) if block != NONE]
+        self._count[before] -= len(blocks)
+        return blocks
 
 
 def _positions(states: bytearray, state: int) -> Iterator[int]:
