@@ -281,29 +281,27 @@ class VllmDevice(Device):
     def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
         """Take blocks out of the queue, in runs of neighbours: of a prompt, about one run for each group.
 
-        `waiting` is ordered by chunk and the queue by group, so runs are found by the queue's links.
+        `waiting` is ordered by chunk and the queue by group, so runs are found by the queue's links. A run ends where
+        held blocks will return right behind it.
         """
         runs: list[Run] = []
         left = {block.block_id for block in waiting}
+        ends = {place.block for place in self._places.with_held_behind() if isinstance(place, Place)}
         for first in waiting:
             if first.block_id not in left:
                 continue
-            while first.prev_free_block.block_id in left and not self._ends_run(first.prev_free_block):
-                first = first.prev_free_block
-            run, before = [first], first.prev_free_block
-            while not self._ends_run(run[-1]) and run[-1].next_free_block.block_id in left:
-                run.append(run[-1].next_free_block)
-            left.difference_update(block.block_id for block in run)
+            while (before := first.prev_free_block).block_id in left and before.block_id not in ends:
+                first = before
+            run, last = [first], first
+            while last.block_id not in ends and (last := last.next_free_block).block_id in left:
+                run.append(last)
+            left.difference_update([block.block_id for block in run])
             place = _place(run[-1])
             is_first = before is self._pool.free_block_queue.fake_free_list_head
             self._places.leave(place, FRONT if is_first else _place(before))
             self._pool.touch(run)
             runs.append(Run(place, run))
         return runs
-
-    def _ends_run(self, block: KVCacheBlock) -> bool:
-        """Whether held blocks will return to the place right behind this block."""
-        return len(self._places) > 0 and self._places.is_before(_place(block))
 
     def release(self, hold: Hold) -> None:
         """Blocks that were in use go to the end, the deepest first, as vLLM frees a request: a chunk must be evicted

@@ -15,7 +15,7 @@ must tell a waiting block from its later uses: its number with the key it waits 
 meanwhile and waits again under its key, now at the end, still counts as that place.)
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 FRONT = "front"  # before the first of the order
 
@@ -35,9 +35,9 @@ class Places:
     def __len__(self) -> int:
         return len(self._before)
 
-    def is_before(self, place: Hashable) -> bool:
-        """Whether a place right behind this one, which waits, is held."""
-        return place in self._last
+    def with_held_behind(self) -> Collection[Hashable]:
+        """The waiting places, and FRONT, that a held one is right behind. O(1) to ask whether a place is among them."""
+        return self._last.keys()
 
     def leave(self, place: Hashable, before: Hashable) -> None:
         """Hold this place, which waited right behind `before`, a place that waits or FRONT."""
