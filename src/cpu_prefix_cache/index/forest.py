@@ -93,10 +93,10 @@ class Forest:
         """The block of the chunk with this key, or NONE."""
         return self._shards[key[0]].get(key, NONE)
 
-    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of `keys` under which nothing is here."""
+    def find_all(self, keys: Iterable[bytes]) -> list[int]:
+        """`find` of each key."""
         shards = self._shards
-        return [key for key in keys if key not in shards[key[0]]]
+        return [shards[key[0]].get(key, NONE) for key in keys]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of chunks that are here, in `keys[start:stop]`; all of `keys[:start]` is taken to be.

@@ -293,7 +293,7 @@ class Lazy(Eager):
         """
         unseen: list[Place] = []
         for place in islice(self._device.soonest_evicted(), count):
-            if not self._is_unseen(place):
+            if _name(place) in self._front:
                 return unseen, _name(place)
             unseen.append(place)
         return unseen, None
@@ -302,12 +302,12 @@ class Lazy(Eager):
         """The next places behind the front."""
         if count <= 0:
             return []
-        last = next((self._front[name] for name in reversed(self._front) if self._waits(name)), None)
+        front, writing = self._front, self._stores.ledger.writing
+        waiting = (front[name] for name in reversed(front) if name not in writing and self._waits(name))
+        last = next(waiting, None)
         order = self._device.soonest_evicted() if last is None else self._device.evicted_after(last)
-        return [*islice(filter(self._is_unseen, order), count)]
-
-    def _is_unseen(self, place: Place) -> bool:
-        return _name(place) not in self._front
+        unseen = ((block, key) for block, key in order if (block if key is None else key) not in front)
+        return [*islice(unseen, count)]
 
     def _cover(self, places: Sequence[Place]) -> None:
         """Examine these places, and store what is not covered. Up to the first that has to wait they join the front."""
@@ -315,20 +315,24 @@ class Lazy(Eager):
             return
         self.work += len(places)
         keys = [key for _, key in places if key is not None]
+        cached, missing = self._pool.split(keys)
         if self._pool.is_shared:
-            self._renew(keys)
-        uncovered = self._stores.uncovered(keys) - self._settled
+            self._pool.renew(cached)
+        uncovered = set(missing).difference(self._stores.ledger.writing).difference(self._settled)
         held = self._stores.ledger.held_by_walk() if uncovered else 0
-        for place in places:
-            block, key = place
-            if key is not None and key in uncovered and key not in self._settled:
+        front, settled = self._front, self._settled
+        for block, key in places:
+            if key is None:
+                front[block] = block
+                continue
+            if key in uncovered and key not in settled:
                 transfer, stop = self._store(key, uncovered, held)
                 if transfer is not None:
                     held += transfer.held_blocks
                     uncovered.difference_update(transfer.keys)
                 if stop is not None and not stop.is_final:
                     return
-            self._front[_name(place)] = block
+            front[key] = block
 
     def _renew(self, keys: Iterable[bytes]) -> None:
         """These chunks are about to leave the device: if the host has them, they become its youngest."""

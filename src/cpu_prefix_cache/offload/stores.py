@@ -316,9 +316,7 @@ class StorePlanner:
         for blocks in found(keys):
             if blocks is None:
                 break
-            if len(blocks) != self.chunk_blocks:
-                raise MisuseError(
-                    f"the device has {len(blocks)} blocks for a chunk that takes {self.chunk_blocks} of them"
-                )
             chunks.append(blocks)
+        if wrong := set(map(len, chunks)) - {self.chunk_blocks}:
+            raise MisuseError(f"the device has {min(wrong)} blocks for a chunk that takes {self.chunk_blocks} of them")
         return chunks

@@ -164,10 +164,15 @@ class BlockPool:
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Keys, of `keys`, that no cached node has."""
-        if not self._num_absent:
-            return self._forest.absent(keys)
-        find, state = self._forest.find, self._state
-        return [key for key in keys if (node := find(key)) == NONE or state[node] == ABSENT]
+        return self.split([*keys])[1]
+
+    def split(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
+        """The cached nodes that have some of these keys, and the other keys; both in order."""
+        places, state = self._forest.find_all(keys), self._state
+        cached = [node for node in places if node != NONE and state[node] == CACHED]
+        if not cached:
+            return cached, [*keys]
+        return cached, [key for key, node in zip(keys, places, strict=True) if node == NONE or state[node] == ABSENT]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of cached chunks in `keys[start:stop]`. O(log n), because prefixes are closed (rule 3).
@@ -459,8 +464,7 @@ class BlockPool:
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         self._check_state(nodes, WRITING)
         begin, filled = 0, list[int]()
-        for at, key in enumerate(keys) if self._num_absent else ():
-            place = self._forest.find(key)
+        for at, place in enumerate(self._forest.find_all(keys) if self._num_absent else ()):
             if place != NONE and self._state[place] == ABSENT:
                 self._insert(nodes[begin:at], keys[begin:at], parent, touch)
                 self._fill(place, nodes[at])
