@@ -12,6 +12,7 @@ The earlier hashes of a chunk do not follow from its key. So where a group has b
 are remembered by the key, from when the chunk is computed until the device has none of its last blocks.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import overload
 
@@ -75,13 +76,13 @@ class HashesOnDevice:
         self._each = each
         self._is_here = is_here
         self._sweep = Forgetting()
-        self.by_key: dict[bytes, Sequence[bytes]] = {}
+        self.by_key = OrderedDict[bytes, Sequence[bytes]]()
 
     def add(self, hashes: Sequence[bytes], start: int, stop: int) -> None:
         """Remember chunks [start, stop) of a request with these hashes, and forget others."""
         for first in range(start * self._each, stop * self._each, self._each):
             picked = tuple(hashes[first + at] for at in self._picked)
             if self.by_key.setdefault(picked[-1], picked) is picked:
-                self._sweep.add((picked[-1],))
-        for key in self._sweep.gone(lambda keys: [self._is_here(each) for each in keys]):
+                self._sweep.added(1)
+        for key in self._sweep.gone(self.by_key, lambda keys: [self._is_here(each) for each in keys]):
             del self.by_key[key]

@@ -277,8 +277,11 @@ class Lazy(Eager):
         """Blocks are handed out in order: so of what is before the first place that waits only held ones are left."""
         writing = self._stores.ledger.writing
         before = takewhile(lambda name: name != first, self._front)
-        for name in [name for name in before if name not in writing]:
+        handed_out = [name for name in before if name not in writing]
+        for name in handed_out:
             del self._front[name]
+        keys = [name for name in handed_out if isinstance(name, bytes)]
+        self._settled.difference_update(self._parents.handed_out(keys) if keys else ())
 
     def _progress(self) -> tuple[Any, ...]:
         """Changes when something may be left to be done: blocks came or went, stores have ended, the host has grown."""

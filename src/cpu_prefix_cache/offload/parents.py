@@ -9,8 +9,8 @@ with a checkpoint below it, so only checkpoints can be lost.
 """
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 from cpu_prefix_cache.messages.request import CheckpointAt
@@ -30,6 +30,7 @@ class Ancestry(Protocol):
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> None: ...
     def add_checkpoint(self, checkpoint: CheckpointAt) -> None: ...
     def sweep(self) -> Sequence[bytes]: ...
+    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]: ...
     def is_dependent(self, key: bytes) -> bool: ...
     def checkpoint(self, key: bytes) -> CheckpointAt | None: ...
     def missing_above(
@@ -48,7 +49,7 @@ class Parents:
         self._device = device
         self._pool = pool
         self._planner = planner
-        self._parent: dict[bytes, bytes | None] = {}
+        self._parent = OrderedDict[bytes, bytes | None]()
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are no use without a checkpoint
         self._unsaved: set[bytes] = set()
@@ -60,10 +61,13 @@ class Parents:
 
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         """Remember `keys[start:stop]`, each below the one before it."""
-        parents = chain((keys[start - 1] if start else None,), keys[start : stop - 1])
-        new = {key: above for key, above in zip(keys[start:stop], parents, strict=True) if key not in self._parent}
-        self._parent.update(new)
-        self._sweep.add(new)
+        known, above, new = self._parent, keys[start - 1] if start else None, list[bytes]()
+        for key in keys[start:stop]:
+            if key not in known:
+                known[key] = above
+                new.append(key)
+            above = key
+        self._sweep.added(len(new))
         unsaved = set(self._pool.missing(new))
         if self._planner.has_checkpoints:
             depths = range(start + 1, stop + 1)
@@ -79,14 +83,24 @@ class Parents:
             return
         self._checkpoints[key] = checkpoint
         self._parent[key] = checkpoint.tail[-1]
-        self._sweep.add((key,))
+        self._sweep.added(1)
         if self._pool.find(key) is None:
             self._unsaved.add(key)
 
     def sweep(self) -> Sequence[bytes]:
         """Forget those of the oldest entries that have left the device, a portion at a time. Returns them."""
-        if gone := self._sweep.gone(self._are_here):
+        if gone := self._sweep.gone(self._parent, self._are_here):
             self._forget(gone)
+        return gone
+
+    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Blocks that waited with these keys have left the order of eviction. Forgets what has left the device of what
+        is remembered, and returns it.
+        """
+        keys = [key for key in keys if key in self._parent]
+        gone = [key for key, is_here in zip(keys, self._are_here(keys), strict=True) if not is_here]
+        self._forget(gone)
+        self._sweep.left(len(gone))
         return gone
 
     def is_dependent(self, key: bytes) -> bool:
@@ -146,9 +160,9 @@ class Parents:
         return [each is not None for each in found]
 
     def clear(self) -> None:
-        old = self._parent, self._checkpoints, self._dependent, self._unsaved, self._sweep.clear()
-        self._pool.drop_later(*old)
-        self._parent, self._checkpoints, self._dependent, self._unsaved = {}, {}, set(), set()
+        self._pool.drop_later(self._parent, self._checkpoints, self._dependent, self._unsaved)
+        self._parent, self._checkpoints, self._dependent, self._unsaved = OrderedDict(), {}, set(), set()
+        self._sweep = Forgetting()
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -73,6 +73,9 @@ class HostAncestry:
     def saved(self, keys: Sequence[bytes]) -> None:
         pass
 
+    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return ()
+
     def clear(self) -> None:
         self._host.take_departed()
         self._unwanted.clear()
