@@ -46,7 +46,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from connector.vllm.keys import HashesOnDevice, block_ends
-from connector.vllm.touched import link_in
+from connector.vllm.touched import link_in, take_out
 from cpu_prefix_cache import Device, HybridChunkPlanner
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -251,14 +251,16 @@ class VllmDevice(Device):
         suffixes, needed_by = self._prefix_suffixes, self._checkpoints.needed_by
         # The keys of chunks, if prefix groups have inner blocks. None: every block is the last one of a chunk.
         chunks = self._hashes.by_key if self._hashes is not None and self._has_inner else None
-        for block in self._pool.free_block_queue.iter_blocks_after(before):  # called for thousands of blocks
+        queue = self._pool.free_block_queue
+        block, end = (queue.fake_free_list_head if before is None else before), queue.fake_free_list_tail
+        while (block := block.next_free_block) is not end:  # for thousands of blocks
             name = block.block_hash
             if name is None:
                 yield block.block_id, None
                 continue
             if is_chunk := name.endswith(suffixes) and (chunks is None or name[:-GROUP_ID_BYTES] in chunks):
                 yield block.block_id, name[:-GROUP_ID_BYTES]
-            if name in needed_by:
+            if needed_by and name in needed_by:
                 for key in needed_by[name]:
                     yield block.block_id, key
             elif not is_chunk:
@@ -299,7 +301,7 @@ class VllmDevice(Device):
             place = _place(run[-1])
             is_first = before is self._pool.free_block_queue.fake_free_list_head
             self._places.leave(place, FRONT if is_first else _place(before))
-            self._pool.touch(run)
+            take_out(self._pool.free_block_queue, run)
             runs.append(Run(place, run))
         return runs
 
@@ -316,17 +318,14 @@ class VllmDevice(Device):
             if not back:
                 self._places.forget(run.place)
                 continue
-            before = self._predecessor(self._places.back(run.place))
-            for block in back:
-                link_in(self._pool.free_block_queue, block, before)
-                before = block
+            link_in(self._pool.free_block_queue, back, self._predecessor(self._places.back(run.place)))
         parent = next((place for place in hold.parent if self._is_at(place)), None) if last else None
         if parent is None:
             self._pool.free_blocks(last)
             return
         for block in last:
             if block.ref_cnt == 1:
-                link_in(self._pool.free_block_queue, block, self._pool.blocks[parent.block].prev_free_block)
+                link_in(self._pool.free_block_queue, (block,), self._pool.blocks[parent.block].prev_free_block)
             else:
                 block.ref_cnt -= 1
 

@@ -8,8 +8,9 @@ vLLM promises none of it. A release that has changed it is refused: later the en
 request, hand out blocks that are in use, or never find anything. What only some releases have is in `versions.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -40,13 +41,25 @@ STEP_OUTPUT = ("finished_recving", "invalid_block_ids", "kv_connector_worker_met
 PROMETHEUS = ("_counter_cls", "_gauge_cls", "_histogram_cls", "_labelnames")
 
 
-def link_in(queue: FreeKVCacheBlockQueue, block: KVCacheBlock, before: KVCacheBlock) -> None:
-    """End the last reference to a block, and insert it behind `before`. vLLM's queue has no method for that."""
-    block.ref_cnt -= 1
-    block.prev_free_block, block.next_free_block = before, before.next_free_block
-    before.next_free_block.prev_free_block = block
-    before.next_free_block = block
-    queue.num_free_blocks += 1
+def link_in(queue: FreeKVCacheBlockQueue, run: Sequence[KVCacheBlock], before: KVCacheBlock) -> None:
+    """End the last reference to blocks, and insert them behind `before`. vLLM's queue has no method for that."""
+    after = before.next_free_block
+    for block in run:
+        block.ref_cnt -= 1
+        before.next_free_block, block.prev_free_block = block, before
+        before = block
+    before.next_free_block, after.prev_free_block = after, before
+    queue.num_free_blocks += len(run)
+
+
+def take_out(queue: FreeKVCacheBlockQueue, run: Sequence[KVCacheBlock]) -> None:
+    """Give neighbours in the queue a reference, which takes them out. vLLM has a method that does it block by block."""
+    before, after = run[0].prev_free_block, run[-1].next_free_block
+    before.next_free_block, after.prev_free_block = after, before
+    for block in run:
+        block.ref_cnt += 1
+        block.prev_free_block = block.next_free_block = None
+    queue.num_free_blocks -= len(run)
 
 
 def check_overrides(connector: type) -> None:
@@ -79,15 +92,17 @@ def check_names(thing: Any, names: Iterable[str]) -> None:
 
 
 def _can_be_put_back(pool: BlockPool) -> bool:
-    """Take the block out that is handed out first, and put it back by hand."""
+    """Take the two blocks out that are handed out first, by hand as vLLM does, and put them back by hand."""
     queue = pool.free_block_queue
-    count, before = pool.get_num_free_blocks(), list(islice(queue.iter_blocks_after(None), 2))
-    first = before[0]
-    pool.touch([first])
-    is_out = list(islice(queue.iter_blocks_after(None), 1)) == before[1:]
-    link_in(queue, first, queue.fake_free_list_head)
-    is_back = list(islice(queue.iter_blocks_after(None), 2)) == before
-    return is_out and is_back and not first.ref_cnt and pool.get_num_free_blocks() == count
+    count, before = pool.get_num_free_blocks(), list(islice(queue.iter_blocks_after(None), 3))
+    run, left = before[:2], []
+    for take in (pool.touch, partial(take_out, queue)):
+        take(run)
+        is_out = not any(each.prev_free_block or each.next_free_block for each in run)
+        left.append((list(islice(queue.iter_blocks_after(None), 1)), pool.get_num_free_blocks(), is_out))
+        link_in(queue, run, queue.fake_free_list_head)
+    is_back = list(islice(queue.iter_blocks_after(None), 3)) == before and pool.get_num_free_blocks() == count
+    return is_back and left == 2 * [(before[2:], count - len(run), True)] and not any(each.ref_cnt for each in run)
 
 
 def _unfit(what: str) -> ConfigurationError:
