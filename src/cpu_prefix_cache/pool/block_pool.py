@@ -463,16 +463,18 @@ class BlockPool:
         if different < len(nodes) or len(nodes) != len(keys):
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         self._check_state(nodes, WRITING)
-        begin, filled = 0, list[int]()
-        for at, place in enumerate(self._forest.find_all(keys) if self._num_absent else ()):
-            if place != NONE and self._state[place] == ABSENT:
-                self._insert(nodes[begin:at], keys[begin:at], parent, touch)
-                self._fill(place, nodes[at])
-                filled.append(place)
-                parent, begin = place, at + 1
-        self._insert(nodes[begin:], keys[begin:], parent, touch)
-        if filled:
-            self._policy.renewed(filled[::-1])
+        absent: list[int] = []  # what is above an absent chunk has its place, so they come first
+        for key in keys if self._num_absent else ():
+            place = self._forest.find(key)
+            if place == NONE or self._state[place] != ABSENT:
+                break
+            absent.append(place)
+        if absent:
+            self._fill(absent, nodes[: len(absent)])
+            parent = absent[-1]
+        self._insert(nodes[len(absent) :], keys[len(absent) :], parent, touch)
+        if absent:
+            self._policy.renewed(absent[::-1])
 
     def _insert(self, nodes: Sequence[int], keys: Sequence[bytes], parent: int, touch: Any) -> None:
         if nodes:
@@ -481,15 +483,18 @@ class BlockPool:
             self._policy.inserted(nodes, touch)
             self._move(nodes, WRITING, CACHED)
 
-    def _fill(self, absent: int, written: int) -> None:
-        """Give an absent chunk the blocks that were written for it under another number, which is free then."""
-        self._policy.retired((written,))
-        self._keep_rest(absent, self.blocks_of((written,)))
-        self._state[written] = FREE
-        self._numbers.append(written)
-        self._move((absent,), WRITING, CACHED)
-        self._num_absent -= 1
-        self.resume_points.found((absent,), self._forest.parent[absent])
+    def _fill(self, absent: Sequence[int], written: Sequence[int]) -> None:
+        """Give absent chunks, each below the one before it, the blocks that were written for them under other numbers,
+        which are free then.
+        """
+        self._policy.retired(written)
+        for chunk, number in zip(absent, written, strict=True):
+            self._keep_rest(chunk, self.blocks_of((number,)))
+            self._state[number] = FREE
+        self._numbers += written
+        self._move(absent, WRITING, CACHED)
+        self._num_absent -= len(absent)
+        self.resume_points.found(absent, self._forest.parent[absent[0]])
 
     def outline(self, keys: Sequence[bytes], parent: int) -> int:
         """Give chunks of the pool beside their places: the first below `parent`, each further one below the one before.
