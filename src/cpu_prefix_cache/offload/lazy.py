@@ -39,7 +39,7 @@ the device has promised to running requests.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -276,8 +276,12 @@ class Lazy(Eager):
     def _drop_handed_out(self, first: Name | None) -> None:
         """Blocks are handed out in order: so of what is before the first place that waits only held ones are left."""
         writing = self._stores.ledger.writing
-        before = takewhile(lambda name: name != first, self._front)
-        handed_out = [name for name in before if name not in writing]
+        handed_out = list[Name]()
+        for name in self._front:
+            if name == first:
+                break
+            if name not in writing:
+                handed_out.append(name)
         for name in handed_out:
             del self._front[name]
         keys = [name for name in handed_out if isinstance(name, bytes)]

@@ -167,6 +167,7 @@ class Parents:
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             del self._parent[key]
+        for key in keys if self._checkpoints else ():
             self._checkpoints.pop(key, None)
         self._dependent.difference_update(keys)
         lost = self._unsaved.intersection(keys)
