@@ -172,15 +172,16 @@ class Forest:
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
         self.changes += 1
         self._unlink(run[-1])
-        for block in run:
-            key = keys[block]
-            if key is None:
-                raise InternalError(f"block {block} holds no chunk and cannot leave")
+        gone = [key for block in run if (key := keys[block]) is not None]
+        if len(gone) < len(run):
+            raise InternalError(f"one of the blocks {run} holds no chunk and cannot leave")
+        for key in gone:
             del shards[key[0]][key]
-            if self.departed is not None:
-                self.departed.append(key)
+        for block in run:
             keys[block] = None
             children[block] = 0
+        if self.departed is not None:
+            self.departed += gone
         self._count -= len(run)
         if self._protected:
             self._protected.difference_update(run)
