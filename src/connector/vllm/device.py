@@ -123,6 +123,7 @@ class VllmDevice(Device):
         self._hashes: HashesOnDevice | None = None
         if in_chunk and len(self._picked) > 1:
             self._hashes = HashesOnDevice(self._picked, hashes_per_chunk, self._has_last_block)
+        self._alone = [(id,) for id in range(pool.num_gpu_blocks)]  # made once: a step asks for thousands of them
         self._unwritten = unwritten
         self._hidden: Container[int] = ()
         self._checkpoints = _Checkpoints()
@@ -168,11 +169,11 @@ class VllmDevice(Device):
         (suffix,) = self._prefix_suffixes
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
         found = map(get_one_block, [key + suffix for key in keys])
-        unwritten, hidden = self._unwritten(), self._hidden
+        unwritten, hidden, alone = self._unwritten(), self._hidden, self._alone
         return [
             None
             if block is None or (block.ref_cnt and (key in unwritten or block.block_id in hidden))
-            else (block.block_id,)
+            else alone[block.block_id]
             for key, block in zip(keys, found, strict=True)
         ]
 

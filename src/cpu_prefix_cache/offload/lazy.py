@@ -56,8 +56,8 @@ from cpu_prefix_cache.offload.transfers import Transfer
 # a small host stores more than eager; with 1.6, hits are lost where the host is large (docs/policies.md).
 MARGIN = 1.25
 
-Place = tuple[int, bytes | None]  # a device block that waits, and the key it comes with
 Name = bytes | int  # of a place in the order of eviction: its key, or the number of a block without one
+Places = dict[Name, int]  # the blocks that wait there, in the order of eviction
 
 
 class Lazy(Eager):
@@ -86,7 +86,7 @@ class Lazy(Eager):
         self._running = running
         self._parents: Ancestry = Parents(device, self._pool, stores.planner) if parents is None else parents
         self._chunk_blocks = max(1, stores.chunk_blocks)
-        self._front: dict[Name, int] = {}  # blocks, in the order of eviction
+        self._front: Places = {}
         self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
         self._foreseen: dict[int, bytes | None] = {}  # blocks that the next load is given, with their keys
@@ -294,52 +294,49 @@ class Lazy(Eager):
         is_there = first is None or self._waits(first)
         return self._device.num_waiting, len(self._front), is_there, self._stores.ledger.num_resolved, self._pool.ready
 
-    def _read_before(self, count: int) -> tuple[list[Place], Name | None]:
+    def _read_before(self, count: int) -> tuple[Places, Name | None]:
         """Places before the front: of what was held, or came to wait there, or of a block that moved unnoticed. And the
         first of the front that waits, if it is among the first `count`.
         """
-        unseen: list[Place] = []
-        for place in islice(self._device.soonest_evicted(), count):
-            if _name(place) in self._front:
-                return unseen, _name(place)
-            unseen.append(place)
+        unseen: Places = {}
+        for block, key in islice(self._device.soonest_evicted(), count):
+            name = block if key is None else key
+            if name in self._front:
+                return unseen, name
+            unseen[name] = block
         return unseen, None
 
-    def _read_behind(self, count: int) -> list[Place]:
+    def _read_behind(self, count: int) -> Places:
         """The next places behind the front."""
         if count <= 0:
-            return []
+            return {}
         front, writing = self._front, self._stores.ledger.writing
         waiting = (front[name] for name in reversed(front) if name not in writing and self._waits(name))
         last = next(waiting, None)
         order = self._device.soonest_evicted() if last is None else self._device.evicted_after(last)
-        unseen = ((block, key) for block, key in order if (block if key is None else key) not in front)
-        return [*islice(unseen, count)]
+        unseen = ((name, block) for block, key in order if (name := block if key is None else key) not in front)
+        return dict(islice(unseen, count))
 
-    def _cover(self, places: Sequence[Place]) -> None:
+    def _cover(self, places: Places) -> None:
         """Examine these places, and store what is not covered. Up to the first that has to wait they join the front."""
         if not places:
             return
         self.work += len(places)
-        keys = [key for _, key in places if key is not None]
-        cached, missing = self._pool.split(keys)
+        cached, missing = self._pool.split([name for name in places if isinstance(name, bytes)])
         if self._pool.is_shared:
             self._pool.renew(cached)
         uncovered = set(missing).difference(self._stores.ledger.writing).difference(self._settled)
         held = self._stores.ledger.held_by_walk() if uncovered else 0
         front, settled = self._front, self._settled
-        for block, key in places:
-            if key is None:
-                front[block] = block
-                continue
-            if key in uncovered and key not in settled:
-                transfer, stop = self._store(key, uncovered, held)
+        for name, block in places.items():
+            if name in uncovered and name not in settled:
+                transfer, stop = self._store(name, uncovered, held, places)
                 if transfer is not None:
                     held += transfer.held_blocks
                     uncovered.difference_update(transfer.keys)
                 if stop is not None and not stop.is_final:
                     return
-            front[key] = block
+            front[name] = block
 
     def _renew(self, keys: Iterable[bytes]) -> None:
         """These chunks are about to leave the device: if the host has them, they become its youngest."""
@@ -347,11 +344,13 @@ class Lazy(Eager):
 
     # Stores
 
-    def _store(self, key: bytes, uncovered: set[bytes], held: int) -> tuple[Transfer | None, Stop | None]:
+    def _store(
+        self, key: bytes, uncovered: set[bytes], held: int, places: Places
+    ) -> tuple[Transfer | None, Stop | None]:
         """Plan the store of this chunk or checkpoint and of what is missing above. The transfer, and what stopped it.
 
-        `uncovered` are the chunks that have come into the front and are to be stored, and `held` the device blocks that
-        stores hold.
+        `uncovered` are those of `places`, which come into the front, that are to be stored, and `held` the device
+        blocks that stores hold.
         """
         budget = min(self._steps.report_steps * self._step_blocks() - held, self._unpromised())
         if budget <= 0 and not self._can_spare(self._chunk_blocks, held):
@@ -370,7 +369,10 @@ class Lazy(Eager):
                 return None, self._noted([key], stop or Stop.IN_FLIGHT)
             chunks = budget // self._chunk_blocks
             portion = chain.last(chunks) if self._pool.is_shared else chain.first(chunks)
-        transfer, stop = self._stores.plan(portion, self._pool.touch(None))
+        # All of a run in the front are of these places, and each waits in its only block.
+        is_known = self._pool.is_shared and self._chunk_blocks == 1
+        found = (lambda keys: [(places[each],) for each in keys]) if is_known else None
+        transfer, stop = self._stores.plan(portion, self._pool.touch(None), found=found)
         stored = 0 if transfer is None else len(transfer.keys)
         if stored == len(chain):
             return transfer, None
@@ -412,8 +414,3 @@ class Lazy(Eager):
         self.work += len(keys)
         chain = Chain(above, keys, checkpoint)
         return chain if len(chain) else None
-
-
-def _name(place: Place) -> Name:
-    block, key = place
-    return block if key is None else key

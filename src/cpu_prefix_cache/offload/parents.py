@@ -68,7 +68,7 @@ class Parents:
                 new.append(key)
             above = key
         self._sweep.added(len(new))
-        unsaved = set(self._pool.missing(new))
+        unsaved = set(new)
         if self._planner.has_checkpoints:
             depths = range(start + 1, stop + 1)
             dependent = {keys[at - 1] for at in depths if self._planner.needs_checkpoint(at)}.intersection(new)
@@ -94,13 +94,13 @@ class Parents:
         return gone
 
     def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Blocks that waited with these keys have left the order of eviction. Forgets what has left the device of what
-        is remembered, and returns it.
+        """Blocks that waited with these keys have left the order of eviction. Forgets what has left the device, and
+        returns it.
         """
-        keys = [key for key in keys if key in self._parent]
+        before = len(self._parent)
         gone = [key for key, is_here in zip(keys, self._are_here(keys), strict=True) if not is_here]
         self._forget(gone)
-        self._sweep.left(len(gone))
+        self._sweep.left(before - len(self._parent))
         return gone
 
     def is_dependent(self, key: bytes) -> bool:
@@ -166,10 +166,10 @@ class Parents:
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            del self._parent[key]
+            self._parent.pop(key, None)
         for key in keys if self._checkpoints else ():
             self._checkpoints.pop(key, None)
         self._dependent.difference_update(keys)
-        lost = self._unsaved.intersection(keys)
-        self._unsaved -= lost
-        self.lost += len(lost)
+        unsaved = self._unsaved.intersection(keys)
+        self._unsaved -= unsaved
+        self.lost += len(self._pool.missing(unsaved)) if unsaved else 0
