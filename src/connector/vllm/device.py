@@ -168,8 +168,9 @@ class VllmDevice(Device):
             return [self._chunk(key) for key in keys]
         (suffix,) = self._prefix_suffixes
         get_one_block = self._pool.cached_block_hash_to_block.get_one_block
-        found = map(get_one_block, [key + suffix for key in keys])
-        unwritten, hidden, alone = self._unwritten(), self._hidden, self._alone
+        found = [get_one_block(key + suffix) for key in keys]
+        is_used = any(block is not None and block.ref_cnt for block in found)
+        unwritten, hidden, alone = self._unwritten() if is_used else (), self._hidden, self._alone
         return [
             None
             if block is None or (block.ref_cnt and (key in unwritten or block.block_id in hidden))
