@@ -20,6 +20,8 @@ class Keys:
     def find(self, key):
         return (0,) if key in self.keys else None
 
+    place = find
+
     def find_all(self, keys):
         return [self.find(key) for key in keys]
 
@@ -140,6 +142,28 @@ def test_what_the_device_keeps_is_never_forgotten():
     for number in range(100):
         family.hears(chr(200 + number) * 3)
     assert knows(family, b"abc")
+
+
+def test_what_was_handed_out_is_forgotten_at_once():
+    family = Family()
+    family.hears("abc")
+    family.device.remove(b"abc")
+    assert family.parents.handed_out([b"ab", b"abc"]) == [b"abc"]
+    assert knows(family, b"ab") and not knows(family, b"abc")
+    assert family.parents.lost == 1
+
+
+def test_nothing_else_is_looked_up_while_what_leaves_is_seen_to_leave(monkeypatch):
+    family, looked_up = Family(), list[bytes]()
+    find_all = Keys.find_all
+    monkeypatch.setattr(Keys, "find_all", lambda self, keys: [looked_up.extend(keys), find_all(self, keys)][1])
+    prompts = [chr(200 + number) * 10 for number in range(300)]
+    for before, prompt in zip(prompts, prompts[5:], strict=False):
+        family.hears(prompt)
+        family.device.difference_update(chain(before))
+        family.parents.handed_out(chain(before))
+    assert len(looked_up) <= 10 * len(prompts) + 100
+    assert len(family.parents) == 50
 
 
 def test_clearing_forgets_without_counting():

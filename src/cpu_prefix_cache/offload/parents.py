@@ -68,7 +68,8 @@ class Parents:
                 new.append(key)
             above = key
         self._sweep.added(len(new))
-        unsaved = set(new)
+        # Below what has no place on the host nothing has one (rule 3).
+        unsaved = set(new if self._pool.place(keys[start]) is None else self._pool.missing(new))
         if self._planner.has_checkpoints:
             depths = range(start + 1, stop + 1)
             dependent = {keys[at - 1] for at in depths if self._planner.needs_checkpoint(at)}.intersection(new)
@@ -170,6 +171,6 @@ class Parents:
         for key in keys if self._checkpoints else ():
             self._checkpoints.pop(key, None)
         self._dependent.difference_update(keys)
-        unsaved = self._unsaved.intersection(keys)
-        self._unsaved -= unsaved
-        self.lost += len(self._pool.missing(unsaved)) if unsaved else 0
+        lost = self._unsaved.intersection(keys)
+        self._unsaved -= lost
+        self.lost += len(lost)
