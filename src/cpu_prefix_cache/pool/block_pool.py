@@ -652,13 +652,13 @@ class BlockPool:
         is_named = per_chunk > 0 and not self.is_shared  # by its first block
         chunks = blocks[::per_chunk] if is_named else self._new_numbers(count)
         self._move(chunks, FREE, WRITING)
-        if self._width > 1 or is_named:
-            for at, chunk in enumerate(chunks if self._width else ()):
-                self._keep_rest(chunk, blocks[at * per_chunk + is_named : (at + 1) * per_chunk])
-        elif self._width:
+        if self._width == per_chunk == 1:
             rest = self._rest
             for chunk, block in zip(chunks, blocks, strict=True):
                 rest[chunk] = block
+        elif self._width:
+            for at, chunk in enumerate(chunks):
+                self._keep_rest(chunk, blocks[at * per_chunk + is_named : (at + 1) * per_chunk])
         if keys:
             self._policy.announced(chunks)
         return chunks
@@ -798,7 +798,7 @@ class BlockPool:
         self._first = {}
         for chunk in (node for node in states if node not in self.checkpoints):
             blocks = self.blocks_of((chunk,))
-            if NONE not in blocks:  # it was absent
+            if NONE not in blocks:  # those were absent
                 self._count[states[chunk]] += self.blocks_per_chunk
                 self._keep_rest(chunk, blocks[self.blocks_per_chunk - self._width :])
                 used += blocks
