@@ -30,6 +30,9 @@ class MeddlingCopier(Copier):
         self.copy(direction, copies)
         return Passed()
 
+    def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
+        return self.copier.num_pieces(direction, copy)
+
     def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
         self.copier.copy(direction, copies)
 

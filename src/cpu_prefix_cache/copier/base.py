@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
@@ -22,8 +23,14 @@ class Copier(Protocol):
         """
 
     def awaiting_stores(self) -> AbstractContextManager[None]:
-        """Entered by the thread that submits loads while it waits for stores: they are in a hurry then."""
+        """Entered by the thread that submits loads while it waits for stores, or a load exchanges blocks with them:
+        they are in a hurry then."""
         return nullcontext()
+
+    def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
+        """How many pieces a copy has, for an exchange (exchange.py). Raises MisuseError for what `submit` refuses, and
+        here, as a copier need not exchange blocks."""
+        raise MisuseError("this copier exchanges no blocks")
 
     def hold_compute(self, event: Event) -> None:
         """Have what compute is given from now on run after `event`, which `submit` returned."""

@@ -77,6 +77,11 @@ class Binding:
             for index in {copy.group for copy in copies}:
                 _check_distinct("device", [copy.device_blocks for copy in copies if copy.group == index])
 
+    def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
+        """How many pieces a copy has, once it is checked."""
+        self.check(direction, [copy])
+        return len(copy.device_blocks) // self.groups[copy.group].piece.device_blocks
+
     def _check_whole_pieces(self, copy: GroupCopy) -> None:
         if not 0 <= copy.group < len(self.groups):
             raise MisuseError(f"there are {len(self.groups)} groups, numbered from 0; got group {copy.group}")

@@ -5,7 +5,8 @@
 Beside a store loads take a seventh longer, and the step that computes what they brought took 16 to 23 ms of the host
 and not 8, because the store took Python and the driver from it (vLLM 0.26, one H200). Stores hold device blocks, so
 they pause PATIENCE_SECONDS in all, of which each second gives back REGAINED. After that both share the link.
-A store that a load waits for does not pause, nor do those before it.
+A store that a load waits for does not pause, nor do those before it; nor does one that exchanges blocks with a load,
+until all of that is submitted.
 """
 
 import threading

@@ -56,6 +56,9 @@ class ReferenceCopier(Copier):
             self.here().until_passed()
         return Passed()
 
+    def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
+        return self._binding.num_pieces(direction, copy)
+
     def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> None:
         """`host_rows`: the first host blocks of all pieces, the second ones, and so on."""
         host, blocks = self._binding.host, group.piece.device_blocks

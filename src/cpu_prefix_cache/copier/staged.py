@@ -107,6 +107,9 @@ class StagedCopier(Copier):
     def awaiting_stores(self) -> AbstractContextManager[None]:
         return self._loads_first.awaiting()
 
+    def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
+        return self._binding.num_pieces(direction, copy)
+
     def hold_compute(self, event: Event) -> None:
         self._streams.compute().wait(event)
 

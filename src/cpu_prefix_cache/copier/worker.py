@@ -6,8 +6,9 @@
 
 A Future sees to it that a transfer is taken up or cancelled, never both. Each direction has a thread, which takes up
 its transfers in order; whatever is raised fails that transfer alone (rule 11). A load that overwrites what stores read
-is taken up when these have ended, and so are the loads behind it. Without threads `run` submits transfers
-itself, and raises an interrupt again once its transfer has failed.
+is taken up when these have ended, and so are the loads behind it; if they overwrite what it reads, they are submitted
+in portions, in turn (exchange.py). Without threads `run` submits transfers itself, and raises an interrupt again once
+its transfer has failed.
 
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
 is reported as late, and as failed when it has ended.
@@ -21,13 +22,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.exchange import Exchange, exchanges
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.memory.arena import HostArena
@@ -58,7 +61,8 @@ class _Copy:
     submission: "Future[None]" = field(default_factory=Future)
     event: Event | None = None  # of the transfer's end
     began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
-    taken_up: float | None = None  # of a load in a thread
+    is_begun: bool = False  # it is in the queue of its thread, or was
+    taken_up: float | None = None  # of a load in a thread; None for an exchange: its pace is not that of other loads
     submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
     went_well: bool | None = None  # None: it has not ended
     is_late: bool = False
@@ -114,9 +118,11 @@ class CopyWorker:
             self._copies |= new
             for id in self._copies.keys() & plan.cancelled:
                 self._copies[id].submission.cancel()
-            for copy in new.values():
+            exchanged = {} if self._closed else exchanges(plan.transfers)
+            for id, copy in new.items():
                 copy.began = began
-                self._begin(copy, after)
+                if id not in exchanged:  # else it begins with its load
+                    self._begin(copy, [new[store] for store, load in exchanged.items() if load == id], after)
         except BaseException:  # what an interrupt keeps from being begun is reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -185,18 +191,36 @@ class CopyWorker:
         self._end()
         self._ending.detach()
 
-    def _begin(self, copy: _Copy, after: Event) -> None:
+    def _begin(self, copy: _Copy, stores: Sequence[_Copy], after: Event) -> None:
+        """Begin a transfer, and the stores that exchange blocks with it."""
         transfer = copy.transfer
-        before = [self._copies[id] for id in transfer.after if id in self._copies]
+        for each in (copy, *stores):
+            each.is_begun = True
+        named = [self._copies[id] for id in transfer.after if id in self._copies]
+        before = [each for each in named if each.transfer.copies and not each.transfer.failed]
         if transfer.failed or self._closed:
             copy.submission.cancel()
         elif not transfer.copies and not copy.submission.cancelled():
             copy.submission.set_result(None)
+        elif not all(each.is_begun for each in before):
+            _refuse([copy, *stores], MisuseError(f"transfer {transfer.id} waits for one that begins after it"))
+        elif stores:
+            self._exchange(copy, stores, before, after)
         elif self._threads:
             clock = self._clock if transfer.direction is Direction.LOAD else None
             self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, after, clock))
         else:
             _submit(copy, before, self._copier, after, None)
+
+    def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy], after: Event) -> None:
+        both = {each.transfer.id: each for each in (load, *stores)}
+        first = partial(_await, [each for each in before if each not in stores])
+        plans = [store.transfer for store in stores]
+        exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
+        for direction, thread in self._threads.items():
+            thread.jobs.put(partial(exchange.submit, direction))
+        if not self._threads:
+            exchange.submit(*Direction)
 
     def _open_loads(self) -> list[_Copy]:
         copies = self._copies.values()
@@ -272,9 +296,8 @@ def _submit(
     record; what is no Exception is raised."""
     try:
         if before:
-            with copier.awaiting_stores():
-                for each in before:
-                    _until_ended(each)
+            with copier.awaiting_stores() if copy.transfer.direction is Direction.LOAD else nullcontext():
+                _await(before)
         if not copy.submission.set_running_or_notify_cancel():
             return
         if clock is not None:
@@ -289,6 +312,22 @@ def _submit(
             raise
     else:
         copy.submission.set_result(None)
+
+
+def _take_up(copies: Mapping[int, _Copy], id: int, end: Event) -> bool:
+    """A transfer that goes in portions begins, if it has not been cancelled. May be called again."""
+    copy = copies[id]
+    if not copy.submission.cancelled():
+        copy.event = end  # first: a submission that is over, and no event, is a transfer that copies nothing
+        with suppress(InvalidStateError):
+            copy.submission.set_result(None)
+    return not copy.submission.cancelled()
+
+
+def _refuse(copies: Iterable[_Copy], error: Exception) -> None:
+    for copy in copies:
+        with suppress(InvalidStateError):  # it is cancelled
+            copy.submission.set_exception(error)
 
 
 def _ended(copy: _Copy) -> bool | None:
@@ -325,7 +364,11 @@ def _failed(copy: _Copy, error: BaseException) -> None:
 
 
 def _drain(copies: dict[int, _Copy]) -> None:
-    for copy in list(copies.values()):
+    _await(list(copies.values()))
+
+
+def _await(copies: Iterable[_Copy]) -> None:
+    for copy in copies:
         _until_ended(copy)
 
 

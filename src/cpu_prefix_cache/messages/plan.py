@@ -48,8 +48,11 @@ class TransferPlan(NamedTuple):
     """One transfer as the copying half sees it. `num_bytes` is what crosses the link, without padding.
 
     `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed, like
-    any other failure (rule 7). `after` names the stores that read what a load overwrites: it begins when they have
-    ended, well or not.
+    any other failure (rule 7). `after` of a load names the stores that read the device blocks which it overwrites: it
+    begins when they have ended, well or not. `after` of a store names the load that reads the host blocks which it
+    overwrites, and it begins when that has ended. A plan has what is named before what names it, except where a load
+    and stores of one plan name each other: they *exchange* blocks of one group, and go in portions. Piece by piece, the
+    load has then read what a store overwrites before it overwrites what that piece of the store reads; else they fail.
     """
 
     id: int

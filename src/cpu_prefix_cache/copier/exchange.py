@@ -1,0 +1,236 @@
+"""A load and stores that exchange blocks: each overwrites what the other reads, so both go in portions.
+
+    a store    saves device blocks that the load overwrites, in host blocks that the load has read
+    the load   overwrites device blocks that stores have saved, and reads host blocks that they overwrite later
+
+Portion n of the load is its n-th run of pieces. Portion n of a store are its pieces of which that run is the first to
+overwrite a device block; pieces of which the load overwrites nothing come last.
+
+    stores   0   1   2   3   4
+    load         0   1   2   3
+
+Portion n of the load waits for portions 0 to n of the stores, and one of a store for those of the load that read what
+it overwrites. The *lag* is how many pieces of the load lie between, at least. A run is half of it, so portion n of a
+store waits for n - 2 of the load at most, and both directions move; if the lag is 1, for n - 1, and they take turns.
+The first of those that are left never waits for another.
+
+To wait is to wait for an end, well or not. A portion that fails ends its own transfer: what is left of that is not
+submitted.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
+
+
+def exchanges(transfers: Sequence[TransferPlan]) -> dict[int, int]:
+    """The stores of a plan that exchange blocks with a load of it, each with that load, by their ids."""
+    return {
+        store.id: load.id
+        for store in transfers
+        if store.after and store.copies and store.direction is Direction.STORE
+        for load in transfers
+        if load.id in store.after and store.id in load.after and load.copies and not load.failed
+    }
+
+
+@dataclass(slots=True, eq=False)
+class Whole(Event):
+    """A transfer that goes in portions, and the event of its end. It has failed if one of them has."""
+
+    transfer: TransferPlan
+    left: deque["Portion"] = field(default_factory=deque)  # portions that are not known to have ended
+    error: BaseException | None = None  # why one of them failed
+
+    def passed(self) -> bool:
+        while self.left and self.left[0].passed():
+            self.left.popleft()
+        if self.left:
+            return False
+        if isinstance(self.error, Exception):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError(f"it was interrupted: {self.error!r}")
+        return True
+
+    def until_passed(self) -> None:
+        for portion in list(self.left):
+            portion.until_passed()
+        self.passed()
+
+
+@dataclass(slots=True, eq=False)
+class Portion(Event):
+    """Some pieces of a transfer. As an event it is passed when it has ended, well or not, and raises nothing."""
+
+    whole: Whole
+    number: int
+    copy: GroupCopy
+    before: list["Portion"]  # which must have ended, beside those that earlier portions of the transfer waited for
+    over: threading.Event = field(default_factory=threading.Event)  # set when it is submitted or never will be
+    end: Event = field(default_factory=Passed)
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that asks `end`
+
+    def submit(self, copier: Copier, after: Event) -> None:
+        try:
+            self.end = copier.submit(self.whole.transfer.direction, [self.copy], after)
+        except BaseException as error:
+            self.whole.error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.over.set()
+
+    def give_up(self) -> None:
+        """It is never submitted, unless it has been."""
+        if not self.over.is_set():
+            self.whole.error = self.whole.error or RuntimeError("not all of it was submitted")
+            self.over.set()
+
+    def passed(self) -> bool:
+        if not self.over.is_set() or not self.looking.acquire(blocking=False):
+            return False
+        try:
+            return self._is_passed(self.end.passed)
+        finally:
+            self.looking.release()
+
+    def until_passed(self) -> None:
+        self.over.wait()
+        with self.looking:
+            self._is_passed(self.end.until_passed)
+
+    def _is_passed(self, ask: Callable[[], bool | None]) -> bool:
+        try:
+            if ask() is False:
+                return False
+        except Exception as error:
+            self.whole.error = self.whole.error or error
+        self.end = Passed()  # what has raised once may answer anything
+        return True
+
+
+class Exchange:
+    """A load and its stores, behind `after`. `first` is called before the load. `begins` is called with the id of each
+    and the event of its end before it is submitted, perhaps repeatedly; it returns False if that has been cancelled.
+
+    They fail with MisuseError for ids that the copier refuses, for more than one group, and where the load would
+    overwrite what a store saves before it has read what that store overwrites.
+    """
+
+    def __init__(
+        self,
+        load: TransferPlan,
+        stores: Iterable[TransferPlan],
+        copier: Copier,
+        after: Event,
+        first: Callable[[], object],
+        begins: Callable[[int, Event], bool],
+    ) -> None:
+        self._wholes = [Whole(transfer) for transfer in (load, *stores)]
+        self._copier, self._after, self._first, self._begins = copier, after, first, begins
+        self._portions: list[Portion] = []
+        self._cutting = threading.Lock()
+
+    def submit(self, *directions: Direction) -> None:
+        """Submit all portions of these directions. Called once for each direction, by the thread that submits it. What
+        is no Exception is raised, and then all has failed that was left."""
+        wholes = [whole for whole in self._wholes if whole.transfer.direction in directions]
+        mine = list[Portion]()
+        try:
+            with self._cutting:
+                self._portions = self._portions or cut(*self._wholes, copier=self._copier)
+            mine = [portion for portion in self._portions if portion.whole in wholes]
+            for portion in mine:
+                portion.whole.left.append(portion)
+            # stores do not pause for the load that they exchange blocks with, even while it is submitted
+            with self._copier.awaiting_stores() if Direction.LOAD in directions else nullcontext():
+                if Direction.LOAD in directions:
+                    self._first()
+                for portion in mine:
+                    self._submit(portion)
+        except BaseException as error:
+            for whole in wholes:
+                whole.error = whole.error or error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            for portion in mine:
+                portion.give_up()
+            for whole in wholes:
+                self._begins(whole.transfer.id, whole)
+
+    def _submit(self, portion: Portion) -> None:
+        whole = portion.whole
+        if whole.error is None:
+            for each in portion.before:
+                each.until_passed()
+        if whole.error is None and self._begins(whole.transfer.id, whole):
+            portion.submit(self._copier, self._after)
+        else:
+            portion.give_up()
+
+
+class _Pieces:
+    """The pieces of a transfer: of each its host blocks and its device blocks."""
+
+    def __init__(self, whole: Whole, copier: Copier) -> None:
+        transfer = whole.transfer
+        if len(transfer.copies) != 1:
+            raise MisuseError(
+                f"transfer {transfer.id} exchanges blocks of one group, and copies {len(transfer.copies)}"
+            )
+        (copy,) = transfer.copies
+        count = copier.num_pieces(transfer.direction, copy)
+        if not count:
+            raise MisuseError(f"transfer {transfer.id} exchanges blocks, and has none")
+        self.whole, self.group = whole, copy.group
+        self.host, self.device = _split(copy.host_blocks, count), _split(copy.device_blocks, count)
+
+    def portion(self, number: int, which: Sequence[int], before: list[Portion]) -> Portion:
+        host, device = (tuple(chain.from_iterable(each[at] for at in which)) for each in (self.host, self.device))
+        return Portion(self.whole, number, GroupCopy(self.group, host, device), before)
+
+
+def cut(*wholes: Whole, copier: Copier) -> list[Portion]:
+    """All portions of a load and its stores, each behind those that it waits for. Raises MisuseError."""
+    load, *stores = (_Pieces(whole, copier) for whole in wholes)
+    count = len(load.host)
+    overwritten = {block: at for at, blocks in enumerate(load.device) for block in blocks}
+    read = {block: at for at, blocks in enumerate(load.host) for block in blocks}
+    # of each piece of a store: which piece of the load is the first to overwrite a block of it on the device (`count`:
+    # none), and which the last to read one on the host (-1: none)
+    firsts = [[min(overwritten.get(block, count) for block in blocks) for blocks in store.device] for store in stores]
+    lasts = [[max(read.get(block, -1) for block in blocks) for blocks in store.host] for store in stores]
+    pairs = zip(chain.from_iterable(firsts), chain.from_iterable(lasts), strict=True)
+    lag = min((first - last for first, last in pairs if last >= 0), default=2 * count)
+    if lag < 1 or any(store.group != load.group for store in stores):
+        raise MisuseError(f"load {load.whole.transfer.id} and its stores cannot exchange these blocks")
+    size = max(1, lag // 2)
+    loads = [load.portion(at // size, range(at, min(at + size, count)), []) for at in range(0, count, size)]
+    portions = list(loads)
+    for store, first, last in zip(stores, firsts, lasts, strict=True):
+        numbered = defaultdict[int, list[int]](list)
+        for at, piece in enumerate(first):
+            numbered[piece // size].append(at)
+        waited = 0
+        for number, which in sorted(numbered.items()):
+            needed = max(last[at] // size + 1 for at in which)
+            portions.append(store.portion(number, which, loads[waited:needed]))
+            waited = max(waited, needed)
+            for portion in loads[number : number + 1]:
+                portion.before.append(portions[-1])
+    return sorted(portions, key=lambda portion: (portion.number, portion.whole is load.whole))
+
+
+def _split(ids: Sequence[int], count: int) -> list[Sequence[int]]:
+    width = len(ids) // count
+    return [ids[at : at + width] for at in range(0, len(ids), width)]
