@@ -4,6 +4,9 @@ Requests arrive, hit, compute in chunks, are preempted and aborted; transfers ru
 twice and out of order, by one to three ranks; resets and bad blocks come in between. Memory is a dict per rank from
 block to a *pattern*, (epoch, key, part); a store and a load copy patterns, rank by rank, at any time after the plan.
 
+In an exchange the host blocks that a store takes from a load hold nothing from the plan on: the load has what they held
+then, and the store writes at any time.
+
 Wrong KV is so seen: a chunk that is computed reads all before it, on every rank; a load that went well must have left
 exactly its own keys' patterns of this epoch; and what the host pool says it has must be there, on every rank.
 """
@@ -35,12 +38,13 @@ from cpu_prefix_cache import (
     TransferPlan,
 )
 from cpu_prefix_cache.offload import completion
+from cpu_prefix_cache.pool.scarcity import Scarcity
 from property_tests.engines import Holding, PoolSlots, QueueSlots
 from property_tests.listener import Listener
 from property_tests.model import longest_boundary
 from property_tests.strategies import chain, pick, positions, prompts
 
-GRID = 4
+GRID, DEVICE_CHUNKS = 4, 12
 PLANS = {
     "one group": [("attention", 4, 100)],
     "two device blocks to a chunk": [("attention", 2, 100)],
@@ -54,6 +58,7 @@ MEANWHILE = st.sampled_from(
     ["nothing", "a report", "a preemption", "an end", "all lands", "a block goes bad", "a block goes bad"]
 )
 FAILURES = st.sampled_from([2, 5])  # 5 is the library's; a run of 40 steps hardly ever sees so many in a row
+long_prompts = st.text("ab", min_size=6, max_size=6)
 arrivals = st.lists(
     st.tuples(prompts, st.integers(0, GRID - 1), st.sampled_from([0, 0, 1, 2]), FAR, st.booleans()),
     min_size=1,
@@ -63,6 +68,10 @@ arrivals = st.lists(
 
 def beginnings(prompt: str) -> list[str]:
     return [prompt[:length] for length in range(1, len(prompt) + 1)]
+
+
+class AlwaysScarce(Scarcity):
+    holds = True
 
 
 @dataclass(eq=False)
@@ -84,11 +93,14 @@ class Sequence:
 
 @dataclass(eq=False)
 class Copy:
-    """A transfer in the hands of the ranks. `source` is what a store found in its blocks when it was sent."""
+    """A transfer in the hands of the ranks. `source` is what a store found in its blocks when it was sent, and `lent`,
+    by rank, what a load finds in those that stores take from it.
+    """
 
     plan: TransferPlan
     epoch: int
     source: Any = None
+    lent: list[dict[int, Any]] = field(default_factory=list)
     cancelled: bool = False
     copied: dict[int, bool] = field(default_factory=dict)
 
@@ -100,11 +112,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         plan=st.sampled_from(sorted(PLANS)),
         pooled=st.booleans(),
         host_chunks=st.integers(4, 12),
-        device_chunks=st.integers(8, 12),
+        device_chunks=st.integers(8, DEVICE_CHUNKS),
         portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         policy=st.sampled_from(sorted(POLICIES)),
         steps=st.sampled_from([EngineSteps(max_tokens=3 * GRID), EngineSteps(max_tokens=GRID, ahead_blocks=1)]),
         failures=FAILURES,
+        is_scarce=st.sampled_from([None, True, True]),
     )
     def build(
         self,
@@ -118,6 +131,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         policy: str,
         steps: EngineSteps,
         failures: int,
+        is_scarce: bool | None,
     ) -> None:
         groups = [
             Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
@@ -137,8 +151,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             offload=mode,
             ranks=ranks,
             steps=steps,
+            exchanges=True,
             log_boundaries=True,
         )
+        if is_scarce and self.cache.pool.is_shared:
+            self.cache.pool._scarcity = AlwaysScarce(1)
         self.begin_with_nothing(ranks, portion, failures)
 
     def begin_with_nothing(self, ranks: int, portion: int, failures: int) -> None:
@@ -203,6 +220,25 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.everything_lands()
         self.flood(slots)
         self.requests_arrive(arrivals)
+
+    @rule(
+        prompts=st.lists(long_prompts, min_size=3, max_size=4, unique=True),
+        cut=st.integers(0, 2),
+        twins=st.integers(0, 1),
+    )
+    def a_long_prompt_comes_back_after_others(self, prompts: list[str], cut: int, twins: int) -> None:
+        """Where they are on the device alone, its load saves them, and takes their place."""
+        first, *others = prompts
+        for prompt in [first, *others]:
+            for sequence in list(self.running.values()):
+                self.end(sequence)
+            self.a_request_arrives(prompt, 0, 0, "ended", loads_last=False)
+            for _ in range(DEVICE_CHUNKS if prompt == first else 0):  # it leaves the device bit by bit
+                self.everything_lands()
+                self.flood(1)
+        self.a_request_arrives(first, 1, cut, "admitted", loads_last=True)
+        for _ in range(twins):
+            self.a_request_arrives(first, 1, cut, "admitted", loads_last=True)
 
     @rule(what=MEANWHILE)
     def loads_wait_from_now_on(self, what: str) -> None:
@@ -298,9 +334,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return True
 
     def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
-        assert self.now < deadline and could > n0
+        assert self.now < deadline
         same = any(each.n0 <= n0 < each.boundary for each in self.loads.values())
-        assert same or (self.is_lazy and self.loads)
+        assert same or (could > n0 and self.is_lazy and self.loads)
 
     def start_load(self, sequence: Sequence, boundary: int) -> None:
         slots = sequence.holding.slots[sequence.n0 // GRID : boundary // GRID]
@@ -402,10 +438,39 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 assert len(set(device)) == len(device) and len(set(host)) == len(host)
             if transfer.direction is Direction.STORE:
                 copy.source = self.source_of(transfer)
+            else:
+                self.lend(copy)
         for id in plan.cancelled:
             if not self.copies[id].copied:
                 self.copies[id].cancelled = True
             self.copies[id].epoch = -1
+
+    def lend(self, load: Copy) -> None:
+        """Take what the load reads out of the host blocks that stores take from it."""
+        read = {block for group in load.plan.copies for block in group.host_blocks}
+        stores = [self.copies[id].plan for id in load.plan.after]
+        exchanged = [store for store in stores if load.plan.id in store.after]
+        lent = {block for store in exchanged for group in store.copies for block in group.host_blocks}
+        assert lent <= read
+        assert not any(self.writes(store, read) for store in stores if store not in exchanged)
+        for store in exchanged:
+            self.check_order(store, load.plan)
+        load.lent = [{block: memory.get(block, NOTHING) for block in lent} for memory in self.host]
+        for memory in self.host:
+            memory.update(dict.fromkeys(lent, "lent"))
+
+    def check_order(self, store: TransferPlan, load: TransferPlan) -> None:
+        """Each piece goes where the load has read before it overwrites that piece."""
+        (saved,), (loaded,) = store.copies, load.copies
+        (piece,) = self.planner.pieces
+        h, d = piece.host_blocks, piece.device_blocks
+        for at in range(len(saved.host_blocks) // h):
+            read = max(loaded.host_blocks.index(block) // h for block in saved.host_blocks[at * h : (at + 1) * h])
+            sources = set(saved.device_blocks[at * d : (at + 1) * d])
+            assert read < min(at // d for at, block in enumerate(loaded.device_blocks) if block in sources)
+
+    def writes(self, store: TransferPlan, blocks: set[int]) -> bool:
+        return any(not blocks.isdisjoint(group.host_blocks) for group in store.copies)
 
     def source_of(self, plan: TransferPlan) -> list[Any]:
         """What a store finds in its blocks once the compute before it is done: KV that belongs together."""
@@ -436,11 +501,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if copy.cancelled:
             copy.copied[rank] = False
             return
-        for before in map(self.copies.get, copy.plan.after):  # what it overwrites is read first
+        is_load = copy.plan.direction is Direction.LOAD
+        for before in map(self.copies.get, copy.plan.after if is_load else ()):  # what it overwrites is read first
             if before is not None and rank not in before.copied:
                 self.copy(before, rank, fails)
         copy.copied[rank] = not fails and copy.epoch != -1
-        if copy.plan.direction is Direction.LOAD:
+        if is_load:
             sequence = self.loads[copy.plan.id]
             for slot in sequence.destinations[sequence.n0 // GRID : sequence.boundary // GRID]:
                 self.device[rank].update(dict.fromkeys(self.slots.blocks_of(slot), "poison"))
@@ -455,7 +521,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                     for part, block in enumerate(host):
                         self.host[rank][block] = "torn" if fails else (content, part)
                 else:
-                    parts = [self.host[rank].get(block, NOTHING) for block in host]
+                    memory = self.host[rank] | copy.lent[rank]
+                    parts = [memory.get(block, NOTHING) for block in host]
                     whole = parts == [(parts[0][0], part) for part in range(h)] and not fails
                     for part, block in enumerate(device):
                         self.device[rank][block] = parts[0][0][part] if whole else "torn"

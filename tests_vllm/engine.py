@@ -452,6 +452,7 @@ class FakeRank:
     timed: int | None = None
     device: Device = field(default_factory=dict)
     held: dict[int, tuple[object, int]] = field(default_factory=dict)  # plans that follow others, and their epochs
+    lent: dict[int, tuple[object, list[object]]] = field(default_factory=dict)  # loads in exchange, and their sources
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
     times: TransferTimes = field(default_factory=TransferTimes)
@@ -477,6 +478,7 @@ class FakeRank:
                 self.copies[id].cancelled = True
             elif self.held.pop(id, None) is not None:
                 self.failed.add(id)
+                self.lent.pop(id, None)
         self._begin_held()
         self.done = {id for id in self.done if id >= plan.resolved_below}
         self.failed = {id for id in self.failed if id >= plan.resolved_below}
@@ -489,8 +491,12 @@ class FakeRank:
         """Begin what follows no store that goes on."""
         begun = []
         for id, (transfer, epoch) in list(self.held.items()):
-            if any(each in self.copies or each in self.held for each in transfer.after):
+            is_store = transfer.direction is Direction.STORE
+            if not is_store and any(each in self.copies or each in self.held for each in transfer.after):
                 continue
+            for load in transfer.after if is_store else ():  # an exchange: the store writes what the load has read
+                assert transfer.id in self.held[load][0].after
+                self.lent.setdefault(load, (self.held[load][0], self._read(self.held[load][0])))
             copy = self._new_copy(transfer, epoch)
             self._check_apart(copy)
             if not copy.is_store:
@@ -517,7 +523,10 @@ class FakeRank:
             if copy.steps_left >= 0 if self.pace is None else copy.steps <= self.pace:
                 continue
             del self.copies[id]
-            assert self._read(copy.plan) == copy.sources, "a source has changed while it was copied"  # S7.1, S7.2
+            lent = self.lent.pop(id, None) is not None
+            assert lent or self._read(copy.plan) == copy.sources, (
+                "a source has changed while it was copied"
+            )  # S7.1, S7.2
             ok = not (copy.fails or copy.cancelled)
             if not copy.is_early:
                 self._write(copy)
@@ -549,7 +558,8 @@ class FakeRank:
     def _new_copy(self, transfer: object, epoch: int) -> Copy:
         is_early = bool(transfer.copies) and self.random.random() < 0.5
         fails = transfer.failed or self.random.random() < self.failure_rate
-        copy = Copy(transfer, epoch, self._read(transfer), is_early, fails, self.random.randrange(self.slowest))
+        sources = self.lent[transfer.id][1] if transfer.id in self.lent else self._read(transfer)
+        copy = Copy(transfer, epoch, sources, is_early, fails, self.random.randrange(self.slowest))
         assert copy.is_store or transfer.copies or transfer.failed
         return copy
 
@@ -557,7 +567,11 @@ class FakeRank:
         """No block is written that another transfer uses, none is read that another writes."""
         for copy in self.copies.values():
             assert copy.writes.isdisjoint(new.reads | new.writes), "used while it is written"
-            assert new.writes.isdisjoint(copy.reads), "written while it is read"  # S7.5
+            is_lent = copy.plan.id in self.lent and copy.plan.id in new.plan.after
+            assert is_lent or new.writes.isdisjoint(copy.reads), "written while it is read"  # S7.5
+        for load, _ in self.lent.values():
+            read = {("host", block) for each in load.copies for block in each.host_blocks}
+            assert load.id in new.plan.after or new.writes.isdisjoint(read), "written before a load has read it"
 
     def _in_pieces(self, transfer: object) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The host blocks and the device blocks of each piece."""
@@ -844,6 +858,7 @@ class Engine:
             else:
                 self._check_sources(transfer, transfer.id in saved)
                 self.counts["stores of what a load overwrites"] += transfer.id in saved
+                self.counts["stores in exchange with a load"] += bool(transfer.after)
         self.counts["loads cancelled"] += len(metadata.plan.cancelled)
         for transfer in metadata.tier.step.transfers if metadata.tier is not None else ():
             self.counts["reads planned" if transfer.direction is Direction.LOAD else "writes planned"] += 1
@@ -919,7 +934,9 @@ class Engine:
     def _watch_lookup(self, lookup: Callable, request: object, n0: int, now: float) -> object:
         answer = lookup(request, n0, now)
         best = longest_boundary(self.cache, request, n0)
-        expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0 or self.below is not None}
+        at = n0 // self.cache.planner.grid_tokens
+        is_awaited = at < len(request.keys) and request.keys[at] in self.cache._ledger.loading
+        expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0 or is_awaited or self.below is not None}
         assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
         assert not isinstance(answer, Hit) or answer.boundary == best
         assert not isinstance(answer, Pending) or answer.deadline > now

@@ -95,6 +95,9 @@ class CPUPrefixCache:
     With `waits_for_loads` off, no lookup is Pending because others load (rule 13): for an engine in which a request
     that waits has its device blocks already.
 
+    With `exchanges` a load may take the place of what it overwrites (exchange.py). The ranks must do so: a CopyWorker
+    does, where no two share a host region. Lazy makes use of it, in models with one group and no checkpoints.
+
     With `log_boundaries`, `take_events` tells which boundaries can be hit on the host; lazy without checkpoints, behind
     what the device has (rule 3). It does not take off what groups that look ahead drop from the end of a hit.
 
@@ -117,6 +120,7 @@ class CPUPrefixCache:
         min_load_tokens: int | None = 0,
         declines: bool = True,
         waits_for_loads: bool = True,
+        exchanges: bool = False,
         log_boundaries: bool = False,
     ) -> None:
         _check(planner, host_blocks, offload, checkpoint_interval)
@@ -137,6 +141,7 @@ class CPUPrefixCache:
         self._steps = steps
         self._checkpoint_interval = checkpoint_interval
         self._waits_for_loads = waits_for_loads
+        self._exchanges = exchanges and self.pool.is_shared and len(planner.pieces) == 1
         self._ledger = TransferLedger(ranks)
         margin = MARGIN if offload == "lazy" else 1.0
         self._stores = StorePlanner(self.coordinator, device, self._ledger, margin)
@@ -160,11 +165,14 @@ class CPUPrefixCache:
         Pending too (rule 13). `now` is in seconds, of any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
-        if boundary == n0 or self.is_off or boundary - n0 < self.min_load_tokens:
+        is_worth = boundary - n0 >= max(1, self.min_load_tokens)
+        if self.is_off or not (is_worth or self._is_exchanged(request, n0)):
             return MISS
         awaited = self._awaited(request, n0, boundary, now) if self._waits_for_loads else None
         if awaited is not None:
             return Pending(awaited)
+        if not is_worth:
+            return MISS
         on_device = self.planner.full_chunks(n0)
         self._offload.foresee(request.keys, on_device, self._num_destinations(n0, boundary))
         return Hit(boundary, on_device * self.planner.grid_tokens)
@@ -226,11 +234,14 @@ class CPUPrefixCache:
         if self.pool.resident_run(running.keys, start, stop) < stop:
             nodes = ()
         device_blocks = [block for blocks in destinations for block in blocks]
-        pin = self.pool.pin(*nodes) if nodes else None  # before anything is evicted for what it overwrites
-        before = self._offload.save(device_blocks)
+        pin, read = None, list[int | None]()
         copies: Sequence[GroupCopy] = ()
         if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
+            if self._exchanges and self.pool.is_scarce:
+                read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
+            pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
+        before = self._offload.save(device_blocks, read)
         running.load = self._plan_load(request_id, keys, pin, copies, device_blocks, now, before)
         self._work += stop - start
         return running.load.id
@@ -490,6 +501,12 @@ class CPUPrefixCache:
             deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
         )
         self._ledger.add(transfer)
+        read = {block for copy in copies for block in copy.host_blocks}
+        for store in before:
+            if not read.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
+                store.plan = store.plan._replace(after=(transfer.id,))
+                store.follows.append(transfer)
+                transfer.followers.append(store)
         return transfer
 
     def _awaited(self, request: Request, n0: int, boundary: int, now: float) -> float | None:
@@ -502,6 +519,13 @@ class CPUPrefixCache:
             if others and not self._has_room_for(n0, boundary):
                 return min(others)
         return None
+
+    def _is_exchanged(self, request: Request, n0: int) -> bool:
+        """Whether another load is taking the chunk at `n0` from the host to the device."""
+        at = n0 // self.planner.grid_tokens
+        if not self._ledger.loading or at >= min(self.planner.findable_chunks(request.num_tokens), len(request.keys)):
+            return False
+        return request.keys[at] in self._ledger.loading and self.pool.find(request.keys[at]) is None
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this

@@ -118,7 +118,7 @@ class SchedulerHalf:
         ours = self._request(request)
         self._adapters.passed(id)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
-        # it will load.
+        # it will load until then.
         lease = self.cache.reserve(ours, boundary, n0) if num_external_tokens else None
         if id in self._admitted:
             self._admitted_again(id)
@@ -127,14 +127,14 @@ class SchedulerHalf:
         new = self._blocks_behind(tables, n0) if self._planner.has_checkpoints else ()
         with self.device.hiding(frozenset(new)):
             self.cache.admit(ours, n0, boundary, self.clock())
+        if lease is not None:
+            self.cache.release(lease)
         if num_external_tokens:
             positions = self._planner.positions(n0 // self._grid, boundary // self._grid)
             destinations = [
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
             ]
             self._loads[self.cache.load(id, boundary, destinations, self.clock())] = id
-        if lease is not None:
-            self.cache.release(lease)
 
     def _fail_unplanned(self, request: str, tokens: int) -> None:
         """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.

@@ -122,12 +122,15 @@ class Completion:
             load.good = self._good(load)
             self.counts["chunks_loaded"] += min(load.good, len(load.keys))
             self.counts["bytes_loaded"] += load.plan.num_bytes
-            self._offload.loaded(self._sources(load))
+            self._offload.loaded(load.keys, self._sources(load))
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
             self._withdraw_sources(load)
         if load.pin is not None:
             self._pool.unpin(load.pin)
+        for store in load.followers:
+            store.follows.remove(load)
+            self._complete_stores(store)
 
     def _good(self, load: Transfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
@@ -147,7 +150,8 @@ class Completion:
 
     def _withdraw_sources(self, load: Transfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""
-        for node in self._sources(load)[:1]:
+        here = [node for node in self._sources(load) if self._pool.key(node) is not None]
+        for node in here[:1]:
             self._withdraw(node)
 
     def _withdraw(self, node: int) -> None:

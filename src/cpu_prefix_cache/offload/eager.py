@@ -6,7 +6,7 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -68,8 +68,8 @@ class Eager:
     def committed(self, store: Transfer) -> None:
         """What this store has written can be found on the host now."""
 
-    def loaded(self, nodes: Sequence[int]) -> None:
-        """A load has brought these to the device, parents first."""
+    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
+        """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
 
     def invalidated(self) -> None:
         """Some device blocks hold other bytes than was thought."""
@@ -90,8 +90,11 @@ class Eager:
         first `chunks` chunks with these keys on the device.
         """
 
-    def save(self, device_blocks: Collection[int]) -> Sequence[Transfer]:
-        """Store what these blocks, the destinations of a load, held as it was foreseen. Stores that it must follow."""
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[Transfer]:
+        """Store what these blocks, the destinations of a load, held as it was foreseen. Stores that it must follow.
+
+        With `read`, the host chunks of the load in its order, some go into their blocks; not into those that are None.
+        """
         return ()
 
     def has_room_for(self, blocks: int) -> bool:

@@ -22,7 +22,8 @@ above one another in the front, parents first. Stores hold at most what `report_
 the device has promised to running requests.
 
 * **Loads** save what they overwrite: `foresee` reads what the next load will be given, and `save` stores what of it the
-  load was given and is not covered. The ranks begin the load after that.
+  load was given and is not covered. The ranks begin the load after that; where room is scarce most of it goes into the
+  host blocks that the load reads (`exchange.py`).
 * **A device nearly all in use.** Where less waits than the front should have, the blocks of a request that ends are
   handed out in the same step or the next, before any look. So they are stored, and held, as it ends. Where room is not
   scarce what still runs is stored too, as eager does; else it would take room from what the device has no more. (In
@@ -38,8 +39,8 @@ the device has promised to running requests.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -47,13 +48,14 @@ from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.exchange import partners
 from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
 
-# What is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With 1, `adaptive` on
-# a small host stores more than eager; with 1.6, hits are lost where the host is large (docs/policies.md).
+# Of whole prompts, what is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With
+# 1, `adaptive` on a small host stores more than eager; with 1.6, a large one loses hits (docs/policies.md).
 MARGIN = 1.25
 
 Name = bytes | int  # of a place in the order of eviction: its key, or the number of a block without one
@@ -149,9 +151,9 @@ class Lazy(Eager):
         elif store.owner in self._running():
             self._duplicate(key for key in reversed(store.keys) if key not in self._front)
 
-    def loaded(self, nodes: Sequence[int]) -> None:
+    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         if self._pool.is_shared:
-            self._settled.difference_update(key for node in nodes if (key := self._pool.key(node)) is not None)
+            self._settled.difference_update(keys)
             self._pool.duplicated(reversed(nodes))
 
     def _duplicate(self, keys: Iterable[bytes]) -> None:
@@ -198,7 +200,7 @@ class Lazy(Eager):
         """The engine hands out blocks for another purpose, and computes into them, or their bytes were wrong."""
         self._foreseen, self._endangered = {}, {}
 
-    def save(self, device_blocks: Collection[int]) -> list[Transfer]:
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
         taken = set(device_blocks)
         self._renew(key for block, key in self._foreseen.items() if block in taken and key is not None)
         sources = {
@@ -207,6 +209,7 @@ class Lazy(Eager):
             if not taken.isdisjoint(blocks) and all(self._is_untouched(block, key) for block in set(blocks) - taken)
         }
         self._forget_foreseen()
+        into = partners(sources, device_blocks, read)
         stores, left = [], self._stores.uncovered(sources)
         for key in sources:
             run = self._parents.run_above(key, left.__contains__)
@@ -215,15 +218,24 @@ class Lazy(Eager):
             keys, above = run
             left.difference_update(keys)  # asked for once: what is declined or finds no room is not saved
             self.work += len(keys)
-            transfer, stop = self._stores.plan(
-                Chain(above, keys), self._pool.touch(None), found=lambda some: [*map(sources.get, some)]
-            )
-            if transfer is not None:
-                transfer.held_blocks = 0  # none of them waits
-                stores.append(transfer)
-            if stop is Stop.DECLINED:
-                self._parents.unwanted([each for each in keys if not self._stores.is_covered(each)])
+            for _, group in groupby(keys, into.__contains__):
+                part = list(group)
+                stores += self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
+                above = part[-1]
         return stores
+
+    def _save_part(self, chain: Chain, sources: Mapping[bytes, Sequence[int]], read: Sequence[int]) -> list[Transfer]:
+        """Store the chain from these sources; into the blocks of `read`, host chunks that the load reads, if any."""
+        transfer, stop = self._stores.plan(
+            chain, self._pool.touch(None), found=lambda some: [*map(sources.get, some)], read=read
+        )
+        if stop is Stop.DECLINED:
+            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
+        if transfer is None:
+            return []
+        transfer.held_blocks = 0  # none of them waits
+        self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
+        return [transfer]
 
     def _is_untouched(self, block: int, key: bytes) -> bool:
         """Whether this block of the chunk with this key waits. One of the blocks of a chunk comes with its key."""

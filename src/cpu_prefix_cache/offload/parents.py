@@ -148,7 +148,7 @@ class Parents:
         self._unsaved.difference_update(keys)
 
     def unwanted(self, keys: Sequence[bytes]) -> None:
-        """The host declined these chunks: they are not lost when the device evicts them."""
+        """The host declined these chunks, or a load saves them: they are not lost when the device evicts them."""
         self._unsaved -= set(keys)
 
     def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:

@@ -72,6 +72,7 @@ class _Sources(NamedTuple):
     chunks: list[Sequence[int]]
     pieces: Sequence[Sequence[int]] = ()
     stopped_by: Stop | None = None
+    read: Sequence[int] = ()  # host chunks, one for each chunk here, whose blocks it takes
 
 
 class _Destinations(NamedTuple):
@@ -165,16 +166,24 @@ class StorePlanner:
         return None
 
     def plan(
-        self, chain: Chain, touch: Any, *, owner: Hashable | None = None, found: "Found | None" = None
+        self,
+        chain: Chain,
+        touch: Any,
+        *,
+        owner: Hashable | None = None,
+        found: "Found | None" = None,
+        read: Sequence[int] = (),
     ) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
-        `found` is as `Device.find_all`, the default. The transfer covers as many first nodes of the chain as it has
-        keys, and is None if there is nothing to store. With it comes why it is not the whole chain, if it is not.
+        `found` is as `Device.find_all`, the default. With `read` the chunks take the blocks of these host chunks
+        (`BlockPool.exchange`), and are all on the device. The transfer covers as many first nodes of the chain as it
+        has keys, and is None if there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
         parent = self._parent(chain)
         pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
-        sources = self._sources(chain, found or self.device.find_all)
+        found = found or self.device.find_all
+        sources = _Sources(self._on_device(chain.keys, found), read=read) if read else self._sources(chain, found)
         stop = Stop.PROMISED if self._takes_promised(sources) else sources.stopped_by
         if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
             if pin is not None:
@@ -294,6 +303,8 @@ class StorePlanner:
         self, chain: Chain, keys: Sequence[bytes], sources: _Sources, needs: list[PieceNeed]
     ) -> _Destinations:
         """Host blocks for what is to be stored under `keys`."""
+        if sources.read:
+            return _Destinations(self.pool.exchange(sources.read, keys))
         if chain.checkpoint is None:
             return _Destinations(self.pool.allocate(len(keys), keys))
         nodes = self.pool.allocate(len(sources.chunks), keys, needs)

@@ -12,6 +12,8 @@ it, and is committed after them (rule 3):
     store 7   chunks 0..3    moving
     store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; cancelled if 7 fails
 
+A store that takes the blocks which a load reads follows that load: until it has ended, nobody else may have them.
+
 A *promotion* is a store whose bytes the tier below host memory reads. It is MOVING from the beginning, and lands when
 the tier says so.
 """

@@ -29,6 +29,7 @@ its place in it without a block here, because the other pool has it, as long as 
     outline    (none) -> ABSENT       what is to be committed hangs below it
     commit     ABSENT -> CACHED       with the blocks that were written for it
     evict      CACHED -> ABSENT       of a *duplicate*, which the other pool has too: first, where room is scarce
+    exchange   CACHED -> ABSENT       as the other pool reads it, and what it overwrites there takes its blocks
     evict      ABSENT -> (none)       with the last chunk below it
 
 A *node* is a chunk or a checkpoint (rule 9). Both are allocated, committed, pinned, evicted and withdrawn in the same
@@ -425,6 +426,27 @@ class BlockPool:
             self._policy.announced([node])
         return [*chunks, node]
 
+    def exchangeable(self, chunks: Sequence[int]) -> list[int | None]:
+        """Those of cached chunks, in their places, whose blocks `exchange` may give away while all of them are read."""
+        return [None if self._is_kept(chunk, chunks) else chunk for chunk in chunks]
+
+    def _is_kept(self, chunk: int, read: Collection[int]) -> bool:
+        return self._forest.is_protected(chunk) or self._is_loaded_with_more(chunk, self._overlap, read)
+
+    def exchange(self, chunks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """As many chunks to write to, with the blocks of these cached ones, which the pool beside is reading.
+
+        The writer is to write no block before it was read. `keys` are as in `allocate`.
+        """
+        self._policy.evict(0, keys)  # it learns of them
+        nodes = self._new_numbers(len(chunks))
+        for node, chunk in zip(nodes, chunks, strict=True):
+            self._forget_duplicate(chunk)
+            self._keep_rest(node, self._empty(chunk))
+        self._move(nodes, FREE, WRITING)
+        self._policy.announced(nodes)
+        return nodes
+
     def claim(self, chunks: Sequence[Sequence[int]]) -> list[int]:
         """Take free blocks that hold chunks already, of each chunk all its blocks in order. Their nodes.
 
@@ -716,19 +738,25 @@ class BlockPool:
         freed: list[int] = []
         for chunk in victims:
             del self._duplicates[chunk]
-            self._evictions += 1
-            self.resume_points.lost((chunk,))
-            freed += self._take_blocks(chunk, CACHED)
-            self._state[chunk] = ABSENT
-            self._num_absent += 1
+            freed += self._empty(chunk)
             self._prune_absent((chunk,))
         return freed
 
-    def _is_loaded_with_more(self, chunk: int, levels: int) -> bool:
-        """Whether one that only this pool has hangs below this chunk, at most so many levels down."""
+    def _empty(self, chunk: int) -> list[int]:
+        """Make a cached chunk absent. The blocks that it had."""
+        self._evictions += 1
+        self.resume_points.lost((chunk,))
+        self._state[chunk] = ABSENT
+        self._num_absent += 1
+        return self._take_blocks(chunk, CACHED)
+
+    def _is_loaded_with_more(self, chunk: int, levels: int, read: Collection[int] = ()) -> bool:
+        """Whether one that only this pool has hangs below this chunk, at most so many levels down. The pool beside has
+        those that are `read`.
+        """
         for child in self._forest.children_of(chunk) if levels else ():
-            is_duplicate = child in self._duplicates or child in self._overlapping
-            if (self._state[child] == CACHED and not is_duplicate) or self._is_loaded_with_more(child, levels - 1):
+            is_beside = child in self._duplicates or child in self._overlapping or child in read
+            if (self._state[child] == CACHED and not is_beside) or self._is_loaded_with_more(child, levels - 1, read):
                 return True
         return False
 

@@ -76,6 +76,7 @@ class ReplayEngine:
                 ahead_blocks=horizon,
             ),
             thresholds=Thresholds(host.store_after, host.min_store_tokens),
+            exchanges=True,
         )
         self.cache = self.new_cache(planner, PooledDevice(self.gpu), options)
 
