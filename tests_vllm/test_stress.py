@@ -27,6 +27,7 @@ WITH_LITTLE_ROOM = (
     "resets that preempt during a store",
     "blocks hidden until computed",
 )
+EXCHANGES = ("stores in exchange with a load",)
 WITH_ROOM = (  # for the lazy walk
     "hit",
     "loads done",
@@ -95,7 +96,7 @@ def live_through(engine: Engine, requests: int) -> None:
 
 @pytest.mark.parametrize(
     ("offload", "blocks", "wanted"),
-    [("lazy", 48, WITH_LITTLE_ROOM), ("lazy", 140, WITH_ROOM), ("eager", 48, WITH_LITTLE_ROOM)],
+    [("lazy", 48, WITH_LITTLE_ROOM + EXCHANGES), ("lazy", 140, WITH_ROOM + EXCHANGES), ("eager", 48, WITH_LITTLE_ROOM)],
     ids=["lazy", "lazy with room", "eager"],
 )
 @pytest.mark.parametrize(

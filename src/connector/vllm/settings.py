@@ -106,6 +106,7 @@ class Settings:
             ready_blocks=0,  # until every rank has reported its region
             ranks=self.ranks,
             steps=self.steps,
+            exchanges=not self.is_shared,
             log_boundaries=self.publishes_events,
             min_load_tokens=None,
         )

@@ -181,6 +181,7 @@ class HostCache:
             checkpoint_interval=checkpoint_interval,
             thresholds=thresholds,
             min_load_tokens=min_load_tokens,
+            exchanges=True,
         )
         self._tier: HostTier | None = None
         if below is not None:
