@@ -901,18 +901,22 @@ def test_what_was_declined_is_not_asked_for_in_every_step(policy):
 
 
 @pytest.mark.parametrize(
-    ("mode", "times", "host"),
+    ("mode", "cache", "times", "host"),
     [
-        ("eager", 0.9, "abcdef"),
-        ("eager", 1.1, "uvwxyz"),
-        ("lazy", MARGIN - 0.1, "abcdef"),
-        ("lazy", MARGIN + 0.1, "uvwxyz"),
+        ("eager", CPUPrefixCache, 0.9, "abcdef"),
+        ("eager", CPUPrefixCache, 1.1, "uvwxyz"),
+        ("lazy", CPUPrefixCache, 0.9, "abcdef"),
+        ("lazy", CPUPrefixCache, 1.1, "uvwxyz"),
+        ("lazy", WholePrompts, MARGIN - 0.1, "abcdef"),
+        ("lazy", WholePrompts, MARGIN + 0.1, "uvwxyz"),
     ],
 )
-def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(mode, times, host):
-    """What waits on the device is worth so many times what the host is full of, which is older."""
+def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(mode, cache, times, host):
+    """What waits on the device is worth so many times what the host is full of, which is older. Where device and host
+    hold prompts together, more is enough.
+    """
     with mock.patch.object(Buckets, "_learn"):  # what the buckets are worth stays as it is here
-        engine = Engine(mode, device=12, host=6, policy="adaptive")
+        engine = Engine(mode, device=12, host=6, policy="adaptive", cache=cache)
         worth = engine.cache.pool._policy._buckets._survival.worth
         worth[:] = [times if bucket % BINS == 0 else 1.0 for bucket in range(len(worth))]
         for prompt in ("abcdef", "uvwxyz"):

@@ -143,7 +143,7 @@ class CPUPrefixCache:
         self._waits_for_loads = waits_for_loads
         self._exchanges = exchanges and self.pool.is_shared and len(planner.pieces) == 1
         self._ledger = TransferLedger(ranks)
-        margin = MARGIN if offload == "lazy" else 1.0
+        margin = MARGIN if offload == "lazy" and not self.pool.is_shared else 1.0
         self._stores = StorePlanner(self.coordinator, device, self._ledger, margin)
         self._offload = self._new_offload(offload)
         self._running = RunningRequests(self.coordinator, device, self._offload, steps)
