@@ -428,7 +428,8 @@ class BlockPool:
 
     def exchangeable(self, chunks: Sequence[int]) -> list[int | None]:
         """Those of cached chunks, in their places, whose blocks `exchange` may give away while all of them are read."""
-        return [None if self._is_kept(chunk, chunks) else chunk for chunk in chunks]
+        read = frozenset(chunks)
+        return [None if self._is_kept(chunk, read) else chunk for chunk in chunks]
 
     def _is_kept(self, chunk: int, read: Collection[int]) -> bool:
         return self._forest.is_protected(chunk) or self._is_loaded_with_more(chunk, self._overlap, read)
