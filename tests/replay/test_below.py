@@ -1,5 +1,7 @@
 """A tier below the host, with and without a device before it: what is found, and what reading it saves."""
 
+from itertools import count
+
 import pytest
 
 from cpu_prefix_cache.replay.below import ThreeTierEngine, replay_host_and_tier, replay_three_tiers
@@ -7,7 +9,9 @@ from cpu_prefix_cache.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.replay.meter import Meter
 from cpu_prefix_cache.replay.seconds_saved import Rates
 from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.replay.traces import TraceRequest
 from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
+from cpu_prefix_cache.tiers.tier_cache import HostDevice
 from tests.replay.traces import random_prompts, trace_of
 
 MODES = ("lazy", "eager")
@@ -97,3 +101,35 @@ def test_a_tier_slower_than_computing_is_not_read_and_its_blocks_are_missed(repl
 )
 def test_a_tier_is_lazy_below_a_host_of_a_tenth_or_more_with_lru(host, below, mode):
     assert below.mode(host) == mode
+
+
+@pytest.mark.parametrize("offload", MODES)
+def test_a_step_reads_no_more_of_a_larger_host(offload, monkeypatch):
+    """Counted are places that a step reads in the order of eviction of a full host. Every prompt is new."""
+    in_order = HostDevice.soonest_evicted
+
+    def most_read(host):
+        read, numbers, trace = [0], count(), trace_of(["a" * 256])
+        monkeypatch.setattr(trace, "usable", lambda capacity: capacity)
+        engine = ThreeTierEngine(trace, HostTier(host), DeviceTier(512), BelowTier(4 * host, offload))
+        plan_below = engine.tiered.plan_below
+
+        def counted(device):
+            for place in in_order(device):
+                read[-1] += 1
+                yield place
+
+        def one_step():
+            read.append(0)
+            return plan_below()
+
+        monkeypatch.setattr(engine.tiered, "plan_below", one_step)
+        for prompt in range(host // 256 + 30):
+            if prompt == host // 256 + 10:
+                monkeypatch.setattr(HostDevice, "soonest_evicted", counted)
+            keys = [next(numbers).to_bytes(16, "big") for _ in range(256)]
+            engine.serve(TraceRequest(0.0, keys, 256 * engine.block_tokens))
+        monkeypatch.undo()
+        return max(read)
+
+    assert 0 < most_read(36_000) <= 1.5 * most_read(12_000)

@@ -45,8 +45,9 @@ from cpu_prefix_cache.tiers.questions import Questions
 
 logger = logging.getLogger(__name__)
 
-# At most this part of the host is being written; a sixth of it is looked at ahead (`EngineSteps.stretch`).
-WRITTEN_SHARE = 16
+# At most this part of the host is being written, and at most so many chunks: 1 GiB of Llama 8B, which a disk takes in
+# half a second. Twice as much is the front (`EngineSteps.stretch`), and each step reads the host's order up to its end.
+WRITTEN_SHARE, WRITTEN_CHUNKS = 16, 512
 EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more than lazy (docs/tiers.md)
 # After FAILURES_IN_A_ROW a tier is left alone: long enough for a file system that hangs, short for a server's life. A
 # store is tried by a question that no request waits for, so sooner.
@@ -91,7 +92,7 @@ class TierCache(CPUPrefixCache):
             host_blocks=slots,
             policy=policy,
             ranks=ranks,
-            steps=EngineSteps(max_tokens=max(1, chunks // WRITTEN_SHARE) * planner.grid_tokens),
+            steps=EngineSteps(max_tokens=max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS)) * planner.grid_tokens),
             thresholds=thresholds,
         )
         self._found = FoundBefore(self.coordinator)
