@@ -31,15 +31,16 @@ from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 
 
-def exchanges(transfers: Sequence[TransferPlan]) -> dict[int, int]:
-    """The stores of a plan that exchange blocks with a load of it, each with that load, by their ids."""
-    return {
-        store.id: load.id
-        for store in transfers
-        if store.after and store.copies and store.direction is Direction.STORE
-        for load in transfers
-        if load.id in store.after and store.id in load.after and load.copies and not load.failed
-    }
+def exchanges(transfers: Sequence[TransferPlan]) -> dict[int, list[int]]:
+    """The loads of a plan that exchange blocks with stores of it, each with these stores, by their ids."""
+    named = [load for load in transfers if load.after and load.direction is Direction.LOAD]
+    loads = {load.id: frozenset(load.after) for load in named if load.copies and not load.failed}
+    found = defaultdict[int, list[int]](list)
+    for store in transfers:
+        load = next((id for id in store.after if store.id in loads.get(id, ())), None)
+        if load is not None and store.copies and store.direction is Direction.STORE:
+            found[load].append(store.id)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +149,7 @@ class Exchange:
         try:
             with self._cutting:
                 self._portions = self._portions or cut(*self._wholes, copier=self._copier)
-            mine = [portion for portion in self._portions if portion.whole in wholes]
+            mine = [portion for portion in self._portions if portion.whole.transfer.direction in directions]
             for portion in mine:
                 portion.whole.left.append(portion)
             # stores do not pause for the load that they exchange blocks with, even while it is submitted

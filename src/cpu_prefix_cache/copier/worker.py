@@ -119,10 +119,11 @@ class CopyWorker:
             for id in self._copies.keys() & plan.cancelled:
                 self._copies[id].submission.cancel()
             exchanged = {} if self._closed else exchanges(plan.transfers)
+            later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
             for id, copy in new.items():
                 copy.began = began
-                if id not in exchanged:  # else it begins with its load
-                    self._begin(copy, [new[store] for store, load in exchanged.items() if load == id], after)
+                if id not in later:
+                    self._begin(copy, [new[store] for store in exchanged.get(id, ())], after)
         except BaseException:  # what an interrupt keeps from being begun is reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -214,7 +215,7 @@ class CopyWorker:
 
     def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy], after: Event) -> None:
         both = {each.transfer.id: each for each in (load, *stores)}
-        first = partial(_await, [each for each in before if each not in stores])
+        first = partial(_await, [each for each in before if each.transfer.id not in both])
         plans = [store.transfer for store in stores]
         exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
         for direction, thread in self._threads.items():
