@@ -12,8 +12,8 @@ from tests.story import GRID, Engine, chain, make_scarce
 class Looking(Engine):
     """It asks before it allocates, as vLLM does."""
 
-    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True) -> int | None:
-        request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra)
+    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True, stores: bool = True) -> int | None:
+        request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra, stores=stores)
         answer = self.cache.lookup(request, 0, self.now)
         self.slots[id], self.touches[id] = self.gpu.allocate(len(prompt)), self.gpu.touch(None)
         boundary = answer.boundary if isinstance(answer, Hit) else None
@@ -63,13 +63,52 @@ def test_a_load_takes_the_place_of_what_it_overwrites():
     assert engine.asks("abcdz", n0=3 * GRID) == Hit(4 * GRID, 3 * GRID)
 
 
-@pytest.mark.parametrize("why", ["it is off", "room is not scarce"])
+@pytest.mark.parametrize("why", ["it is off", "room is not scarce", "what is read would not be stored again"])
 def test_nothing_is_exchanged_where(why: str):
     engine = exchanging(exchanges=why != "it is off")
-    if why != "it is off":
+    if why == "room is not scarce":
         engine.cache.pool._scarcity.clear()
-    _, exchanged, others = planned(engine, engine.starts("again", "abcd"))
+    stores = why != "what is read would not be stored again"
+    _, exchanged, others = planned(engine, engine.starts("again", "abcd", stores=stores))
     assert not exchanged and others
+
+
+def test_what_admission_holds_back_is_not_saved(monkeypatch: pytest.MonkeyPatch):
+    engine = exchanging()
+    monkeypatch.setattr(engine.cache.pool, "admitted", lambda keys: sum(key in (b"w", b"wx") for key in keys))
+    load, exchanged, others = planned(engine, engine.starts("again", "abcd"))
+    engine.reports({each.id for each in (load, *exchanged, *others)})
+    assert {"w", "wx"} <= engine.host and engine.host.isdisjoint({"wxy", "wxyz"})
+    assert {"ab", "abc", "abcd"} <= engine.host, "nothing took their place"
+
+
+def test_nothing_is_saved_below_what_finds_no_room():
+    """w finds none, as all of the host is pinned."""
+    engine = exchanging()
+    pins = [engine.cache.pool.pin(engine.cache.pool.find(key.encode())) for key in engine.host if key[0] == "-"]
+    _, exchanged, others = planned(engine, engine.starts("again", "abcd"))
+    assert not exchanged and not others
+    assert {"a", "ab", "abc", "abcd"} <= engine.host
+    for pin in pins:
+        engine.cache.pool.unpin(pin)
+
+
+def test_a_store_that_is_reported_after_its_load_counts():
+    engine = exchanging()
+    load = engine.starts("again", "abcd")
+    _, [exchanged], [other] = planned(engine, load)
+    engine.reports({load})
+    engine.reports({exchanged.id, other.id})
+    assert {"w", "wx", "wxy", "wxyz"} <= engine.host
+
+
+def test_what_fails_together_is_one_failure():
+    engine = exchanging()
+    load = engine.starts("again", "abcd")
+    _, [exchanged], [other] = planned(engine, load)
+    for _ in range(2):
+        engine.reports({other.id}, failed={load, exchanged.id})
+    assert engine.cache._completion._failures_in_a_row == {Direction.STORE: 0, Direction.LOAD: 1}
 
 
 def test_others_wait_for_what_is_on_its_way_to_the_device():
@@ -81,7 +120,7 @@ def test_others_wait_for_what_is_on_its_way_to_the_device():
     assert engine.asks("a", extra=0) == Miss(), "its last token is computed in any case"
     assert engine.asks("xb") == Miss()
     engine.now = 1e9
-    assert engine.asks("abcde") == Miss(), "the load has not ended in its time"
+    assert isinstance(engine.asks("abcde"), Pending), "nobody else can load it"
     plan, exchanged, others = planned(engine, load)
     engine.reports({each.id for each in (plan, *exchanged, *others)})
     engine.fills("again", 4)

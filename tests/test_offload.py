@@ -723,9 +723,11 @@ def test_what_a_load_overwrites_becomes_the_youngest_of_the_host():
     assert both.host == {"a", "d"}, "the device has the loaded chunks, and has lost this one"
 
 
-@pytest.mark.parametrize("is_overtaken", [False, True])
-def test_what_a_load_overwrites_is_stored_before_it(is_overtaken):
-    """Of what stood behind the front, and was not on the host. If the load has landed, it can be read no more."""
+@pytest.mark.parametrize("load_ends", ["last", "first", "first, and has failed"])
+def test_what_a_load_overwrites_is_stored_before_it(load_ends):
+    """Of what stood behind the front, and was not on the host. A load that went well has waited for the store,
+    whichever is reported first. After one that has failed the store may still read what is computed next.
+    """
     both = Together("xy")
     both.hands_out(2)
     both.device.let_go(both.spare.pop())
@@ -734,9 +736,12 @@ def test_what_a_load_overwrites_is_stored_before_it(is_overtaken):
     both.loads("xy")
     store, load = both.cache.step().transfers
     assert load.after == (store.id,) and set(store.copies[0].device_blocks) < set(load.copies[0].device_blocks)
-    for id in [load.id, store.id] if is_overtaken else [store.id, load.id]:
-        both.cache.report(RankReport(0, frozenset([id])))
-    assert both.host == (set() if is_overtaken else {"b"})
+    has_failed = load_ends == "first, and has failed"
+    loaded = RankReport(0, failed=frozenset([load.id])) if has_failed else RankReport(0, frozenset([load.id]))
+    reports = [RankReport(0, frozenset([store.id])), loaded]
+    for report in reports if load_ends == "last" else reversed(reports):
+        both.cache.report(report)
+    assert both.host == (set() if has_failed else {"b"})
 
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():

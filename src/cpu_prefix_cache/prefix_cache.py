@@ -238,7 +238,7 @@ class CPUPrefixCache:
         copies: Sequence[GroupCopy] = ()
         if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
-            if self._exchanges and self.pool.is_scarce:
+            if self._exchanges and self.pool.is_scarce and not running.stale:  # else it is not stored again
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
             pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
         before = self._offload.save(device_blocks, read)
@@ -511,9 +511,12 @@ class CPUPrefixCache:
 
     def _awaited(self, request: Request, n0: int, boundary: int, now: float) -> float | None:
         """The deadline of the load that a load of tokens [n0, boundary) waits for."""
-        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
+        key = request.keys[n0 // self.planner.grid_tokens]
+        loading = self._ledger.loading.get(key)
         if loading is not None and now < loading.deadline:
             return loading.deadline
+        if loading is not None and self.pool.find(key) is None:  # exchanged: nobody else can load it
+            return now + PENDING_GRACE_SECONDS
         if not self.planner.has_checkpoints:  # in those, waiting costs hits
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):

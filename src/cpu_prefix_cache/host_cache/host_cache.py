@@ -181,7 +181,7 @@ class HostCache:
             checkpoint_interval=checkpoint_interval,
             thresholds=thresholds,
             min_load_tokens=min_load_tokens,
-            exchanges=True,
+            exchanges=wrap_copier is None,  # what is put around a copier need not know of portions
         )
         self._tier: HostTier | None = None
         if below is not None:

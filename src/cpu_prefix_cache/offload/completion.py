@@ -107,14 +107,15 @@ class Completion:
                 self._cancel(transfer)
 
     def _count_in_a_row(self, transfer: Transfer) -> None:
-        if not transfer.is_cancelled and not transfer.plan.failed:
+        is_exchange = transfer.is_store and not all(each.is_store for each in transfer.follows)  # its load counts
+        if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange:
             direction = transfer.plan.direction
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
 
     def _complete_load(self, load: Transfer) -> None:
         self._ledger.remove(load)
-        for id in load.plan.after:
+        for id in load.plan.after if not load.succeeded else ():  # else these stores have ended
             store = self._ledger.get(id)
             if store is not None and store.phase is not Phase.LANDED:
                 self._cancel(store)  # from now on its sources may be computed into

@@ -220,7 +220,10 @@ class Lazy(Eager):
             self.work += len(keys)
             for _, group in groupby(keys, into.__contains__):
                 part = list(group)
-                stores += self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
+                saved = self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
+                stores += saved
+                if sum(len(each.keys) for each in saved) < len(part):
+                    break  # what hangs below could not be committed
                 above = part[-1]
         return stores
 

@@ -183,7 +183,7 @@ class StorePlanner:
         parent = self._parent(chain)
         pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
         found = found or self.device.find_all
-        sources = _Sources(self._on_device(chain.keys, found), read=read) if read else self._sources(chain, found)
+        sources = self._exchanged(chain.keys, found, read) if read else self._sources(chain, found)
         stop = Stop.PROMISED if self._takes_promised(sources) else sources.stopped_by
         if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
             if pin is not None:
@@ -281,6 +281,14 @@ class StorePlanner:
             return _Sources(chunks, stopped_by=Stop.DECLINED)
         self.refusals += len(chain.keys) - room
         return _Sources(chunks, stopped_by=Stop.POOL_FULL if room < len(chain.keys) else None)
+
+    def _exchanged(self, keys: Sequence[bytes], found: Found, read: Sequence[int]) -> _Sources:
+        """The same of chunks that take the blocks of others: they need no room."""
+        admitted = self.pool.admitted(keys)
+        self.declined += len(keys) - admitted
+        chunks = self._on_device(keys[:admitted], found)
+        stopped_by = Stop.DECLINED if admitted < len(keys) else None
+        return _Sources(chunks, stopped_by=stopped_by, read=read[: len(chunks)])
 
     def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
         pieces = self.device.find_checkpoint(checkpoint)

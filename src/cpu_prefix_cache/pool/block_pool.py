@@ -275,7 +275,7 @@ class BlockPool:
         if not self._declines:
             return len(keys)
         chunks = keys if needs is None else keys[:-1]
-        if self._admission is not None and (admitted := self._admission.admitted(chunks)) < len(chunks):
+        if (admitted := self.admitted(chunks)) < len(chunks):
             chunks = keys = chunks[:admitted]
             needs = None
         missing = self.checkpoints.num_missing(needs or ())
@@ -286,6 +286,10 @@ class BlockPool:
         nodes, blocks = (len(self._forest), self._cached) if self._cached else (1, max(1, self.blocks_per_chunk))
         victims = -(-short * nodes // blocks)  # as large as nodes are on average
         return self._policy.accepts(NONE if parent is None else parent, keys, victims, margin)
+
+    def admitted(self, keys: Sequence[bytes]) -> int:
+        """How many of the chunks with these keys, from the first on, the admission does not hold back."""
+        return len(keys) if self._admission is None or not self._declines else self._admission.admitted(keys)
 
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.
