@@ -501,7 +501,7 @@ class CPUPrefixCache:
             deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
         )
         self._ledger.add(transfer)
-        read = {block for copy in copies for block in copy.host_blocks}
+        read = {block for copy in copies for block in copy.host_blocks} if before else set()
         for store in before:
             if not read.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
                 store.plan = store.plan._replace(after=(transfer.id,))
@@ -511,11 +511,10 @@ class CPUPrefixCache:
 
     def _awaited(self, request: Request, n0: int, boundary: int, now: float) -> float | None:
         """The deadline of the load that a load of tokens [n0, boundary) waits for."""
-        key = request.keys[n0 // self.planner.grid_tokens]
-        loading = self._ledger.loading.get(key)
+        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return loading.deadline
-        if loading is not None and self.pool.find(key) is None:  # exchanged: nobody else can load it
+        if boundary == n0:  # exchanged: nobody else can load it
             return now + PENDING_GRACE_SECONDS
         if not self.planner.has_checkpoints:  # in those, waiting costs hits
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]

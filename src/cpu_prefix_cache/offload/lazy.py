@@ -202,7 +202,8 @@ class Lazy(Eager):
 
     def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
         taken = set(device_blocks)
-        self._renew(key for block, key in self._foreseen.items() if block in taken and key is not None)
+        leaving = [key for block, key in self._foreseen.items() if block in taken and key is not None]
+        self._pool.renew(self._pool.split(leaving)[0])
         sources = {
             key: blocks
             for key, blocks in self._endangered.items()
@@ -210,7 +211,7 @@ class Lazy(Eager):
         }
         self._forget_foreseen()
         into = partners(sources, device_blocks, read)
-        stores, left = [], self._stores.uncovered(sources)
+        stores, left = list[Transfer](), self._stores.uncovered(sources)
         for key in sources:
             run = self._parents.run_above(key, left.__contains__)
             if run is None or not run[0]:
@@ -220,25 +221,24 @@ class Lazy(Eager):
             self.work += len(keys)
             for _, group in groupby(keys, into.__contains__):
                 part = list(group)
-                saved = self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
-                stores += saved
-                if sum(len(each.keys) for each in saved) < len(part):
+                store = self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
+                stores += [] if store is None else [store]
+                if store is None or len(store.keys) < len(part):
                     break  # what hangs below could not be committed
                 above = part[-1]
         return stores
 
-    def _save_part(self, chain: Chain, sources: Mapping[bytes, Sequence[int]], read: Sequence[int]) -> list[Transfer]:
+    def _save_part(self, chain: Chain, sources: Mapping[bytes, Sequence[int]], read: Sequence[int]) -> Transfer | None:
         """Store the chain from these sources; into the blocks of `read`, host chunks that the load reads, if any."""
         transfer, stop = self._stores.plan(
             chain, self._pool.touch(None), found=lambda some: [*map(sources.get, some)], read=read
         )
         if stop is Stop.DECLINED:
             self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
-        if transfer is None:
-            return []
-        transfer.held_blocks = 0  # none of them waits
-        self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
-        return [transfer]
+        if transfer is not None:
+            transfer.held_blocks = 0  # none of them waits
+            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
+        return transfer
 
     def _is_untouched(self, block: int, key: bytes) -> bool:
         """Whether this block of the chunk with this key waits. One of the blocks of a chunk comes with its key."""
@@ -352,10 +352,6 @@ class Lazy(Eager):
                 if stop is not None and not stop.is_final:
                     return
             front[name] = block
-
-    def _renew(self, keys: Iterable[bytes]) -> None:
-        """These chunks are about to leave the device: if the host has them, they become its youngest."""
-        self._pool.renew([node for key in keys if (node := self._pool.find(key)) is not None])
 
     # Stores
 
