@@ -106,7 +106,7 @@ class Delaying(MeddlingCopier):
             return moving
 
     def step(self):
-        """What was submitted first in some direction moves."""
+        """Move what was submitted first in some direction."""
         moving = self.waiting[self.rng.choice([each for each in Direction if self.waiting[each]])]
         if not moving[0].fails:
             self.copy(moving[0].direction, moving[0].copies)

@@ -182,7 +182,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # what the bytes should be
 
     def pattern(self, epoch: int, key: bytes) -> list[tuple[Any, ...]]:
-        """What the device blocks of one chunk hold, group by group."""
+        """Patterns of the device blocks of one chunk, group by group."""
         return [
             (epoch, key, piece.group.name, part) for piece in self.planner.pieces for part in range(piece.device_blocks)
         ]
@@ -195,7 +195,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             memory.update(zip(self.slots.blocks_of(slot), patterns, strict=True))
 
     def on_host(self) -> set[str]:
-        """What the host has, asked chunk by chunk."""
+        """Names of what the host has, asked chunk by chunk."""
         return {name.decode() for name in ALL_NAMES if self.cache.pool.find(name) is not None}
 
     def can_be_hit(self) -> set[str]:
@@ -216,7 +216,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(arrivals=arrivals, slots=st.integers(2, 9))
     def other_requests_flood_the_device_and_one_comes_back(self, arrivals: list[Arrival], slots: int) -> None:
-        """What the device no longer has, the host must bring back."""
+        """The host must bring back what the device no longer has."""
         self.everything_lands()
         self.flood(slots)
         self.requests_arrive(arrivals)
@@ -242,7 +242,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(what=MEANWHILE)
     def loads_wait_from_now_on(self, what: str) -> None:
-        """And this happens between the lookup of each and its load."""
+        """Have this happen between the lookup of each and its load."""
         self.meanwhile = what
 
     def wait_before_the_load(self, which: int) -> None:
@@ -259,7 +259,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.a_request_ends(which)
 
     def a_request_arrives(self, prompt: str, partial: int, cut: int, far: str, loads_last: bool) -> None:
-        """And gets so far at once: computed, ended, its stores landed; before or after the loads in flight."""
+        """Let it get so far at once: computed, ended, its stores landed; before or after the loads in flight."""
         self.born += 1
         if len(self.running) > 2:
             self.end(next(iter(self.running.values())))
@@ -473,7 +473,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return any(not blocks.isdisjoint(group.host_blocks) for group in store.copies)
 
     def source_of(self, plan: TransferPlan) -> list[Any]:
-        """What a store finds in its blocks once the compute before it is done: KV that belongs together."""
+        """Content of a store's blocks once the compute before it is done: KV that belongs together."""
         found = [self.device[rank].get(b, NOTHING) for rank in self.ranks for c in plan.copies for b in c.device_blocks]
         cancelled = self.is_cancelled(plan.id)
         assert cancelled or all(isinstance(each[0], int) for each in found), f"a store reads {found}"

@@ -1,4 +1,4 @@
-"""What a load overwrites on the device goes into the host blocks that it reads."""
+"""Exchanges: what a load overwrites on the device goes into the host blocks that it reads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is stored, and when, in both modes."""
+"""Stores in both modes: of what, and when."""
 
 from itertools import accumulate, islice
 from unittest import mock
@@ -222,7 +222,7 @@ def test_what_moves_counts_as_covered_and_is_held():
 
 
 def test_where_too_little_waits_lazy_is_eager_with_whole_prompts():
-    """What runs is handed out as soon as it ends, or is preempted, and that may be before the next look."""
+    """Blocks of what runs are handed out as soon as it ends, or is preempted: maybe before the next look."""
     engine, stored = lazy(cache=WholePrompts), []
     for prompt in ("ab", "cd", "e", "f"):
         engine.starts(prompt, prompt)
@@ -725,7 +725,7 @@ def test_what_a_load_overwrites_becomes_the_youngest_of_the_host():
 
 @pytest.mark.parametrize("load_ends", ["last", "first", "first, and has failed"])
 def test_what_a_load_overwrites_is_stored_before_it(load_ends):
-    """Of what stood behind the front, and was not on the host. A load that went well has waited for the store,
+    """Chunks that stood behind the front, and were not on the host. A load that went well has waited for the store,
     whichever is reported first. After one that has failed the store may still read what is computed next.
     """
     both = Together("xy")
@@ -836,7 +836,7 @@ def test_what_a_small_host_evicted_is_stored_again_when_it_was_used_again(cache)
 
 
 def test_what_a_small_host_evicted_of_a_prompt_stored_whole_is_not_stored_again():
-    """What is preempted is stored at once, and takes its place before the front comes to it."""
+    """Chunks that are preempted are stored at once, and take their place before the front comes to them."""
     options = {"host_blocks": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": WholePrompts}
     device, cache = lazy_on_a_queue(30, "abcd", **options)
     holding = device.take([], 0, 4)
@@ -917,8 +917,8 @@ def test_what_was_declined_is_not_asked_for_in_every_step(policy):
     ],
 )
 def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(mode, cache, times, host):
-    """What waits on the device is worth so many times what the host is full of, which is older. Where device and host
-    hold prompts together, more is enough.
+    """A prompt that waits on the device is worth so many times what the host is full of, which is older. Where device
+    and host hold prompts together, more is enough.
     """
     with mock.patch.object(Buckets, "_learn"):  # what the buckets are worth stays as it is here
         engine = Engine(mode, device=12, host=6, policy="adaptive", cache=cache)

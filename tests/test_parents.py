@@ -92,7 +92,7 @@ def test_what_the_host_had_already_is_not_lost():
 
 
 class Kept(Family):
-    """Of a model where every boundary needs a checkpoint."""
+    """Parents in a model where every boundary needs a checkpoint."""
 
     planner = SimpleNamespace(has_checkpoints=True, needs_checkpoint=lambda depth: True)
 

@@ -282,7 +282,7 @@ class FakeModel:
         return chain[whole] if not part else (chain[whole], *tokens[end - part : end])
 
     def pattern(self, id: str, group: AttentionGroup | StateGroup, end: int) -> tuple[object, ...]:
-        """What a request has in the block of a group that is filled up to token `end`."""
+        """Pattern that a request has in the block of a group that is filled up to token `end`."""
         start = (end - 1) // group.block * group.block
         ends = [*range(start + self._unit, end, self._unit), end]
         return group.pattern([self.prefix(id, each) for each in ends])
@@ -303,7 +303,7 @@ class FakeModel:
         return hashes
 
     def promised(self, name: bytes) -> object:
-        """What a full block holds that vLLM hashed by this name."""
+        """Pattern of a full block that vLLM hashed by this name."""
         group = self.groups[get_group_id(name)]
         prefixes: list[object] = []
         last: bytes | None = get_block_hash(name)
@@ -406,7 +406,7 @@ class FakeModel:
 
 
 class Part(NamedTuple):
-    """What one host block holds: its number among the host blocks of a piece, and the patterns of all the piece."""
+    """Content of one host block: its number among the host blocks of a piece, and the patterns of all the piece."""
 
     number: int
     patterns: tuple[object, ...]
@@ -460,7 +460,7 @@ class FakeRank:
     failed: set[int] = field(default_factory=set)
 
     def prepare(self, output: object) -> None:
-        """What a worker does with blocks before it looks at a step's plan."""
+        """Do what a worker does with blocks before it looks at a step's plan."""
         for block in output.new_block_ids_to_zero or ():
             self.device[block] = ZERO
         for copy in output.kv_cache_block_copies or ():
@@ -780,12 +780,12 @@ class Engine:
         return self.finished[-1]
 
     def hashes(self, tokens: list[int]) -> list[bytes]:
-        """Those of a prompt."""
+        """The hashes of a prompt."""
         sampling = SamplingParams(max_tokens=1)
         return Request("nobody", list(tokens), sampling, None, block_hasher=self._hasher).block_hashes
 
     def keys(self, tokens: list[int]) -> list[bytes]:
-        """Those of the chunks of a prompt."""
+        """The keys of the chunks of a prompt."""
         each = self.grid // self.hash_tokens
         return self.hashes(tokens)[each - 1 :: each]
 
@@ -864,8 +864,8 @@ class Engine:
             self.counts["reads planned" if transfer.direction is Direction.LOAD else "writes planned"] += 1
 
     def _check_sources(self, store: object, is_overwritten: bool) -> None:
-        """What is stored is there before the step computes anything, and is what the block's hash says; before it was
-        handed out to a load that overwrites it.
+        """Check that what is stored is there before the step computes anything, and is what the block's hash says;
+        before it was handed out to a load that overwrites it.
         """
         for block in (block for copy in store.copies for block in copy.device_blocks):
             name = self.pool.blocks[block].block_hash
@@ -1003,7 +1003,9 @@ class Engine:
         self._left.update(dict.fromkeys(places, self._num_holds))
 
     def _watch_release(self, release: Callable, held: object) -> None:
-        """What waited is behind its neighbour again, or at the front; the rest at the end, or before its parent."""
+        """Check that what waited is behind its neighbour again, or at the front; the rest at the end, or before its
+        parent.
+        """
         stood = self._stood.pop(id(held))
         before = self._waiting()
         release(held)

@@ -103,7 +103,7 @@ def resolved(worker, done, failed):
 
 
 def portions(loading, *stores):
-    """Of each portion its transfer, its number, its pieces by device block, and what it waits for in the same words."""
+    """Each portion: its transfer, its number, its pieces by device block, and what it waits for in the same words."""
     named = [
         (each.whole.transfer.id, each.number, each.copy.device_blocks, each.before)
         for each in cut(*map(Whole, (loading, *stores)), copier=Held())

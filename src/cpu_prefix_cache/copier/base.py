@@ -1,4 +1,4 @@
-"""What every copier does."""
+"""The protocol that every copier keeps."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

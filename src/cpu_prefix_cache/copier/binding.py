@@ -21,7 +21,7 @@ FEW_IDS = 64  # up to here Python finds the least and the largest sooner than to
 
 
 class Shapes(Protocol):
-    """What a copier needs of a planner: the piece of each group, and the size of a host block."""
+    """A planner as a copier needs it: the piece of each group, and the size of a host block."""
 
     @property
     def pieces(self) -> Sequence[Piece]: ...

@@ -130,7 +130,7 @@ class CopyWorker:
             raise
 
     def report(self) -> RankReport:
-        """What has ended and is not resolved, which loads are late, and how many host blocks are ready."""
+        """Report what has ended and is not resolved, which loads are late, and how many host blocks are ready."""
         self._collect()
         self._end_late_loads()
         ready = None if self._arena is None else self._arena.ready_blocks

@@ -310,7 +310,7 @@ class Forest:
         return self._protected
 
     def children_of(self, block: int) -> Iterator[int]:
-        """What hangs right below `block`."""
+        """The children of `block`."""
         child = self._first_child[block] if self.children[block] else NONE
         while child != NONE:
             yield child

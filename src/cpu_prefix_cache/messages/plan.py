@@ -16,7 +16,7 @@ class Direction(enum.Enum):
 
 
 class Label(NamedTuple):
-    """What one slot of a tier below host memory holds (`tier.py`).
+    """Content of one slot of a tier below host memory (`tier.py`).
 
     `key` is that of the chunk; of a piece of a checkpoint, that of the chunk in which it lies. `parent` is the key of
     the chunk above, empty for a first chunk; of a piece, that of the chunk at whose end the checkpoint is. The slot is
@@ -64,7 +64,7 @@ class TransferPlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What every rank does in one engine step. `epoch` counts resets, for logs and metrics.
+    """Work of every rank in one engine step. `epoch` counts resets, for logs and metrics.
 
     A `cancelled` load that has not begun is reported as failed, one that has begun as it ends; both resolve as failed.
     Reports of transfers below `resolved_below`, and of those in `resolved`, need not be repeated.
@@ -79,7 +79,7 @@ class StepPlan(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """What one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
+    """Transfers that one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
 
     `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
     deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet.

@@ -66,7 +66,7 @@ class Eager:
         """The copy of a store has ended, and its device blocks were released."""
 
     def committed(self, store: Transfer) -> None:
-        """What this store has written can be found on the host now."""
+        """Note that what this store has written can be found on the host now."""
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""

@@ -118,7 +118,7 @@ class Lazy(Eager):
         self.work += 1
 
     def _became_known(self, keys: Sequence[bytes]) -> None:
-        """What waited and was examined before its parent was known can be stored now: the front is examined again."""
+        """Examine the front again: what waited and was examined before its parent was known can be stored now."""
         if not self._front.keys().isdisjoint(keys):
             self._front.clear()
 

@@ -22,7 +22,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Ancestry(Protocol):
-    """What lazy asks of the chunks and checkpoints on a device, and what it tells. `lost`: see `Lazy.lost`."""
+    """Questions of lazy about the chunks and checkpoints on a device, and its reports. `lost`: see `Lazy.lost`."""
 
     lost: int
 
@@ -152,7 +152,7 @@ class Parents:
         self._unsaved -= set(keys)
 
     def _are_here(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Of each of these chunks and checkpoints, whether the device has it."""
+        """Whether the device has each of these chunks and checkpoints."""
         known, device = self._checkpoints, self._device
         if not known:
             return [found is not None for found in device.find_all(keys)]

@@ -68,7 +68,7 @@ class Places:
         self._before[last] = before
 
     def _end_with(self, behind: Hashable, last: Hashable) -> None:
-        """Of the places held behind a waiting one `last` is the last now; none are if it is the waiting one itself."""
+        """Make `last` the last of the places held behind a waiting one; none are if it is the waiting one itself."""
         if last == behind:
             del self._last[behind]
         else:

@@ -67,7 +67,7 @@ class Chain:
 
 
 class _Sources(NamedTuple):
-    """What of a chain can be stored now: device blocks of its first chunks, and of its checkpoint's pieces."""
+    """The part of a chain that can be stored now: device blocks of its first chunks, and of its checkpoint's pieces."""
 
     chunks: list[Sequence[int]]
     pieces: Sequence[Sequence[int]] = ()
@@ -109,7 +109,7 @@ class StorePlanner:
         return self.pool.find(key) is not None or key in self.ledger.writing
 
     def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Those of `keys` that are not covered."""
+        """The keys, of `keys`, that are not covered."""
         writing = self.ledger.writing
         return {key for key in self.pool.missing(keys) if key not in writing}
 

@@ -431,7 +431,7 @@ class BlockPool:
         return [*chunks, node]
 
     def exchangeable(self, chunks: Sequence[int]) -> list[int | None]:
-        """Those of cached chunks, in their places, whose blocks `exchange` may give away while all of them are read."""
+        """Cached chunks, in their places, whose blocks `exchange` may give away while all are read; None for others."""
         read = frozenset(chunks)
         return [None if self._is_kept(chunk, read) else chunk for chunk in chunks]
 

@@ -1,4 +1,4 @@
-"""What lazy asks of chunks, where the device is a pool of ours: its forest knows all parents, so nothing is remembered.
+"""Ancestry of chunks where the device is a pool of ours: its forest knows all parents, so nothing is remembered.
 
 What the pool evicts before it was stored is counted when it has left: the pool keeps the keys until then.
 """

@@ -143,7 +143,7 @@ class TierCache(CPUPrefixCache):
 
     @property
     def queue_bytes(self) -> int:
-        """What is to be read before anything that is asked for now."""
+        """Reads that come before anything that is asked for now."""
         return sum(load.plan.num_bytes for load in self._ledger.loads.values())
 
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt | None:
@@ -206,7 +206,7 @@ class TierCache(CPUPrefixCache):
         self._plan_load(id, chain.keys, pin, copies, host_blocks, self._now)
 
     def plan(self) -> TierPlan:
-        """What all ranks do in this step."""
+        """Work of all ranks in this step."""
         step = self.step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
@@ -348,7 +348,7 @@ class TierCache(CPUPrefixCache):
             yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations[slot])
 
     def _boundary_key(self, transfer: Transfer) -> bytes:
-        """That of the chunk at whose end a checkpoint is that is stored. Nobody asks for it in a load."""
+        """Key of the chunk at whose end the checkpoint is that is stored. Nobody asks for it in a load."""
         if not transfer.is_store:
             return b""
         return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.parent_key or b""
