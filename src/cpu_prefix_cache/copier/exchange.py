@@ -20,7 +20,7 @@ submitted.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -120,8 +120,9 @@ class Portion(Event):
 
 
 class Exchange:
-    """A load and its stores, behind `after`. `first` is called before the load. `begins` is called with the id of each
-    and the event of its end before it is submitted, perhaps repeatedly; it returns False if that has been cancelled.
+    """A load and its stores, each behind its event of `after`, by their ids. `first` is called before the load.
+    `begins` is called with the id of each and the event of its end before it is submitted, perhaps repeatedly; it
+    returns False if that has been cancelled.
 
     They fail with MisuseError for ids that the copier refuses, for more than one group, and where the load would
     overwrite what a store saves before it has read what that store overwrites.
@@ -132,7 +133,7 @@ class Exchange:
         load: TransferPlan,
         stores: Iterable[TransferPlan],
         copier: Copier,
-        after: Event,
+        after: Mapping[int, Event],
         first: Callable[[], object],
         begins: Callable[[int, Event], bool],
     ) -> None:
@@ -175,7 +176,7 @@ class Exchange:
             for each in portion.before:
                 each.until_passed()
         if whole.error is None and self._begins(whole.transfer.id, whole):
-            portion.submit(self._copier, self._after)
+            portion.submit(self._copier, self._after[whole.transfer.id])
         else:
             portion.give_up()
 

@@ -31,7 +31,8 @@ class LoadsFirst:
     ) -> None:
         self._most, self._clock, self._sleep = patience, clock, sleep
         self._loads = 0
-        self._is_awaited = False
+        self._awaiting = 0
+        self._counting = threading.Lock()
         self._loader = 0  # the thread that submitted the last one
         self._until = 0.0
         self._patience = patience
@@ -50,19 +51,21 @@ class LoadsFirst:
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Entered by the one thread that submits loads while it waits for the end of stores."""
-        self._is_awaited = True
+        """Entered by a thread while a load or compute waits for stores."""
+        with self._counting:
+            self._awaiting += 1
         try:
             yield
         finally:
-            self._is_awaited = False
+            with self._counting:
+                self._awaiting -= 1
 
     def pause(self) -> None:
         """Called before each slice of a store. A thread that submits both does not wait for itself."""
         now = self._clock()
         self._patience = min(self._most, self._patience + (now - self._asked_at) * REGAINED)
         while self._patience > 0 and (self._loads or now < self._until) and self._loader != threading.get_ident():
-            if self._is_awaited:
+            if self._awaiting:
                 break
             self._sleep(NAP_SECONDS)
             before, now = now, self._clock()

@@ -72,7 +72,8 @@ class Direct:
             for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
-                ring.past((end - begin) * num_bytes, self._region.crossing(direction, spans))
+                with ring.turn():
+                    ring.past((end - begin) * num_bytes, self._region.crossing(direction, spans))
 
 
 class _Section:
@@ -97,9 +98,10 @@ class _Section:
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
         host, device = self._piece.host_blocks, self._piece.device_blocks
         for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self._most):
-            spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
             ids, kernel = copy.device_blocks[begin * device : end * device], partial(self._launch, direction)
-            ring.through(ids, kernel, self._region.crossing(direction, spans))
+            with ring.turn():
+                spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
+                ring.through(ids, kernel, self._region.crossing(direction, spans))
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
         """The pieces of these host blocks, in a slot from address `slot` on."""

@@ -11,9 +11,11 @@ waits for all that a store has submitted. The host waits until a slice may go. N
 queues of the hardware, and one that waits for a distant event holds up others (docs/copy_paths.md).
 """
 
+import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -80,7 +82,15 @@ class Ring:
             Slot(memory[at : at + slot_bytes], num_ids, self._fill.record(), self._empty.record(), driver)
             for at in range(0, num_slots * slot_bytes, max(1, slot_bytes))
         )
+        self._turn = threading.Lock()
         self._past: deque[tuple[int, Event]] = deque()  # slices that went past: their bytes and their ends
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Entered for each slice, which may have to pause first."""
+        self._pause()
+        with self._turn:
+            yield
 
     @property
     def next_slot(self) -> Slot:
@@ -98,7 +108,6 @@ class Ring:
         `ids` are those of the slice's device blocks. `kernel` is called with the slot's memory, the ids on the device
         and the handle of its stream, `link` with the handle of its stream.
         """
-        self._pause()
         slot = self.next_slot
         slot.free.until_passed()
         self._slots.rotate(-1)
@@ -116,7 +125,6 @@ class Ring:
 
     def past(self, num_bytes: int, link: Callable[[int], object]) -> None:
         """Submit a slice of so many bytes that needs no slot."""
-        self._pause()
         while self._past and sum(size for size, _ in self._past) + num_bytes > PAST_BYTES:
             self._past[0][1].until_passed()
             self._past.popleft()

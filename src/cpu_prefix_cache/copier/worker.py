@@ -60,6 +60,7 @@ class _Copy:
     transfer: TransferPlan
     submission: "Future[None]" = field(default_factory=Future)
     event: Event | None = None  # of the transfer's end
+    after: Event = field(default_factory=Passed)  # it touches device blocks only then
     began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
     is_begun: bool = False  # it is in the queue of its thread, or was
     taken_up: float | None = None  # of a load in a thread; None for an exchange: its pace is not that of other loads
@@ -92,6 +93,7 @@ class CopyWorker:
         self._rank, self._copier, self._arena = rank, copier, arena
         self._load_seconds, self._clock, self._on_done = load_seconds, clock, on_done
         self._copies: dict[int, _Copy] = {}  # in the order of their plans
+        self._here: Event | None = None  # as of the last plan; None if nothing was to be copied then
         self._seconds_per_byte: float | None = None  # of loads
         self._rated, self._bytes_per_second = 0, 0.0  # large loads, and the rate of the fastest
         self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
@@ -108,11 +110,13 @@ class CopyWorker:
         try:
             if self._arena is not None:
                 self._arena.register()
+            before, self._here = self._here, None
             if not new and not self._copies:
                 return
             self._collect()
             self._forget(plan)
-            after = self._copier.here() if new else Passed()
+            self._here = here = self._copier.here()
+            early = here if before is None else before
             is_timed = self._on_done is not None or self._load_seconds is not None
             began = self._clock() if new and is_timed else 0.0
             self._copies |= new
@@ -121,9 +125,12 @@ class CopyWorker:
             exchanged = {} if self._closed else exchanges(plan.transfers)
             later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
             for id, copy in new.items():
-                copy.began = began
+                copy.began, copy.after = began, early if copy.transfer.is_early else here
                 if id not in later:
-                    self._begin(copy, [new[store] for store in exchanged.get(id, ())], after)
+                    self._begin(copy, [new[store] for store in exchanged.get(id, ())])
+            for copy in new.values():
+                if copy.transfer.holds_compute and copy.event is not None:
+                    self._copier.hold_compute(copy.event)
         except BaseException:  # what an interrupt keeps from being begun is reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -192,7 +199,7 @@ class CopyWorker:
         self._end()
         self._ending.detach()
 
-    def _begin(self, copy: _Copy, stores: Sequence[_Copy], after: Event) -> None:
+    def _begin(self, copy: _Copy, stores: Sequence[_Copy]) -> None:
         """Begin a transfer, and the stores that exchange blocks with it."""
         transfer = copy.transfer
         for each in (copy, *stores):
@@ -206,17 +213,19 @@ class CopyWorker:
         elif not all(each.is_begun for each in before):
             _refuse([copy, *stores], MisuseError(f"transfer {transfer.id} waits for one that begins after it"))
         elif stores:
-            self._exchange(copy, stores, before, after)
-        elif self._threads:
+            self._exchange(copy, stores, before)
+        elif self._threads and not transfer.holds_compute:
             clock = self._clock if transfer.direction is Direction.LOAD else None
-            self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, after, clock))
+            self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, clock))
         else:
-            _submit(copy, before, self._copier, after, None)
+            with self._copier.awaiting_stores() if transfer.holds_compute else nullcontext():
+                _submit(copy, before, self._copier, None)
 
-    def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy], after: Event) -> None:
+    def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy]) -> None:
         both = {each.transfer.id: each for each in (load, *stores)}
         first = partial(_await, [each for each in before if each.transfer.id not in both])
         plans = [store.transfer for store in stores]
+        after = {id: each.after for id, each in both.items()}
         exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
         for direction, thread in self._threads.items():
             thread.jobs.put(partial(exchange.submit, direction))
@@ -290,9 +299,7 @@ class _CopyThread(threading.Thread):
                 logger.exception("%s was interrupted", self.name)
 
 
-def _submit(
-    copy: _Copy, before: Sequence[_Copy], copier: Copier, after: Event, clock: Callable[[], float] | None
-) -> None:
+def _submit(copy: _Copy, before: Sequence[_Copy], copier: Copier, clock: Callable[[], float] | None) -> None:
     """Submit a transfer, once those `before` have ended, unless it is cancelled by then. What is raised goes into its
     record; what is no Exception is raised."""
     try:
@@ -303,7 +310,7 @@ def _submit(
             return
         if clock is not None:
             copy.taken_up = clock()
-        event = copier.submit(copy.transfer.direction, copy.transfer.copies, after)
+        event = copier.submit(copy.transfer.direction, copy.transfer.copies, copy.after)
         if clock is not None and copy.taken_up is not None:
             copy.submitted_in = clock() - copy.taken_up
         copy.event = event  # last: from here on a report may see the end

@@ -6,7 +6,7 @@ They are named tuples because a step makes several of them: a frozen dataclass t
 import enum
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 CHUNK = -1  # of a label: a slot of a chunk, not of a checkpoint
 
 
@@ -53,6 +53,9 @@ class TransferPlan(NamedTuple):
     overwrites, and it begins when that has ended. A plan has what is named before what names it, except where a load
     and stores of one plan name each other: they *exchange* blocks of one group, and go in portions. Piece by piece, the
     load has then read what a store overwrites before it overwrites what that piece of the store reads; else they fail.
+
+    `holds_compute` marks a store that reads what the compute of its step overwrites. One that `is_early` reads nothing
+    that the compute of the step before may have written, and need not wait for that.
     """
 
     id: int
@@ -61,6 +64,8 @@ class TransferPlan(NamedTuple):
     num_bytes: int
     failed: bool = False
     after: tuple[int, ...] = ()
+    holds_compute: bool = False
+    is_early: bool = False
 
 
 class StepPlan(NamedTuple):
