@@ -7,7 +7,7 @@ A *slot* is where one chunk lives on the device; `blocks_of(slot)` are its devic
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -163,6 +163,7 @@ class QueueSlots:
     num_promised = 0
     unwritten: set[int] = field(default_factory=set)
     computed: set[bytes] = field(default_factory=set)  # keys of chunks that had their bytes somewhere
+    noted: dict[bytes, Sequence[int]] | None = None  # what was handed out, if that is noted
 
     def __post_init__(self) -> None:
         self.order.update(dict.fromkeys(range(self.slots), True))
@@ -215,6 +216,15 @@ class QueueSlots:
         slot, at = divmod(block - 1, self.width)
         return self.order.get(slot, False) and key == (None if at else self.keys.get(slot))
 
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        if self.noted is None:
+            return None
+        noted, self.noted = self.noted, {}
+        return noted
+
+    def was_used(self, block: int) -> bool:
+        return True
+
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> tuple[Sequence[int], Sequence[int]]:
         self.calls += 1
         self._use(blocks)
@@ -251,6 +261,8 @@ class QueueSlots:
             self.order.pop(slot, None)
             self._use(self.blocks_of(slot))
         for slot in new:
+            if self.noted is not None and slot in self.keys:
+                self.noted[self.keys[slot]] = self.blocks_of(slot)
             self._forget(slot)
         return Holding(found + new, matched)
 

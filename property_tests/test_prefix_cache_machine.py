@@ -89,6 +89,7 @@ class Sequence:
     boundary: int = 0
     stale: bool = False
     destinations: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)  # slots that hold what they held before, until it computes
 
 
 @dataclass(eq=False)
@@ -118,6 +119,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         steps=st.sampled_from([EngineSteps(max_tokens=3 * GRID), EngineSteps(max_tokens=GRID, ahead_blocks=1)]),
         failures=FAILURES,
         is_scarce=st.sampled_from([None, True, True]),
+        notes=st.booleans(),
     )
     def build(
         self,
@@ -132,6 +134,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         steps: EngineSteps,
         failures: int,
         is_scarce: bool | None,
+        notes: bool,
     ) -> None:
         groups = [
             Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
@@ -140,6 +143,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
         width = self.planner.device_blocks_per_chunk
         self.slots = PoolSlots(device_chunks, policy) if pooled and width == 1 else QueueSlots(device_chunks, width)
+        self.notes = notes and isinstance(self.slots, QueueSlots) and mode == "lazy"
+        if self.notes:
+            self.slots.noted = {}
         self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk
         self.is_lazy = mode == "lazy"
         self.cache = CPUPrefixCache(
@@ -324,9 +330,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         holding = self.slots.take(keys, matched, total)
         if holding is None:
             return False  # no room: the engine asks again later, and nothing was pinned for it (S7.3)
-        for slot in holding.slots[max(matched, boundary // GRID) :]:
-            self.write(slot, [("left by", id)] * len(self.slots.blocks_of(slot)))
         sequence = Sequence(id, prompt, request, holding, n0, self.epoch, n0)
+        sequence.given = holding.slots[max(matched, boundary // GRID) :]
+        if not self.notes:
+            self.overwrite_given(sequence)
         self.running[id] = sequence
         self.cache.admit(request, n0, boundary if boundary > n0 else None, self.now)
         if boundary > n0:
@@ -373,8 +380,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         chunks = end // GRID
         if not sequence.stale and isinstance(self.slots, QueueSlots):
             self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # rule 12
-        if step_between:
+        if step_between or self.notes:
             self.one_step_begins()
+        self.copy_before_compute()
+        self.overwrite_given(sequence)
         self.read_everything_before(sequence)
         for at in range(sequence.computed // GRID, chunks):
             epoch = sequence.epoch if not sequence.stale else "an old one"
@@ -383,6 +392,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.slots.publish(sequence.holding, sequence.request.keys, chunks)
         sequence.computed = end
         self.cache.computed(sequence.id, end)
+
+    def overwrite_given(self, sequence: Sequence) -> None:
+        """What its new slots held is gone."""
+        for slot in sequence.given:
+            self.write(slot, [("left by", sequence.id)] * len(self.slots.blocks_of(slot)))
+        sequence.given = []
+
+    def copy_before_compute(self) -> None:
+        """Compute waits for the stores that hold it: they read what it overwrites."""
+        for copy in list(self.copies.values()):
+            for rank in self.ranks:
+                if copy.plan.holds_compute and rank not in copy.copied:
+                    self.copy(copy, rank, fails=False)
 
     def read_everything_before(self, sequence: Sequence) -> None:
         if sequence.stale:
@@ -631,6 +653,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for count in range(slots, 0, -1):
             holding = self.slots.take([], 0, count)
             if holding is not None:
+                if self.notes:
+                    self.one_step_begins()
+                    self.copy_before_compute()
                 for slot in holding.slots:
                     self.write(slot, ["flood"] * len(self.slots.blocks_of(slot)))
                 self.slots.let_go(holding)

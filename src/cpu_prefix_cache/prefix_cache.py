@@ -36,6 +36,7 @@ from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
+from cpu_prefix_cache.offload.late import Late
 from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
 from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
 # enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
 PENDING_GRACE_SECONDS = 0.05
+# A request for what has left the device and is on its way to the host waits so long at most: a store is reported after
+# its step, and one of 8,192 tokens takes a quarter of a second (Llama 3.1 8B, one H100).
+STORE_SECONDS = 0.6
 OFFLOAD_MODES = ("lazy", "eager")
 
 
@@ -166,9 +170,10 @@ class CPUPrefixCache:
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         is_worth = boundary - n0 >= max(1, self.min_load_tokens)
-        if self.is_off or not (is_worth or self._is_exchanged(request, n0)):
+        arriving = self._arriving(request, boundary)
+        if self.is_off or not (is_worth or arriving is not None or self._is_exchanged(request, n0)):
             return MISS
-        awaited = self._awaited(request, n0, boundary, now) if self._waits_for_loads else None
+        awaited = self._awaited(request, n0, boundary, arriving, now) if self._waits_for_loads else None
         if awaited is not None:
             return Pending(awaited)
         if not is_worth:
@@ -465,7 +470,11 @@ class CPUPrefixCache:
         return offload == "lazy" and not planner.has_checkpoints
 
     def _new_offload(self, mode: str) -> Eager:
-        return Lazy(self._stores, self._steps, lambda: self._running) if mode == "lazy" else Eager(self._stores)
+        if mode == "eager":
+            return Eager(self._stores)
+        if self.pool.is_shared and self._device.handed_out() is not None:
+            return Late(self._stores)
+        return Lazy(self._stores, self._steps, lambda: self._running)
 
     def _committed(self, store: Transfer) -> None:
         """The chunks of a store can be found from now on."""
@@ -509,13 +518,28 @@ class CPUPrefixCache:
                 transfer.followers.append(store)
         return transfer
 
-    def _awaited(self, request: Request, n0: int, boundary: int, now: float) -> float | None:
-        """The deadline of the load that a load of tokens [n0, boundary) waits for."""
+    def _arriving(self, request: Request, boundary: int) -> Transfer | None:
+        """The store of the chunk at `boundary`, which has left the device, if enough is in flight to wait for."""
+        at = boundary // self.planner.grid_tokens
+        stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
+        store = self._ledger.writing.get(request.keys[at]) if self._ledger.writing and at < stop else None
+        if store is None or store.owner is not None or not self.pool.is_shared:
+            return None
+        end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
+        is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens
+        return store if is_enough and all(map(self._stores.is_covered, request.keys[at:end])) else None
+
+    def _awaited(self, request: Request, n0: int, boundary: int, arriving: Transfer | None, now: float) -> float | None:
+        """The deadline of the transfer that a load of tokens [n0, boundary) waits for."""
+        if arriving is not None:
+            arriving.deadline = arriving.deadline or now + STORE_SECONDS
+            if now < arriving.deadline:
+                return arriving.deadline
         loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return loading.deadline
         if boundary == n0:  # exchanged: nobody else can load it
-            return now + PENDING_GRACE_SECONDS
+            return now + PENDING_GRACE_SECONDS if self._is_exchanged(request, n0) else None
         if not self.planner.has_checkpoints:  # in those, waiting costs hits
             others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):

@@ -9,7 +9,7 @@ or without a key, so that it can be handed out. The order of eviction is the ord
 out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -78,6 +78,19 @@ class Device(Protocol):
         request; or, if a block of `parent` waits already, they wait right before that. (If all became the last, the
         hit ratio would be 6 points lower. `places.py` remembers where blocks waited.)
         """
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        """The keys of the chunks that handed-out blocks held since the last call, in that order, each with the blocks
+        of the chunk then. None, always, from an engine that does not note them; it may begin with the first call.
+
+        An engine that does calls `step` when all blocks of the step are handed out, and before anything is written to
+        them; its compute waits for stores that hold it (`TransferPlan.holds_compute`; a CopyWorker sees to it).
+        """
+        return None
+
+    def was_used(self, block: int) -> bool:
+        """Whether the compute of the step before may have written or read this block, which was handed out."""
+        return True
 
     @property
     def null_block(self) -> int | None:

@@ -112,6 +112,11 @@ class TransferLedger:
         return self._next_id - len(self._open)
 
     @property
+    def next_id(self) -> int:
+        """The id that the next transfer is given."""
+        return self._next_id
+
+    @property
     def resolved_below(self) -> int:
         """Every transfer with a smaller id is resolved. Ids are given out in ascending order and never reused."""
         return next(iter(self._open), self._next_id)

@@ -1,0 +1,178 @@
+"""Late: a chunk goes to the host when the device hands out its blocks, and not before.
+
+    order of eviction     [ a ][ b ][ c ][ d ] ...
+    the engine schedules  a and b are handed out to compute, c and d to a load
+    the step's plan       stores a, b, c and d
+    the ranks             read a and b, then compute;  read c and d, then load
+
+The device notes what it hands out (`Device.handed_out`). Its bytes are whole until the step computes or loads. So the
+ranks read them first: nothing is lost, nothing has to be held for later steps, and no chunk is on both sides because it
+may leave soon.
+
+    device   [a b c d e f]  waits: f, e, d, ...       host   . . . . . [g h i]       a prompt of nine chunks
+
+Device and host hold a prompt together (rule 3): its end is on the host, and of its beginning the device alone has the
+bytes. What leaves the device and is on the host already becomes the youngest there. A store takes the run of chunks
+right above one another that leave at once, parents first.
+
+* **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
+* **Loads** begin after the stores of what they overwrite; where room is scarce most of it goes into the host blocks
+  that the load reads (`exchange.py`).
+* A chunk that has blocks elsewhere on the device is no hurry: these come later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
+
+from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.offload.eager import Eager
+from cpu_prefix_cache.offload.exchange import partners
+from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.running import Running
+from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.transfers import Transfer
+
+
+class Late(Eager):
+    """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it."""
+
+    def __init__(self, stores: StorePlanner) -> None:
+        super().__init__(stores)
+        self._device = stores.device
+        self._parents = Parents(stores.device, self._pool, stores.planner)
+        self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
+        # What has left the device, each time before the transfer with this id: a store of what hangs below finds its
+        # place by the parents, so they are remembered until it has ended.
+        self._gone = deque[tuple[int, list[bytes]]]()
+
+    @property
+    def lost(self) -> int:
+        return self._parents.lost
+
+    @property
+    def remembered(self) -> int:
+        return len(self._parents)
+
+    # Told
+
+    def confirmed(self, running: Running, before: int) -> None:
+        self._parents.add(running.keys, before, running.confirmed)
+        self.work += running.confirmed - before
+
+    def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
+        """Ignored: the model needs none."""
+
+    def ended(self, running: Running) -> None:
+        """What it had is stored when the device hands it out."""
+
+    def preempted(self, running: Running) -> None:
+        """What it had is stored when the device hands it out."""
+
+    def used(self, keys: Sequence[bytes], chunks: int) -> None:
+        self._pool.duplicate_above(keys, chunks)
+
+    def committed(self, store: Transfer) -> None:
+        self._parents.saved(store.keys)
+
+    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
+        self._pool.duplicated(reversed(nodes))
+
+    def invalidated(self) -> None:
+        self._forget_taken()
+
+    def reset(self) -> None:
+        self._parents.clear()
+        self._forget_taken()
+        super().reset()
+
+    # Asked
+
+    def place(self, key: bytes) -> int | None:
+        place = self._pool.place(key)
+        if place is not None:
+            return place
+        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
+        if outside is None:
+            return None
+        keys, above = outside
+        parent = self._pool.root if above is None else self._pool.place(above)
+        return None if parent is None else self._pool.outline(keys, parent)
+
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
+        filled = set(device_blocks)
+        self._take()
+        leaving = {key: blocks for key, blocks in self._taken.items() if not filled.isdisjoint(blocks)}
+        for key in leaving:
+            del self._taken[key]
+        return self._store_leaving(leaving, filled, lambda sources: partners(sources, device_blocks, read))
+
+    def plan(self) -> None:
+        self._take()
+        leaving, self._taken = self._taken, {}
+        self._store_leaving(leaving, frozenset(), lambda sources: {})
+        while self._gone and self._gone[0][0] <= self._stores.ledger.resolved_below:
+            self._parents.handed_out(self._gone.popleft()[1])
+        if not self._gone:
+            self._parents.sweep()  # what has left unnoticed
+
+    # Details
+
+    def _take(self) -> None:
+        self._taken.update(self._device.handed_out() or ())
+
+    def _forget_taken(self) -> None:
+        self._take()
+        self._taken.clear()
+
+    def _store_leaving(
+        self,
+        leaving: Mapping[bytes, Sequence[int]],
+        filled: Collection[int],
+        partners_of: Callable[[Mapping[bytes, Sequence[int]]], Mapping[bytes, int]],
+    ) -> list[Transfer]:
+        """Store what has left the device and is not covered. `filled` are the destinations of a load, which follows the
+        stores; compute follows those that read other blocks too.
+        """
+        if not leaving:
+            return []
+        self.work += len(leaving)
+        gone = [key for key, here in zip(leaving, self._device.find_all(list(leaving)), strict=True) if here is None]
+        cached, missing = self._pool.split(gone)
+        self._pool.renew(cached)
+        sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
+        into = partners_of(sources)
+        left, stores = set(sources), list[Transfer]()
+        for key in sources:
+            run = self._parents.run_above(key, left.__contains__)
+            if run is None or not run[0]:
+                continue
+            keys, above = run
+            left.difference_update(keys)  # asked for once: what is declined or finds no room is not stored
+            for _, group in groupby(keys, into.__contains__):
+                part = list(group)
+                store = self._store(Chain(above, part), sources, filled, [into[each] for each in part if each in into])
+                stores += [] if store is None else [store]
+                if store is None or len(store.keys) < len(part):
+                    break  # what hangs below could not be committed
+                above = part[-1]
+        self._gone.append((self._stores.ledger.next_id, gone))
+        return stores
+
+    def _store(
+        self, chain: Chain, sources: Mapping[bytes, Sequence[int]], filled: Collection[int], read: Sequence[int]
+    ) -> Transfer | None:
+        """Store the chain from these sources; into the blocks of `read`, host chunks that the load reads, if any."""
+        transfer, stop = self._stores.plan(
+            chain,
+            self._pool.touch(None),
+            found=lambda some: [*map(sources.get, some)],
+            read=read,
+            holds_compute=any(block not in filled for key in chain.keys for block in sources[key]),
+            is_early=not any(self._device.was_used(block) for key in chain.keys for block in sources[key]),
+        )
+        if stop is Stop.DECLINED:
+            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
+        if transfer is not None:
+            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
+        return transfer

@@ -1,0 +1,172 @@
+"""On a device that notes what it hands out, a chunk goes to the host then, and not before."""
+
+import pytest
+
+from cpu_prefix_cache import (
+    CPUPrefixCache,
+    Direction,
+    Group,
+    GroupKind,
+    Hit,
+    HybridChunkPlanner,
+    Miss,
+    Pending,
+    RankReport,
+    Request,
+)
+from cpu_prefix_cache.prefix_cache import STORE_SECONDS
+from property_tests.engines import QueueSlots
+from tests.story import GRID, chain
+
+SLOTS = 6
+
+
+class Story:
+    """An engine with `SLOTS` slots, one rank, and copies that end when the story says so."""
+
+    def __init__(self, host_blocks: int = 20, **options) -> None:
+        self.device = QueueSlots(SLOTS, noted={})
+        attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+        planner = HybridChunkPlanner([attention], max_model_len=100)
+        self.cache = CPUPrefixCache(planner, self.device, host_blocks=host_blocks, **options)
+
+    def take(self, prompt: str, boundary: int = 0):
+        """Admit a request. Of its blocks, those from `boundary` on are computed."""
+        matched = self.device.match(chain(prompt))
+        holding = self.device.take(chain(prompt), matched, len(prompt))
+        self.cache.admit(self.request(prompt), matched * GRID, boundary or None, now=0.0)
+        return holding
+
+    def end(self, prompt: str, holding) -> None:
+        self.device.publish(holding, chain(prompt), len(prompt))
+        self.cache.finished(prompt, len(prompt) * GRID)
+        self.device.let_go(holding)
+
+    def run(self, prompt: str):
+        """Compute a prompt to its end. Returns the plan of its step."""
+        holding = self.take(prompt)
+        plan = self.cache.step()
+        self.end(prompt, holding)
+        return plan
+
+    def land(self, plan, ok: bool = True) -> None:
+        ids = frozenset(transfer.id for transfer in plan.transfers)
+        self.cache.report(RankReport(0, ids) if ok else RankReport(0, failed=ids))
+
+    def lookup(self, prompt: str, now: float = 0.0):
+        matched = self.device.match(chain(prompt))
+        return self.cache.lookup(self.request(prompt), matched * GRID, now)
+
+    def request(self, prompt: str) -> Request:
+        return Request(prompt, chain(prompt), len(prompt) * GRID + 1)
+
+
+@pytest.fixture
+def story():
+    return Story()
+
+
+def on_host(story, *names):
+    return [name for name in names if story.cache.pool.find(name.encode()) is not None]
+
+
+def test_what_the_device_hands_out_is_stored_before_it_is_computed_into(story):
+    """Its end first: the beginning stays on the device alone, as long as it waits there."""
+    assert not story.run("abc").transfers
+    assert not story.cache.step().transfers  # nothing is stored ahead
+    (store,) = story.run("wxyz").transfers
+    assert store.direction is Direction.STORE and store.holds_compute
+    assert store.copies[0].device_blocks == (3,)
+    story.land(story.cache.step())
+    story.cache.report(RankReport(0, frozenset([store.id])))
+    assert on_host(story, "a", "ab", "abc") == ["abc"]
+    assert story.lookup("abc") == Hit(3 * GRID, 2 * GRID)
+    assert story.cache.statistics().lost_before_store == 0
+
+
+def test_a_store_commits_though_its_parent_has_left_since(story):
+    """The parent is on its way when what hangs below it has landed."""
+    story.run("abc")
+    first = story.run("wxyz")
+    second = story.run("klmno")
+    story.land(first)
+    story.land(second)
+    assert on_host(story, "a", "ab", "abc") == ["a", "ab", "abc"]
+    assert story.lookup("abc") == Hit(3 * GRID, 0)
+
+
+def test_a_request_waits_for_what_is_on_its_way_to_the_host(story):
+    """Neither side has it. It does not wait for ever."""
+    story.run("abc")
+    plan = story.run("uvwxyz")
+    deadline = 7.0 + STORE_SECONDS
+    assert story.lookup("abc", now=7.0) == Pending(deadline)
+    assert story.lookup("abc", now=deadline - 0.01) == Pending(deadline)
+    assert story.lookup("abc", now=deadline) == Miss()
+    story.land(plan)
+    assert story.lookup("abc", now=deadline) == Hit(3 * GRID, 0)
+
+
+def test_it_does_not_wait_for_less_than_it_would_load():
+    story = Story(min_load_tokens=3 * GRID + 1)
+    story.run("abc")
+    story.run("uvwxyz")
+    assert story.lookup("abc") == Miss()
+
+
+def test_what_a_load_overwrites_is_stored_before_the_load_and_holds_no_compute(story):
+    story.run("abc")
+    story.land(story.run("uvwxyz"))
+    assert story.lookup("abc") == Hit(3 * GRID, 0)
+    holding = story.take("abc", boundary=3 * GRID)
+    blocks = [block for slot in holding.slots for block in story.device.blocks_of(slot)]
+    story.cache.load("abc", 3 * GRID, [blocks], now=0.0)
+    store, load = story.cache.step().transfers
+    assert (store.direction, load.direction) == (Direction.STORE, Direction.LOAD)
+    assert load.after == (store.id,) and not store.holds_compute
+    assert set(store.copies[0].device_blocks) == set(blocks)
+
+
+def test_what_the_device_has_a_second_time_is_not_stored(story):
+    """Two requests compute it at once."""
+    one, other = story.take("a"), story.take("a")
+    story.cache.step()
+    story.end("a", one)
+    story.device.publish(other, chain("a"), 1)
+    story.device.let_go(other)
+    assert not story.run("vwxyz").transfers
+    plan = story.run("klmnop")  # now its last copy leaves, too
+    assert sum(len(store.copies[0].host_blocks) for store in plan.transfers) == 6
+
+
+def test_wrong_bytes_are_not_stored(story):
+    story.run("abc")
+    holding = story.take("uvwxyz")
+    story.cache.invalidated([1])
+    assert not story.cache.step().transfers
+    story.end("uvwxyz", holding)
+
+
+def test_a_reset_forgets_what_was_handed_out(story):
+    story.run("abc")
+    story.take("uvwxyz")
+    story.cache.reset()
+    assert not story.cache.step().transfers
+
+
+def test_a_store_that_fails_loses_what_it_read(story):
+    story.run("abc")
+    story.land(story.run("uvwxyz"), ok=False)
+    assert story.lookup("abc") == Miss() and on_host(story, "a", "ab", "abc") == []
+
+
+def test_what_a_host_without_room_cannot_take_is_counted_as_lost():
+    story = Story(host_blocks=4)
+    story.run("abcd")
+    lease_on = story.run("uvwxyz")
+    story.land(lease_on)
+    lease = story.cache.reserve(story.request("abcd"), 4 * GRID)
+    story.run("klmnop")
+    story.cache.step()
+    assert story.cache.statistics().lost_before_store == 6
+    story.cache.release(lease)
