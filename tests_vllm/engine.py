@@ -451,6 +451,7 @@ class FakeRank:
     computes: bool = False  # the step under way
     timed: int | None = None
     device: Device = field(default_factory=dict)
+    before: Device = field(default_factory=dict)  # before the compute of the last step
     held: dict[int, tuple[object, int]] = field(default_factory=dict)  # plans that follow others, and their epochs
     lent: dict[int, tuple[object, list[object]]] = field(default_factory=dict)  # loads in exchange, and their sources
     copies: dict[int, Copy] = field(default_factory=dict)
@@ -469,6 +470,7 @@ class FakeRank:
     def begin(self, metadata: object) -> None:
         """Take a step's plan, before the step computes."""
         plan = metadata.plan
+        self._check_early(plan)
         self.computes, self.timed = metadata.computes, metadata.timed
         self.waits_for |= metadata.requests
         for transfer in plan.transfers:
@@ -486,6 +488,13 @@ class FakeRank:
             self.tier.run(metadata.tier)
             if isinstance(self.tier, FakeTier):
                 self._check_tier_apart(self.tier)
+
+    def _check_early(self, plan: object) -> None:
+        """What an early store reads was there before the compute of the step before."""
+        for copy in (copy for store in plan.transfers if store.is_early for copy in store.copies):
+            for block in copy.device_blocks:
+                assert self.before.get(block) == self.device.get(block), f"block {block} was not there so early"
+        self.before = dict(self.device)
 
     def _begin_held(self) -> None:
         """Begin what follows no store that goes on."""
@@ -523,8 +532,8 @@ class FakeRank:
             if copy.steps_left >= 0 if self.pace is None else copy.steps <= self.pace:
                 continue
             del self.copies[id]
-            lent = self.lent.pop(id, None) is not None
-            assert lent or self._read(copy.plan) == copy.sources, (
+            may_change = self.lent.pop(id, None) is not None or copy.plan.holds_compute  # its sources were read before
+            assert may_change or self._read(copy.plan) == copy.sources, (
                 "a source has changed while it was copied"
             )  # S7.1, S7.2
             ok = not (copy.fails or copy.cancelled)
@@ -735,10 +744,11 @@ class Engine:
 
     def reset(self) -> None:
         """Reset both caches, as after a change of weights; vLLM's own may refuse while blocks are in use."""
-        moving = [copy for rank in self.ranks for copy in rank.copies.values()]
+        moving = [copy.plan for rank in self.ranks for copy in rank.copies.values()]
+        moving += [plan for rank in self.ranks for plan, _ in rank.held.values()]  # behind stores
         self.counts["resets"] += 1
-        self.counts["resets during a load"] += any(not copy.is_store for copy in moving)
-        self.counts["resets during a store"] += any(copy.is_store for copy in moving)
+        self.counts["resets during a load"] += any(plan.direction is Direction.LOAD for plan in moving)
+        self.counts["resets during a store"] += any(plan.direction is Direction.STORE for plan in moving)
         self.scheduler.reset_prefix_cache(reset_connector=True)
         assert self.cache.pool.statistics().cached == 0, "something can be found after a reset"
 
@@ -856,7 +866,9 @@ class Engine:
                 self.counts["loads whose source was gone"] += transfer.failed
                 self._loads[transfer.id] = metadata.requests[transfer.id], transfer.copies
             else:
-                self._check_sources(transfer, transfer.id in saved)
+                self._check_sources(transfer, transfer.id in saved or transfer.holds_compute)
+                self.counts["stores of what compute overwrites"] += transfer.holds_compute
+                self.counts["stores that are early"] += transfer.is_early
                 self.counts["stores of what a load overwrites"] += transfer.id in saved
                 self.counts["stores in exchange with a load"] += bool(transfer.after)
         self.counts["loads cancelled"] += len(metadata.plan.cancelled)
@@ -865,12 +877,10 @@ class Engine:
 
     def _check_sources(self, store: object, is_overwritten: bool) -> None:
         """Check that what is stored is there before the step computes anything, and is what the block's hash says;
-        before it was handed out to a load that overwrites it.
+        before it was handed out, if this step overwrites it.
         """
         for block in (block for copy in store.copies for block in copy.device_blocks):
-            name = self.pool.blocks[block].block_hash
-            if name is None and is_overwritten:
-                name = self._names[block]
+            name = (is_overwritten and self._names[block]) or self.pool.blocks[block].block_hash
             if name is None:
                 self.counts["stored although the device was reset"] += 1
                 name = self._names_at_reset[block]
@@ -936,6 +946,8 @@ class Engine:
         best = longest_boundary(self.cache, request, n0)
         at = n0 // self.cache.planner.grid_tokens
         is_awaited = at < len(request.keys) and request.keys[at] in self.cache._ledger.loading
+        behind = best // self.cache.planner.grid_tokens
+        is_awaited |= behind < len(request.keys) and request.keys[behind] in self.cache._ledger.writing
         expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0 or is_awaited or self.below is not None}
         assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
         assert not isinstance(answer, Hit) or answer.boundary == best

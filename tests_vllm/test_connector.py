@@ -153,6 +153,7 @@ def test_lazy_loses_nothing_of_long_prompts_that_come_without_a_break(start, asy
         engine.submit(prompt, max_tokens=1)
         while engine.scheduler.requests:
             engine.step()
+    engine.drain()
     stored = [[engine.cache.pool.find(key) is not None for key in engine.keys(prompt)] for prompt in prompts]
     on_device = [[engine.device.find(key) is not None for key in engine.keys(prompt)] for prompt in prompts]
     assert engine.cache.statistics().lost_before_store == 0

@@ -28,14 +28,13 @@ WITH_LITTLE_ROOM = (
     "blocks hidden until computed",
 )
 EXCHANGES = ("stores in exchange with a load",)
-WITH_ROOM = (  # for the lazy walk
+WITH_ROOM = (
     "hit",
     "loads done",
     "loads failed",
     "resets during a store",
-    "released in place",
-    "used again before they could be released",
-    "blocks walked",
+    "stores of what compute overwrites",
+    "stores that are early",
 )
 
 

@@ -31,7 +31,7 @@ from connector.vllm.metrics import CachePromMetrics, CacheStats
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings, checked_options
 from connector.vllm.tensors import Registered
-from connector.vllm.touched import check_overrides, check_pool
+from connector.vllm.touched import check_overrides, check_pool, is_made_by_vllm
 from cpu_prefix_cache_vllm import register
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerHalf | None = None
         self.worker: Any = None
         self._settings: Settings | None = None
+        self._is_alone = is_made_by_vllm(self)
         if not vllm_config.cache_config.enable_prefix_caching:
             checked_options(vllm_config)
             logger.warning(
@@ -75,7 +76,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._settings is not None:
             check_pool(gpu_block_pool)
-            self.scheduler = SchedulerHalf(self._settings, gpu_block_pool)
+            self.scheduler = SchedulerHalf(self._settings, gpu_block_pool, is_alone=self._is_alone)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is None:

@@ -30,7 +30,7 @@ In a model without prefix groups chunks have no blocks, and vLLM does not know w
 recent ones are remembered here, RECENT_PER_BLOCK for each device block.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -104,6 +104,7 @@ class VllmDevice(Device):
         group_ids: Sequence[int],
         unwritten: Callable[[], Container[bytes]] = tuple,
         hashes_per_chunk: int = 1,
+        is_alone: bool = False,
     ) -> None:
         self._pool = pool
         self._planner = planner
@@ -129,6 +130,11 @@ class VllmDevice(Device):
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._places = Places(self._is_at)
+        self._handed_out: dict[bytes, Sequence[int]] | None = None
+        self._freed = set[int]()  # since the last plan
+        # Else somebody writes blocks before the ranks are told of the step: vLLM states, and blocks that were hit in
+        # part; another connector what it loads.
+        self._is_written_last = is_alone and hashes_per_chunk == 1 and not planner.has_checkpoints
         self._holds: set[Hold] = set()  # that have not ended
 
     @property
@@ -271,6 +277,44 @@ class VllmDevice(Device):
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         here = self._pool.blocks[block]
         return not here.ref_cnt and (key in self._keys(here) if key is not None else not self._keys(here))
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        if not self._is_written_last:
+            return None
+        if self._handed_out is None:
+            self._handed_out = {}
+            self._note_from_now_on()
+        noted = self._handed_out
+        if noted:
+            self._handed_out = {}
+        return noted
+
+    def was_used(self, block: int) -> bool:
+        return block in self._freed
+
+    def step_planned(self) -> None:
+        """What is freed from now on may have been used by the step that was planned."""
+        self._freed.clear()
+
+    def _note_from_now_on(self) -> None:
+        hand_out, free = self._pool.get_new_blocks, self._pool.free_blocks
+
+        def noting(num_blocks: int) -> list[KVCacheBlock]:
+            leaving = dict(islice(self.soonest_evicted(), num_blocks))
+            keys = [key for key in leaving.values() if key is not None]
+            found = self.find_all(keys)
+            new: list[KVCacheBlock] = hand_out(num_blocks)
+            noted = self._handed_out
+            if noted is not None:
+                noted.update((key, here) for key, here in zip(keys, found, strict=True) if here is not None)
+            return new
+
+        def noting_freed(blocks: Iterable[KVCacheBlock]) -> None:
+            freed = list(blocks)
+            self._freed.update([block.block_id for block in freed])
+            free(freed)
+
+        self._pool.get_new_blocks, self._pool.free_blocks = noting, noting_freed
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks

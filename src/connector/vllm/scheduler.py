@@ -59,9 +59,16 @@ class SchedulerHalf:
     lookup, and until the step's plan is sent, the request of each load and the requests that were admitted again.
     """
 
-    def __init__(self, settings: Settings, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        pool: BlockPool,
+        clock: Callable[[], float] = time.monotonic,
+        is_alone: bool = False,
+    ) -> None:
         self.device = VllmDevice(
-            pool, settings.planner, settings.group_ids, self._unwritten_hashes, settings.hashes_per_chunk
+            *(pool, settings.planner, settings.group_ids, self._unwritten_hashes, settings.hashes_per_chunk),
+            is_alone=is_alone,
         )
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
@@ -193,7 +200,9 @@ class SchedulerHalf:
             self.cache.computed(id, tokens)
         if self.tier is not None:
             self.tier.passed(self.clock())
-        return self.cache.step()
+        plan = self.cache.step()
+        self.device.step_planned()
+        return plan
 
     def _plan_below(self) -> TierPlan | None:
         return None if self.tier is None else self.tier.plan_below()

@@ -8,13 +8,16 @@ vLLM promises none of it. A release that has changed it is refused: later the en
 request, hand out blocks that are in use, or never find anything. What only some releases have is in `versions.py`.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -60,6 +63,16 @@ def take_out(queue: FreeKVCacheBlockQueue, run: Sequence[KVCacheBlock]) -> None:
         block.ref_cnt += 1
         block.prev_free_block = block.next_free_block = None
     queue.num_free_blocks -= len(run)
+
+
+def is_made_by_vllm(connector: KVConnectorBase_V1) -> bool:
+    """Whether vLLM's factory itself constructs this connector, and not one that has others beside it. Called by its
+    constructor.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_locals.get("self") is connector:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is KVConnectorFactory.create_connector.__code__
 
 
 def check_overrides(connector: type) -> None:
