@@ -170,3 +170,19 @@ def test_what_a_host_without_room_cannot_take_is_counted_as_lost():
     story.cache.step()
     assert story.cache.statistics().lost_before_store == 6
     story.cache.release(lease)
+
+
+def test_a_cache_that_is_off_remembers_nothing_of_what_leaves(story):
+    story.cache.turn_off()
+    story.run("abc")
+    story.run("uvwxyz")
+    assert not story.device.noted
+
+
+def test_a_transfer_that_never_ends_does_not_keep_all_parents(story):
+    """Parents are remembered while a store may need them, and no longer than a few devices hold."""
+    story.run("abc")
+    story.run("uvwxyz")  # its store never ends
+    for number in range(40):
+        story.land(story.run("".join(chr(65 + number) for _ in range(3))))
+    assert story.cache.statistics().remembered <= 5 * SLOTS

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.vllm import CPUPrefixCacheConnector, ranks, regions
+from connector.vllm import CPUPrefixCacheConnector, ranks, regions, versions
 from connector.vllm import scheduler as scheduler_module
 from connector.vllm import worker as worker_module
 from connector.vllm.settings import Settings
@@ -264,3 +264,12 @@ def test_what_was_stored_from_blocks_that_vllm_calls_invalid_is_not_found(tmp_pa
     engine.drain()
     found = [key for key in engine.keys(list(range(30))) if engine.cache.pool.find(key) is not None]
     assert len(found) == (0 if bad else 7)
+
+
+def test_what_is_handed_out_is_noted_only_where_nobody_writes_it_first(tmp_path):
+    """Not beside other connectors, and not where workers zero new blocks."""
+    assert Engine(tmp_path).device.handed_out() is not None
+    assert Engine(tmp_path, offload="eager").half.device._handed_out is None  # nobody would ever take the notes
+    assert versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=True))
+    assert versions.zeroes_new_blocks(SimpleNamespace())  # a release that does not say
+    assert not versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=False))

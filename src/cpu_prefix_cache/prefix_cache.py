@@ -322,7 +322,9 @@ class CPUPrefixCache:
         """An engine step begins: what all ranks are to copy after the compute of the steps before."""
         self._running.begin_step()
         self._is_full = False
-        if not self.is_off:
+        if self.is_off:
+            self._offload.invalidated()  # what leaves the device is not stored
+        else:
             self._offload.plan()
         plans, cancelled = self._ledger.launch()
         return StepPlan(self.epoch, plans, cancelled, self._ledger.resolved_below, self._ledger.take_resolved())
@@ -523,7 +525,7 @@ class CPUPrefixCache:
         at = boundary // self.planner.grid_tokens
         stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
         store = self._ledger.writing.get(request.keys[at]) if self._ledger.writing and at < stop else None
-        if store is None or store.owner is not None or not self.pool.is_shared:
+        if store is None or store.owner is not None or self._device.find(request.keys[at]) is not None:
             return None
         end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import pytest
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
+from tests.threads import eventually
 
 
 class NotingCopier(Copier):
@@ -16,20 +17,21 @@ class NotingCopier(Copier):
 
     def __init__(self):
         self.events, self.after, self.behind, self.threads, self.hurried = 0, {}, [], set(), set()
-        self.is_hurried = False
+        self.is_hurried, self.ends = False, {}
 
     def here(self):
         return self._event()
 
     def submit(self, direction, copies, after):
-        block = copies[0].host_blocks[0]
-        if block == 13:
-            raise RuntimeError("the link is down")
-        self.after[block] = after.number
+        for block in copies[0].host_blocks:
+            if block == 13:
+                raise RuntimeError("the link is down")
+            self.after[block] = after.number
+            self.hurried |= {block} if self.is_hurried else set()
         self.threads.add(threading.current_thread())
-        if self.is_hurried:
-            self.hurried.add(block)
-        return self._event()
+        event = self._event()
+        self.ends |= dict.fromkeys(copies[0].host_blocks, event.number)
+        return event
 
     @contextmanager
     def awaiting_stores(self):
@@ -67,16 +69,50 @@ def test_compute_waits_for_the_stores_that_hold_it_and_for_no_others(worker, cop
     """They are submitted when `run` returns: before anything of the step is computed."""
     worker.run(StepPlan(0, (store(0, 5, holds_compute=True),)))
     assert copier.threads == {threading.current_thread()} and copier.hurried == {5}
-    assert copier.behind == [copier.after[5] + 1]
+    assert copier.behind == [copier.ends[5]]
     worker.run(StepPlan(0, (store(1, 6),)))
     worker.drain()
     assert len(copier.behind) == 1 and copier.hurried == {5}
 
 
-def test_a_store_that_fails_holds_nothing(worker, copier):
-    worker.run(StepPlan(0, (store(0, 13, holds_compute=True), store(1, 6, holds_compute=True))))
-    assert copier.behind == [copier.after[6] + 1]
-    assert worker.report().failed == {0} and worker.report().done == {1}
+def test_they_are_submitted_as_one_and_each_resolves(worker, copier):
+    worker.run(StepPlan(0, tuple(store(id, 20 + id, holds_compute=True) for id in range(5))))
+    assert copier.events == 2 and copier.behind == [1]
+    assert worker.report().done == set(range(5))
+
+
+def test_those_that_fail_hold_nothing(worker, copier):
+    worker.run(
+        StepPlan(0, (store(0, 13, holds_compute=True), store(1, 6, holds_compute=True, is_early=True), store(2, 7)))
+    )
+    worker.drain()
+    assert copier.behind == [copier.ends[6]]
+    assert worker.report().failed == {0} and worker.report().done == {1, 2}
+
+
+def test_a_failure_that_is_raised_once_fails_all_of_them(worker, copier):
+    class Raising(Passed):
+        looks = 0
+
+        def passed(self):
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("the device is gone")
+            return True
+
+    copier.submit = lambda direction, copies, after: Raising()
+    copier.hold_compute = lambda event: None
+    worker.run(StepPlan(0, tuple(store(id, id, holds_compute=True) for id in range(3))))
+    assert worker.report().failed == {0, 1, 2}
+
+
+def test_where_compute_cannot_be_held_they_have_failed(worker, copier):
+    def broken(event):
+        raise RuntimeError("the device is gone")
+
+    copier.hold_compute = broken
+    worker.run(StepPlan(0, (store(0, 5, holds_compute=True),)))
+    assert worker.report().failed == {0}
 
 
 def test_an_early_store_waits_for_what_was_given_before_the_step_before(worker, copier):
@@ -98,3 +134,32 @@ def test_after_a_plan_of_nothing_it_waits_for_all(worker, copier):
     worker.run(StepPlan(0, (store(1, 6, is_early=True),)))
     worker.drain()
     assert copier.after[6] == copier.events - 2  # the last before its own
+
+
+def test_an_exchange_with_a_store_that_holds_compute_is_refused(worker, copier):
+    """It would have to be read before the load begins, and to be written after it has been read."""
+    load = TransferPlan(0, Direction.LOAD, (GroupCopy(0, (1,), (1,)),), 0, after=(1,))
+    worker.run(StepPlan(0, (load, store(1, 1, after=(0,), holds_compute=True))))
+    worker.drain()
+    assert worker.report().failed == {0, 1} and not copier.behind
+
+
+def test_what_has_ended_is_seen_beside_what_another_thread_submits(copier):
+    held = threading.Event()
+    usual, worker = copier.submit, CopyWorker(0, copier, threads=True)
+    try:
+        copier.submit = lambda direction, copies, after: (
+            Waiting(held) if copies[0].host_blocks == (5,) else usual(direction, copies, after)
+        )
+        worker.run(StepPlan(0, (store(0, 5),)))
+        eventually(lambda: worker._copies[0].event is not None)
+        worker.run(StepPlan(0, (store(1, 6, holds_compute=True),)))
+        assert worker.report().done == {1}
+    finally:
+        held.set()
+        worker.close()
+
+
+class Waiting(Event):
+    def __init__(self, end):
+        self.passed = end.is_set

@@ -52,7 +52,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerHalf | None = None
         self.worker: Any = None
         self._settings: Settings | None = None
-        self._is_alone = is_made_by_vllm(self)
+        self._is_alone = is_made_by_vllm(self) and not versions.zeroes_new_blocks(kv_cache_config)
         if not vllm_config.cache_config.enable_prefix_caching:
             checked_options(vllm_config)
             logger.warning(

@@ -132,8 +132,8 @@ class VllmDevice(Device):
         self._places = Places(self._is_at)
         self._handed_out: dict[bytes, Sequence[int]] | None = None
         self._freed = set[int]()  # since the last plan
-        # Else somebody writes blocks before the ranks are told of the step: vLLM states, and blocks that were hit in
-        # part; another connector what it loads.
+        # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
+        # hit in part; another connector what it loads.
         self._is_written_last = is_alone and hashes_per_chunk == 1 and not planner.has_checkpoints
         self._holds: set[Hold] = set()  # that have not ended
 

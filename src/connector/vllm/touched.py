@@ -34,7 +34,7 @@ from cpu_prefix_cache import ConfigurationError
 
 POOL = (
     *("blocks", "cached_block_hash_to_block", "free_block_queue", "null_block", "num_gpu_blocks"),
-    *("free_blocks", "get_num_free_blocks", "reset_prefix_cache", "touch"),
+    *("free_blocks", "get_new_blocks", "get_num_free_blocks", "reset_prefix_cache", "touch"),
 )
 QUEUE = ("fake_free_list_head", "fake_free_list_tail", "iter_blocks_after", "num_free_blocks")
 BLOCK = ("block_hash", "block_id", "next_free_block", "prev_free_block", "ref_cnt")
@@ -66,13 +66,18 @@ def take_out(queue: FreeKVCacheBlockQueue, run: Sequence[KVCacheBlock]) -> None:
 
 
 def is_made_by_vllm(connector: KVConnectorBase_V1) -> bool:
-    """Whether vLLM's factory itself constructs this connector, and not one that has others beside it. Called by its
-    constructor.
+    """Whether vLLM's factory constructs this connector for vLLM itself, and not for a connector that has others beside
+    it. Called by its constructor.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_locals.get("self") is connector:
+    callers = list[FrameType]()
+    while frame is not None:
+        if frame.f_locals.get("self") is not connector:
+            callers.append(frame)
         frame = frame.f_back
-    return frame is not None and frame.f_code is KVConnectorFactory.create_connector.__code__
+    if not callers or callers[0].f_code is not KVConnectorFactory.create_connector.__code__:
+        return False
+    return not any(isinstance(each.f_locals.get("self"), KVConnectorBase_V1) for each in callers)
 
 
 def check_overrides(connector: type) -> None:

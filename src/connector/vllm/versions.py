@@ -114,3 +114,10 @@ def host_hit_source() -> Any:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource.HOST
+
+
+def zeroes_new_blocks(config: kv_cache_interface.KVCacheConfig) -> bool:
+    """Whether workers write zeros into new blocks before they are told of a step: states, and groups whose layers have
+    KV of several precisions. True of a release that does not say.
+    """
+    return bool(getattr(config, "needs_kv_cache_zeroing", True))

@@ -19,11 +19,11 @@ class Copier(Protocol):
         """Begin one transfer, whose device blocks are touched only after `after`, and return the event of its end.
 
         Raises MisuseError for bad ids before any byte moves (rule 16). When it raises anything, nothing of this
-        transfer is in flight any more. One thread may submit stores and another loads.
+        transfer is in flight any more. One thread may submit loads and others stores.
         """
 
     def awaiting_stores(self) -> AbstractContextManager[None]:
-        """Entered by the thread that submits loads while it waits for stores, or a load exchanges blocks with them:
+        """Entered by a thread while a load or compute waits for stores, or a load exchanges blocks with them:
         they are in a hurry then."""
         return nullcontext()
 

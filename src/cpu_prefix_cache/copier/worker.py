@@ -36,7 +36,7 @@ from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import MisuseError
-from cpu_prefix_cache.messages.plan import VERSION, Direction, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.plan import VERSION, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,10 @@ class CopyWorker:
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
         new = {transfer.id: _Copy(transfer) for transfer in plan.transfers}
+        before, self._here = self._here, None
         try:
             if self._arena is not None:
                 self._arena.register()
-            before, self._here = self._here, None
             if not new and not self._copies:
                 return
             self._collect()
@@ -124,13 +124,18 @@ class CopyWorker:
                 self._copies[id].submission.cancel()
             exchanged = {} if self._closed else exchanges(plan.transfers)
             later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
-            for id, copy in new.items():
+            for copy in new.values():
                 copy.began, copy.after = began, early if copy.transfer.is_early else here
+            first = [
+                copy
+                for id, copy in new.items()
+                if copy.transfer.holds_compute and copy.transfer.copies and id not in later
+            ]
+            for is_early in (True, False) if first and not self._closed else ():
+                self._hold_compute([copy for copy in first if copy.transfer.is_early is is_early])
+            for id, copy in new.items():
                 if id not in later:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
-            for copy in new.values():
-                if copy.transfer.holds_compute and copy.event is not None:
-                    self._copier.hold_compute(copy.event)
         except BaseException:  # what an interrupt keeps from being begun is reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -206,20 +211,42 @@ class CopyWorker:
             each.is_begun = True
         named = [self._copies[id] for id in transfer.after if id in self._copies]
         before = [each for each in named if each.transfer.copies and not each.transfer.failed]
+        if copy.submission.done():
+            return  # compute waits for it, or it was cancelled
         if transfer.failed or self._closed:
             copy.submission.cancel()
         elif not transfer.copies and not copy.submission.cancelled():
             copy.submission.set_result(None)
         elif not all(each.is_begun for each in before):
             _refuse([copy, *stores], MisuseError(f"transfer {transfer.id} waits for one that begins after it"))
+        elif any(store.transfer.holds_compute for store in stores):
+            _refuse([copy, *stores], MisuseError(f"a store that load {transfer.id} waits for in turn holds no compute"))
         elif stores:
             self._exchange(copy, stores, before)
-        elif self._threads and not transfer.holds_compute:
+        elif self._threads:
             clock = self._clock if transfer.direction is Direction.LOAD else None
             self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, clock))
         else:
-            with self._copier.awaiting_stores() if transfer.holds_compute else nullcontext():
-                _submit(copy, before, self._copier, None)
+            _submit(copy, before, self._copier, None)
+
+    def _hold_compute(self, stores: Sequence[_Copy]) -> None:
+        """Submit stores as one, and have compute run after it: a decode step may have one of each request."""
+        begun = [copy for copy in stores if copy.submission.set_running_or_notify_cancel()]
+        if not begun:
+            return
+        try:
+            with self._copier.awaiting_stores():
+                event = self._copier.submit(Direction.STORE, _joined(begun), begun[0].after)
+            self._copier.hold_compute(event)
+        except BaseException as error:
+            _refuse(begun, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            shared = _Shared(event)
+            for copy in begun:
+                copy.event = shared
+                copy.submission.set_result(None)
 
     def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy]) -> None:
         both = {each.transfer.id: each for each in (load, *stores)}
@@ -237,14 +264,17 @@ class CopyWorker:
         return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
 
     def _collect(self) -> None:
-        """See what has ended. Transfers of one direction end in order: after one that moves no event is looked at."""
-        moving = set[Direction]()
+        """See what has ended. What one thread submits in one direction ends in order: after one that moves no event is
+        looked at.
+        """
+        moving = set[tuple[Direction, bool]]()
         for copy in self._copies.values():
-            if copy.went_well is not None or (copy.event is not None and copy.transfer.direction in moving):
+            submitted_by = copy.transfer.direction, copy.transfer.holds_compute
+            if copy.went_well is not None or (copy.event is not None and submitted_by in moving):
                 continue
             went_well = _ended(copy)
             if went_well is None:
-                moving.add(copy.transfer.direction)
+                moving.add(submitted_by)
                 continue
             copy.went_well = went_well and not copy.is_late
             self._learn(copy)
@@ -332,7 +362,36 @@ def _take_up(copies: Mapping[int, _Copy], id: int, end: Event) -> bool:
     return not copy.submission.cancelled()
 
 
-def _refuse(copies: Iterable[_Copy], error: Exception) -> None:
+class _Shared(Event):
+    """The event of several transfers, each of which learns of a failure that is raised once."""
+
+    def __init__(self, event: Event) -> None:
+        self._event, self._asking = event, threading.Lock()
+        self._error: Exception | None = None
+
+    def passed(self) -> bool:
+        with self._asking:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._event.passed()
+            except Exception as error:
+                self._error = error
+                raise
+
+
+def _joined(copies: Iterable[_Copy]) -> list[GroupCopy]:
+    """Their pieces, group by group."""
+    joined = dict[int, GroupCopy]()
+    for each in (each for copy in copies for each in copy.transfer.copies):
+        so_far = joined.get(each.group, GroupCopy(each.group, (), ()))
+        joined[each.group] = GroupCopy(
+            each.group, so_far.host_blocks + each.host_blocks, so_far.device_blocks + each.device_blocks
+        )
+    return list(joined.values())
+
+
+def _refuse(copies: Iterable[_Copy], error: BaseException) -> None:
     for copy in copies:
         with suppress(InvalidStateError):  # it is cancelled
             copy.submission.set_exception(error)

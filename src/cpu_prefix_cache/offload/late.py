@@ -33,6 +33,8 @@ from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
 
+MOST_REMEMBERED = 4  # times what the device holds
+
 
 class Late(Eager):
     """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it."""
@@ -111,12 +113,17 @@ class Late(Eager):
         self._take()
         leaving, self._taken = self._taken, {}
         self._store_leaving(leaving, frozenset(), lambda sources: {})
-        while self._gone and self._gone[0][0] <= self._stores.ledger.resolved_below:
+        while self._gone and (self._gone[0][0] <= self._stores.ledger.resolved_below or self._has_too_many):
             self._parents.handed_out(self._gone.popleft()[1])
         if not self._gone:
             self._parents.sweep()  # what has left unnoticed
 
     # Details
+
+    @property
+    def _has_too_many(self) -> bool:
+        """Whether more parents are remembered than stores in flight can need: some transfer does not end."""
+        return len(self._parents) > MOST_REMEMBERED * self._stores.device_chunks
 
     def _take(self) -> None:
         self._taken.update(self._device.handed_out() or ())
@@ -141,7 +148,7 @@ class Late(Eager):
         cached, missing = self._pool.split(gone)
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
-        into = partners_of(sources)
+        into = partners_of({key: blocks for key, blocks in sources.items() if set(blocks).issubset(filled)})
         left, stores = set(sources), list[Transfer]()
         for key in sources:
             run = self._parents.run_above(key, left.__contains__)
