@@ -211,8 +211,8 @@ class CopyWorker:
             each.is_begun = True
         named = [self._copies[id] for id in transfer.after if id in self._copies]
         before = [each for each in named if each.transfer.copies and not each.transfer.failed]
-        if copy.submission.done():
-            return  # compute waits for it, or it was cancelled
+        if transfer.holds_compute and copy.submission.done():
+            return
         if transfer.failed or self._closed:
             copy.submission.cancel()
         elif not transfer.copies and not copy.submission.cancelled():
