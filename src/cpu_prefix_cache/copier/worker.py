@@ -7,8 +7,9 @@
 A Future sees to it that a transfer is taken up or cancelled, never both. Each direction has a thread, which takes up
 its transfers in order; whatever is raised fails that transfer alone (rule 11). A load that overwrites what stores read
 is taken up when these have ended, and so are the loads behind it; if they overwrite what it reads, they are submitted
-in portions, in turn (exchange.py). Without threads `run` submits transfers itself, and raises an interrupt again once
-its transfer has failed.
+in portions, in turn (exchange.py). Stores that hold compute are submitted as one by `run` itself, and fail together;
+compute is given its step behind them. Without threads `run` submits transfers itself, and raises an interrupt again
+once its transfer has failed.
 
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
 is reported as late, and as failed when it has ended.
@@ -73,10 +74,11 @@ class _Copy:
 class CopyWorker:
     """Runs plans with one copier. One per rank, called by one thread. A transfer without copies is done at once.
 
-    With `threads`, a thread each submits stores and loads, and `run` returns at once; without, `run` submits them. The
-    `arena` is pinned from the first plan on, and closed with the worker: by `close`, or when the worker is collected,
-    or when the process ends. A load is late `load_seconds` seconds after its plan, by `clock`; None: never. `on_done`
-    is called with each transfer that ended well, and the seconds from its plan to the report that saw its end.
+    With `threads`, a thread each submits stores and loads, and `run` returns when it has submitted those that hold
+    compute; without, `run` submits all. The `arena` is pinned from the first plan on, and closed with the worker: by
+    `close`, or when the worker is collected, or when the process ends. A load is late `load_seconds` seconds after its
+    plan, by `clock`; None: never. `on_done` is called with each transfer that ended well, and the seconds from its plan
+    to the report that saw its end.
     """
 
     def __init__(
