@@ -107,6 +107,8 @@ class Copy:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
+    notes = False  # whether the device notes what it hands out
+
     @initialize(
         mode=st.sampled_from(["eager", "lazy"]),
         ranks=st.sampled_from([1, 2, 3]),
