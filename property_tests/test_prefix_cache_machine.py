@@ -396,7 +396,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.computed(sequence.id, end)
 
     def overwrite_given(self, sequence: Sequence) -> None:
-        """What its new slots held is gone."""
+        """Its new slots lose what they held."""
         for slot in sequence.given:
             self.write(slot, [("left by", sequence.id)] * len(self.slots.blocks_of(slot)))
         sequence.given = []

@@ -490,7 +490,7 @@ class FakeRank:
                 self._check_tier_apart(self.tier)
 
     def _check_early(self, plan: object) -> None:
-        """What an early store reads was there before the compute of the step before."""
+        """Check that what an early store reads was there before the compute of the step before."""
         for copy in (copy for store in plan.transfers if store.is_early for copy in store.copies):
             for block in copy.device_blocks:
                 assert self.before.get(block) == self.device.get(block), f"block {block} was not there so early"

@@ -293,7 +293,7 @@ class VllmDevice(Device):
         return block in self._freed
 
     def step_planned(self) -> None:
-        """What is freed from now on may have been used by the step that was planned."""
+        """A step was planned: it may use what is freed from now on."""
         self._freed.clear()
 
     def _note_from_now_on(self) -> None:

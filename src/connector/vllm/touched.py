@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import islice
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import vllm
@@ -69,12 +69,8 @@ def is_made_by_vllm(connector: KVConnectorBase_V1) -> bool:
     """Whether vLLM's factory constructs this connector for vLLM itself, and not for a connector that has others beside
     it. Called by its constructor.
     """
-    frame: FrameType | None = sys._getframe(1)
-    callers = list[FrameType]()
-    while frame is not None:
-        if frame.f_locals.get("self") is not connector:
-            callers.append(frame)
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    callers = [frame for frame in frames if frame.f_locals.get("self") is not connector]
     if not callers or callers[0].f_code is not KVConnectorFactory.create_connector.__code__:
         return False
     return not any(isinstance(each.f_locals.get("self"), KVConnectorBase_V1) for each in callers)

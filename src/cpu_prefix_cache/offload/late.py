@@ -18,7 +18,7 @@ right above one another that leave at once, parents first.
 * **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
 * **Loads** begin after the stores of what they overwrite; where room is scarce most of it goes into the host blocks
   that the load reads (`exchange.py`).
-* A chunk that has blocks elsewhere on the device is no hurry: these come later.
+* A chunk that the device has a second time is not stored: its other blocks leave later.
 """
 
 from collections import deque
@@ -66,10 +66,10 @@ class Late(Eager):
         """Ignored: the model needs none."""
 
     def ended(self, running: Running) -> None:
-        """What it had is stored when the device hands it out."""
+        """Store nothing: the device hands out later what it had."""
 
     def preempted(self, running: Running) -> None:
-        """What it had is stored when the device hands it out."""
+        """Store nothing: the device hands out later what it had."""
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         self._pool.duplicate_above(keys, chunks)
@@ -81,11 +81,12 @@ class Late(Eager):
         self._pool.duplicated(reversed(nodes))
 
     def invalidated(self) -> None:
-        self._forget_taken()
+        self._take()
+        self._taken.clear()
 
     def reset(self) -> None:
         self._parents.clear()
-        self._forget_taken()
+        self.invalidated()
         super().reset()
 
     # Asked
@@ -127,10 +128,6 @@ class Late(Eager):
 
     def _take(self) -> None:
         self._taken.update(self._device.handed_out() or ())
-
-    def _forget_taken(self) -> None:
-        self._take()
-        self._taken.clear()
 
     def _store_leaving(
         self,
