@@ -22,39 +22,28 @@ right above one another that leave at once, parents first.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.exchange import partners
+from cpu_prefix_cache.offload.leaving import Leaving
 from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
 
 MOST_REMEMBERED = 4  # times what the device holds
 
 
-class Late(Eager):
+class Late(Leaving):
     """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it."""
 
     def __init__(self, stores: StorePlanner) -> None:
-        super().__init__(stores)
-        self._device = stores.device
-        self._parents = Parents(stores.device, self._pool, stores.planner)
+        super().__init__(stores, Parents(stores.device, stores.pool, stores.planner))
         self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
         # What has left the device, each time before the transfer with this id: a store of what hangs below finds its
         # place by the parents, so they are remembered until it has ended.
         self._gone = deque[tuple[int, list[bytes]]]()
-
-    @property
-    def lost(self) -> int:
-        return self._parents.lost
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents)
 
     # Told
 
@@ -91,29 +80,18 @@ class Late(Eager):
 
     # Asked
 
-    def place(self, key: bytes) -> int | None:
-        place = self._pool.place(key)
-        if place is not None:
-            return place
-        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
-        if outside is None:
-            return None
-        keys, above = outside
-        parent = self._pool.root if above is None else self._pool.place(above)
-        return None if parent is None else self._pool.outline(keys, parent)
-
     def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
         filled = set(device_blocks)
         self._take()
         leaving = {key: blocks for key, blocks in self._taken.items() if not filled.isdisjoint(blocks)}
         for key in leaving:
             del self._taken[key]
-        return self._store_leaving(leaving, filled, lambda sources: partners(sources, device_blocks, read))
+        return self._store_leaving(leaving, device_blocks, read)
 
     def plan(self) -> None:
         self._take()
         leaving, self._taken = self._taken, {}
-        self._store_leaving(leaving, frozenset(), lambda sources: {})
+        self._store_leaving(leaving)
         while self._gone and (self._gone[0][0] <= self._stores.ledger.resolved_below or self._has_too_many):
             self._parents.handed_out(self._gone.popleft()[1])
         if not self._gone:
@@ -132,11 +110,11 @@ class Late(Eager):
     def _store_leaving(
         self,
         leaving: Mapping[bytes, Sequence[int]],
-        filled: Collection[int],
-        partners_of: Callable[[Mapping[bytes, Sequence[int]]], Mapping[bytes, int]],
+        device_blocks: Sequence[int] = (),
+        read: Sequence[int | None] = (),
     ) -> list[Transfer]:
-        """Store what has left the device and is not covered. `filled` are the destinations of a load, which follows the
-        stores; compute follows those that read other blocks too.
+        """Store what has left the device and is not covered. A load that fills `device_blocks` and reads the host
+        chunks `read` follows the stores; compute follows those that read other blocks too.
         """
         if not leaving:
             return []
@@ -145,38 +123,16 @@ class Late(Eager):
         cached, missing = self._pool.split(gone)
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
-        into = partners_of({key: blocks for key, blocks in sources.items() if set(blocks).issubset(filled)})
-        left, stores = set(sources), list[Transfer]()
-        for key in sources:
-            run = self._parents.run_above(key, left.__contains__)
-            if run is None or not run[0]:
-                continue
-            keys, above = run
-            left.difference_update(keys)  # asked for once: what is declined or finds no room is not stored
-            for _, group in groupby(keys, into.__contains__):
-                part = list(group)
-                store = self._store(Chain(above, part), sources, filled, [into[each] for each in part if each in into])
-                stores += [] if store is None else [store]
-                if store is None or len(store.keys) < len(part):
-                    break  # what hangs below could not be committed
-                above = part[-1]
+        filled = set(device_blocks)
+        overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)}
+        into = partners(overwritten, device_blocks, read)
+        stores = list[Transfer]()
+        for run in self._runs(list(sources), set(sources)):
+            stores += self._store_run(run, sources, into)
+        for store in stores:
+            blocks = [block for copy in store.plan.copies for block in copy.device_blocks]
+            holds_compute = not filled >= set(blocks)
+            is_early = not any(map(self._device.was_used, blocks))
+            store.plan = store.plan._replace(holds_compute=holds_compute, is_early=is_early)
         self._gone.append((self._stores.ledger.next_id, gone))
         return stores
-
-    def _store(
-        self, chain: Chain, sources: Mapping[bytes, Sequence[int]], filled: Collection[int], read: Sequence[int]
-    ) -> Transfer | None:
-        """Store the chain from these sources; into the blocks of `read`, host chunks that the load reads, if any."""
-        transfer, stop = self._stores.plan(
-            chain,
-            self._pool.touch(None),
-            found=lambda some: [*map(sources.get, some)],
-            read=read,
-            holds_compute=any(block not in filled for key in chain.keys for block in sources[key]),
-            is_early=not any(self._device.was_used(block) for key in chain.keys for block in sources[key]),
-        )
-        if stop is Stop.DECLINED:
-            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
-        if transfer is not None:
-            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
-        return transfer

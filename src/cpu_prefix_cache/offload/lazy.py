@@ -39,16 +39,16 @@ the device has promised to running requests.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from itertools import groupby, islice
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.exchange import partners
+from cpu_prefix_cache.offload.leaving import Leaving
 from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
@@ -62,7 +62,7 @@ Name = bytes | int  # of a place in the order of eviction: its key, or the numbe
 Places = dict[Name, int]  # the blocks that wait there, in the order of eviction
 
 
-class Lazy(Eager):
+class Lazy(Leaving):
     """Covers what waits on the device, in time. Where little waits, stores what ends; and of whole prompts, what runs.
 
     `running` gives the ids of the requests that run. `parents` are those of the chunks on the device; default: what is
@@ -78,29 +78,20 @@ class Lazy(Eager):
         running: Callable[[], Collection[Hashable]],
         parents: Ancestry | None = None,
     ) -> None:
-        super().__init__(stores)
-        self._device = device = stores.device
+        device = stores.device
+        super().__init__(stores, Parents(device, stores.pool, stores.planner) if parents is None else parents)
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
             )
         self._steps = steps
         self._running = running
-        self._parents: Ancestry = Parents(device, self._pool, stores.planner) if parents is None else parents
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._front: Places = {}
         self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
         self._foreseen: dict[int, bytes | None] = {}  # blocks that the next load is given, with their keys
         self._endangered: dict[bytes, Sequence[int]] = {}  # the blocks of those of them that are not covered
-
-    @property
-    def lost(self) -> int:
-        return self._parents.lost
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents)
 
     # Told
 
@@ -173,17 +164,6 @@ class Lazy(Eager):
 
     # Asked
 
-    def place(self, key: bytes) -> int | None:
-        place = self._pool.place(key)
-        if place is not None or not self._pool.is_shared:
-            return place
-        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
-        if outside is None:
-            return None
-        keys, above = outside
-        parent = self._pool.root if above is None else self._pool.place(above)
-        return None if parent is None else self._pool.outline(keys, parent)
-
     def foresee(self, keys: Sequence[bytes], chunks: int, blocks: int) -> None:
         self._forget_foreseen()
         if not self._pool.is_shared or blocks > self._device.num_waiting:
@@ -211,34 +191,11 @@ class Lazy(Eager):
         }
         self._forget_foreseen()
         into = partners(sources, device_blocks, read)
-        stores, left = list[Transfer](), self._stores.uncovered(sources)
-        for key in sources:
-            run = self._parents.run_above(key, left.__contains__)
-            if run is None or not run[0]:
-                continue
-            keys, above = run
-            left.difference_update(keys)  # asked for once: what is declined or finds no room is not saved
-            self.work += len(keys)
-            for _, group in groupby(keys, into.__contains__):
-                part = list(group)
-                store = self._save_part(Chain(above, part), sources, [into[each] for each in part if each in into])
-                stores += [] if store is None else [store]
-                if store is None or len(store.keys) < len(part):
-                    break  # what hangs below could not be committed
-                above = part[-1]
+        stores = list[Transfer]()
+        for run in self._runs(list(sources), self._stores.uncovered(sources)):
+            self.work += len(run)
+            stores += self._store_run(run, sources, into)
         return stores
-
-    def _save_part(self, chain: Chain, sources: Mapping[bytes, Sequence[int]], read: Sequence[int]) -> Transfer | None:
-        """Store the chain from these sources; into the blocks of `read`, host chunks that the load reads, if any."""
-        transfer, stop = self._stores.plan(
-            chain, self._pool.touch(None), found=lambda some: [*map(sources.get, some)], read=read
-        )
-        if stop is Stop.DECLINED:
-            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
-        if transfer is not None:
-            transfer.held_blocks = 0  # none of them waits
-            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
-        return transfer
 
     def _is_untouched(self, block: int, key: bytes) -> bool:
         """Whether this block of the chunk with this key waits. One of the blocks of a chunk comes with its key."""

@@ -173,8 +173,6 @@ class StorePlanner:
         owner: Hashable | None = None,
         found: "Found | None" = None,
         read: Sequence[int] = (),
-        holds_compute: bool = False,
-        is_early: bool = False,
     ) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
@@ -192,7 +190,6 @@ class StorePlanner:
                 self.pool.unpin(pin)
             return None, stop
         transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner)
-        transfer.plan = transfer.plan._replace(holds_compute=holds_compute, is_early=is_early)
         self.ledger.add(transfer)
         return transfer, stop
 
