@@ -29,6 +29,7 @@ class Blocks:
         self.users = [0] * num_blocks
         self.keys = [None] * num_blocks
         self.block_of = {}
+        self.evicted = lambda block: None  # of the host cache, if there is one
 
     def cached(self, keys):
         """The blocks of the longest prefix that the device has."""
@@ -42,6 +43,7 @@ class Blocks:
 
     def hand_out(self):
         block = self.queue.popleft()
+        self.evicted(block)
         if self.block_of.get(self.keys[block]) == block:
             del self.block_of[self.keys[block]]
         self.keys[block], self.users[block] = None, 1
@@ -63,8 +65,9 @@ class BlocksDevice(QueueDevice):
     """What the host cache asks about device blocks."""
 
     def __init__(self, blocks):
-        super().__init__(num_blocks=len(blocks.users))
+        super().__init__(num_blocks=len(blocks.users), hands_out_first=True)
         self.blocks = blocks
+        blocks.evicted = self.evicted
 
     def block(self, key):
         return self.blocks.block_of.get(key)

@@ -7,7 +7,7 @@ A *slot* is where one chunk lives on the device; `blocks_of(slot)` are its devic
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -50,7 +50,7 @@ class PoolSlots:
 
     def __init__(self, slots: int, policy: str = "lru") -> None:
         self.pool = BlockPool(slots, policy)
-        self.device = PooledDevice(self.pool)
+        self.device = PooledDevice(self.pool, hands_out_first=True)
         self.now = 0.0
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class HybridSlots(PoolSlots):
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
         self._last: dict[int, tuple[int, ...]] = {}
         self.now = 0.0
-        self.device = PooledDevice(self.pool)
+        self.device = PooledDevice(self.pool, hands_out_first=True)
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         """Also of a slot that was freed this moment, whose bytes somebody looks at once more."""
@@ -222,7 +222,7 @@ class QueueSlots:
         noted, self.noted = self.noted, {}
         return noted
 
-    def was_used(self, block: int) -> bool:
+    def were_used(self, blocks: Collection[int]) -> bool:
         return True
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> tuple[Sequence[int], Sequence[int]]:

@@ -145,8 +145,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
         width = self.planner.device_blocks_per_chunk
         self.slots = PoolSlots(device_chunks, policy) if pooled and width == 1 else QueueSlots(device_chunks, width)
-        self.notes = notes and isinstance(self.slots, QueueSlots) and mode == "lazy"
-        if self.notes:
+        if notes and isinstance(self.slots, QueueSlots):
             self.slots.noted = {}
         self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk
         self.is_lazy = mode == "lazy"
@@ -162,7 +161,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             exchanges=True,
             log_boundaries=True,
         )
-        if is_scarce and self.cache.pool.is_shared:
+        self.notes = self.cache.pool.is_shared
+        if is_scarce and self.notes:
             self.cache.pool._scarcity = AlwaysScarce(1)
         self.begin_with_nothing(ranks, portion, failures)
 
@@ -533,6 +533,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for before in map(self.copies.get, copy.plan.after if is_load else ()):  # what it overwrites is read first
             if before is not None and rank not in before.copied:
                 self.copy(before, rank, fails)
+        for before in list(self.copies.values()) if is_load else ():  # and what compute of the steps before waited for
+            if before.plan.holds_compute and before.plan.id < copy.plan.id and rank not in before.copied:
+                self.copy(before, rank, fails)
         copy.copied[rank] = not fails and copy.epoch != -1
         if is_load:
             sequence = self.loads[copy.plan.id]
@@ -728,9 +731,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_that_move_are_held(self) -> None:
-        """Device blocks of a transfer are nobody else's until all ranks have reported (rules 11, 12)."""
+        """Device blocks of a transfer are nobody else's until all ranks have reported; but compute may wait for one
+        (rules 11, 12).
+        """
         for id, copy in self.copies.items():
-            if id not in self.resolved:
+            if id not in self.resolved and not copy.plan.holds_compute:
                 for group in copy.plan.copies:
                     for block in group.device_blocks:
                         slot = next(s for s in range(20) if block in self.slots.blocks_of(s))

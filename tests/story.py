@@ -105,7 +105,7 @@ class Engine:
         self.gpu = BlockPool(device)
         self.cache = cache(
             HybridChunkPlanner([ATTENTION], max_model_len=1_000),
-            PooledDevice(self.gpu),
+            PooledDevice(self.gpu, hands_out_first=True),
             host_blocks=host,
             offload=mode,
             ranks=ranks,

@@ -17,13 +17,27 @@ HOME = Path(__file__).parents[1] / "examples" / "radix_engine"
 DEVICE_TOKENS, PROMPTS = 512, 60
 
 
-class Checked(engine.PageCache):
-    """What is handed out is poisoned: to read it before it is written shows in every logit."""
+class Checked(engine.Engine):
+    """What was handed out is poisoned before compute, but for what loads fill: to read it before it is written shows in
+    every logit.
+    """
 
-    def allocate(self, number):
-        pages = super().allocate(number)
-        self.kv[:, :, pages] = torch.nan
-        return pages
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.given, allocate = [], self.cache.allocate
+
+        def noting(number):
+            pages = allocate(number)
+            self.given += pages
+            return pages
+
+        self.cache.allocate = noting
+
+    def _compute(self, request):
+        loaded = {page for each in self.loading.values() for page in each.pages}
+        self.model.kv[:, :, [page for page in self.given if page not in loaded]] = torch.nan
+        self.given = []
+        return super()._compute(request)
 
 
 def story(**said):
@@ -58,10 +72,7 @@ def prompts(seed):
 
 
 def new_engine(page):
-    made = engine.Engine(DEVICE_TOKENS // page, page)
-    made.cache = Checked(DEVICE_TOKENS // page, page)
-    made.cache.kv = made.model.kv
-    return made
+    return Checked(DEVICE_TOKENS // page, page)
 
 
 def serve(made, seed, aborts=0.0, each_step=lambda todo: None):

@@ -9,7 +9,7 @@ from cpu_prefix_cache import HostCache, Prefix, QueueDevice, Run, keys_and_value
 
 class Blocks(QueueDevice):
     def __init__(self, manager):
-        super().__init__(len(manager.blocks))
+        super().__init__(len(manager.blocks), hands_out_first=True)
         self.manager = manager
 
     def block(self, key):
@@ -36,9 +36,9 @@ class Host:
 
     def __init__(self, scheduler, kv_cache, **options):
         self.scheduler, self.manager = scheduler, scheduler.block_manager
-        self.manager.host = self
+        self.manager.host, self.device = self, Blocks(self.manager)
         layout = Prefix(keys_and_values(kv_cache, block_dim=2), block_tokens=self.manager.block_size)
-        self.cache = HostCache(Blocks(self.manager), [layout], **options)
+        self.cache = HostCache(self.device, [layout], **options)
 
     def start(self, seq, cached):
         """Whether the sequence computes now. If not, it is parked."""

@@ -200,6 +200,8 @@ class Engine:
         for request in list(self.queue):
             if len(self.running) < self.max_requests:
                 self._admit(request)
+        for request in self.running:
+            self._allocate(request)
         self.host.begin_step()
         computed = list(self.running)
         finished = [request for request in computed if self._compute(request)]
@@ -259,13 +261,20 @@ class Engine:
         else:
             self.drop(request)
 
-    def _compute(self, request):
-        """Whether the request has finished."""
-        end = min(len(request.tokens), request.length + self.chunk_tokens)
-        missing = -(-end // self.page_tokens) - len(request.pages)
+    def _next_end(self, request):
+        """How many of its tokens have KV after this step."""
+        return min(len(request.tokens), request.length + self.chunk_tokens)
+
+    def _allocate(self, request):
+        """Give it the pages that this step fills."""
+        missing = -(-self._next_end(request) // self.page_tokens) - len(request.pages)
         request.pages += self.cache.allocate(missing)
         request.promised -= missing
         self.cache.promised -= missing
+
+    def _compute(self, request):
+        """Whether the request has finished."""
+        end = self._next_end(request)
         logits = self.model.forward(request.tokens[:end], request.length, request.pages)
         request.length = end
         is_prompt = end <= request.num_prompt

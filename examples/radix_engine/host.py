@@ -7,7 +7,7 @@ CHUNK_TOKENS = 16
 
 class Pages(RadixDevice):
     def __init__(self, cache, chunk_tokens=CHUNK_TOKENS):
-        super().__init__(cache.num_pages, chunk_tokens // cache.page_tokens)
+        super().__init__(cache.num_pages, chunk_tokens // cache.page_tokens, hands_out_first=True)
         self.cache = cache
 
     @property

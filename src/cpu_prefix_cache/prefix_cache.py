@@ -129,6 +129,7 @@ class CPUPrefixCache:
     ) -> None:
         _check(planner, host_blocks, offload, checkpoint_interval)
         self.planner = planner
+        self._device = device
         self.pool = new_pool(
             *(planner, host_blocks, policy),
             ready=ready_blocks,
@@ -140,7 +141,6 @@ class CPUPrefixCache:
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
         self.is_off = False
-        self._device = device
         self._ranks = ranks
         self._steps = steps
         self._checkpoint_interval = checkpoint_interval
@@ -178,9 +178,7 @@ class CPUPrefixCache:
             return Pending(awaited)
         if not is_worth:
             return MISS
-        on_device = self.planner.full_chunks(n0)
-        self._offload.foresee(request.keys, on_device, self._num_destinations(n0, boundary))
-        return Hit(boundary, on_device * self.planner.grid_tokens)
+        return Hit(boundary, self.planner.full_chunks(n0) * self.planner.grid_tokens)
 
     def reserve(self, request: Request, boundary: int, n0: int = 0) -> Lease | None:
         """Keep everything from `n0` to `boundary` on the host until `release`. None when it is not all there.
@@ -246,7 +244,7 @@ class CPUPrefixCache:
             if self._exchanges and self.pool.is_scarce and not running.stale:  # else it is not stored again
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
             pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
-        before = self._offload.save(device_blocks, read)
+        before = self._offload.save(device_blocks, read) if nodes else ()  # else they are computed into
         running.load = self._plan_load(request_id, keys, pin, copies, device_blocks, now, before)
         self._work += stop - start
         return running.load.id
@@ -469,12 +467,12 @@ class CPUPrefixCache:
 
     def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
         """Whether device and host hold prompts together, the end of a prompt here and its beginning there."""
-        return offload == "lazy" and not planner.has_checkpoints
+        return offload == "lazy" and not planner.has_checkpoints and self._device.handed_out() is not None
 
     def _new_offload(self, mode: str) -> Eager:
         if mode == "eager":
             return Eager(self._stores)
-        if self.pool.is_shared and self._device.handed_out() is not None:
+        if self.pool.is_shared:
             return Late(self._stores)
         return Lazy(self._stores, self._steps, lambda: self._running)
 

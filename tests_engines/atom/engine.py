@@ -4,8 +4,8 @@ A step is that of ATOM's EngineCore: schedule, metadata to the ranks, forward pa
 postprocess. All that crosses processes in ATOM is pickled here.
 
 The KV of a token is a digest of the model's weights and all tokens up to it, and differs from rank to rank and layer to
-layer. In each step a rank compares all that attention would read of a request with the truth. A block that is handed
-out is poisoned.
+layer. In each step a rank compares all that attention would read of a request with the truth. A block that was handed
+out is poisoned before the forward pass, unless a load fills it.
 
 A request computes with the weights of when it got its blocks. So what one of before a change computes after it is not
 the truth of later ones, as on a GPU, where its KV is of both.
@@ -160,7 +160,8 @@ class Engine:
         self.connector = self.scheduler.kv_connector
         self.aggregator = KVOutputAggregator(world_size=config.tp_world_size)
         self.counts, self.truths, self.outputs = Counts(), {}, {}
-        self._poison_what_is_handed_out()
+        self.given = []  # blocks that were handed out, and are not poisoned yet
+        self._note_what_is_handed_out()
         self._note_weights_of_requests()
         self.sequences = {}
         while self.connector is not None and self.connector.has_pending_work():
@@ -169,16 +170,21 @@ class Engine:
     def new_scheduler(self):
         return Scheduler(self.config)
 
-    def _poison_what_is_handed_out(self):
+    def _note_what_is_handed_out(self):
         pool = self.manager.kv
         allocate = pool.allocate
 
-        def poisoned(block):
-            for rank in self.ranks:
-                rank.poison(block)
+        def noting(block):
+            self.given.append(block)
             return allocate(block)
 
-        pool.allocate = poisoned
+        pool.allocate = noting
+
+    def _poison_given(self, loaded=()):
+        given, self.given = set(self.given).difference(loaded), []
+        for rank in self.ranks:
+            for block in given:
+                rank.poison(block)
 
     def _note_weights_of_requests(self):
         allocate = self.manager.allocate
@@ -233,6 +239,7 @@ class Engine:
         batch, seqs = result
         if batch.connector_meta_output is not None:
             self._to_ranks(batch.connector_meta_output)
+        self._poison_given()
         output = self._forward(batch, seqs) if batch.req_ids else None
         self._poll()
         if output is not None:
@@ -263,6 +270,8 @@ class Engine:
         )
         for rank in self.ranks:
             rank.connector.start_load_kv(pickle.loads(pickle.dumps(meta)))
+        loads = (each for each in meta.plan.transfers if each.direction is Direction.LOAD)
+        self._poison_given(block for load in loads for copy in load.copies for block in copy.device_blocks)
 
     def _poll(self):
         if self.connector is None:

@@ -18,7 +18,7 @@ holds blocks by ATOM's public methods, which is enough for eager offload.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop
 from itertools import chain, dropwhile
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ class AtomDevice(Device):
         self._reused: set[int] = vars(pool).get(REUSED, set())
         self._held: dict[int, tuple[int, bytes]] = {}  # block -> ATOM's hash of its contents, and our key
         self._block_of: dict[bytes, int] = {}
+        self._handed_out: dict[bytes, Sequence[int]] | None = None
 
     def holds(self, block: int, tokens: Sequence[int]) -> bool:
         """Whether this block has a hash, and by ATOM's word holds these tokens."""
@@ -127,6 +128,22 @@ class AtomDevice(Device):
             if block != last and block in self._pool._free and self._pool.block(block).hash == NO_HASH:
                 yield block
             last = block
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]]:
+        if self._handed_out is None:
+            self._note_from_now_on()
+        noted, self._handed_out = self._handed_out or {}, {}
+        return noted
+
+    def _note_from_now_on(self) -> None:
+        allocate = self._pool.allocate
+
+        def noting(block: int) -> Any:
+            if self._handed_out is not None and (key := self.key(block)) is not None:
+                self._handed_out[key] = (block,)
+            return allocate(block)
+
+        self._pool.allocate = noting
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         return block in self._pool._free and self.key(block) == key

@@ -249,7 +249,7 @@ class PrefixCachedGenerator:
             if not host_bytes:
                 raise ConfigurationError('host_bytes is 0; to use no host memory, set offload="off"')
             self._host = HostCache(
-                PooledDevice(self.pool),
+                PooledDevice(self.pool, hands_out_first=True),
                 self.kv.layout,
                 host_bytes=host_bytes,
                 max_model_len=self.max_model_len,
@@ -657,10 +657,10 @@ class PrefixCachedGenerator:
 
         Returns the logits of their last tokens, [rows, vocabulary].
         """
-        if self._host is not None:
-            _copy(self._host)  # first, because what is allocated may have to be stored before
         for sequence in sequences:
             self._grow(sequence, sequence.table.length + tokens)
+        if self._host is not None:
+            _copy(self._host)  # what the new blocks held is stored before it is overwritten
         return self._run(state, sequences, tokens)
 
     def _settle(self, state: WorkingState, sequences: Sequence[_Sequence]) -> None:

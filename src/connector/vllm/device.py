@@ -30,7 +30,7 @@ In a model without prefix groups chunks have no blocks, and vLLM does not know w
 recent ones are remembered here, RECENT_PER_BLOCK for each device block.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -289,8 +289,8 @@ class VllmDevice(Device):
             self._handed_out = {}
         return noted
 
-    def was_used(self, block: int) -> bool:
-        return block in self._freed
+    def were_used(self, blocks: Collection[int]) -> bool:
+        return not self._freed.isdisjoint(blocks)
 
     def step_planned(self) -> None:
         """A step was planned: it may use what is freed from now on."""

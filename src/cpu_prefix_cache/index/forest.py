@@ -70,7 +70,7 @@ class Forest:
         self._first_child = array("I", [0]) * size  # of what has children
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
-        self.departed: list[bytes] | None = None  # keys of what was removed, if somebody asks for them
+        self.departed: dict[bytes, int] | None = None  # what was removed, by its key, if somebody asks for it
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
         self._num_stale = 0
@@ -181,7 +181,7 @@ class Forest:
             keys[block] = None
             children[block] = 0
         if self.departed is not None:
-            self.departed += gone
+            self.departed.update(zip(gone, run, strict=True))
         self._count -= len(run)
         if self._protected:
             self._protected.difference_update(run)

@@ -9,7 +9,7 @@ or without a key, so that it can be handed out. The order of eviction is the ord
 out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -88,8 +88,8 @@ class Device(Protocol):
         """
         return None
 
-    def was_used(self, block: int) -> bool:
-        """Whether the compute of the step before may have written or read this block, which was handed out."""
+    def were_used(self, blocks: Collection[int]) -> bool:
+        """Whether compute of the step before may have written or read one of these blocks, which were handed out."""
         return True
 
     @property
@@ -158,11 +158,13 @@ def check_fits(device: Device, planner: HybridChunkPlanner) -> None:
 class PooledDevice(Device):
     """A device pool that is a BlockPool. A hold is a pin and moves nothing.
 
-    A checkpoint counts as one block of the order, whatever it takes.
+    A checkpoint counts as one block of the order, whatever it takes. `hands_out_first`: the engine allocates all blocks
+    of a step before `CPUPrefixCache.step`, and writes to them after it.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, hands_out_first: bool = False) -> None:
         self._pool = pool
+        self._hands_out_first = hands_out_first
 
     @property
     def num_blocks(self) -> int:
@@ -197,6 +199,9 @@ class PooledDevice(Device):
         if chunk == block:
             return block in self._pool.free
         return self._pool.key(chunk) is not None and not self._pool.is_pinned(chunk)
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        return self._pool.take_evicted() if self._hands_out_first else None
 
     def check_own(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -85,13 +85,9 @@ class Eager:
         """The node of the chunk with this key, below which something is to be committed at once."""
         return self._pool.place(key)
 
-    def foresee(self, keys: Sequence[bytes], chunks: int, blocks: int) -> None:
-        """The next to be handed out are the destinations of a load, `blocks` device blocks, for a request that uses the
-        first `chunks` chunks with these keys on the device.
-        """
-
     def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[Transfer]:
-        """Store what these blocks, the destinations of a load, held as it was foreseen. Stores that it must follow.
+        """Store what these blocks, the destinations of a load, held until they were handed out. Stores that it must
+        follow.
 
         With `read`, the host chunks of the load in its order, some go into their blocks; not into those that are None.
         """
@@ -122,8 +118,7 @@ class Eager:
 
     def _missing(self, running: Running) -> int:
         """How many of its chunks the host lacks and no store is writing."""
-        runs = self._stores.uncovered_runs(running.keys, 0, running.confirmed)
-        return sum(end - start for start, end in runs)
+        return running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
 
     def _store_confirmed(self, running: Running, *, ended: bool = False) -> None:
         """Store the confirmed chunks and checkpoints of a request that the host lacks.
@@ -138,9 +133,9 @@ class Eager:
             kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
             while stop > max(present, kept) and self._stores.planner.needs_checkpoint(stop):
                 stop -= 1
-        runs = self._stores.uncovered_runs(keys, present, stop) if ended else self._stores.uncovered_end(keys, stop)
-        for start, end in runs:
-            chain = Chain(keys[start - 1] if start else None, keys[start:end])
+        start = self._stores.covered_run(keys, present, stop)
+        if start < stop:
+            chain = Chain(keys[start - 1] if start else None, keys[start:stop])
             self._stores.plan(chain, running.touch, owner=running.id)
         checkpoints = running.checkpoints if ended else tuple(running.unsaved)
         for checkpoint in checkpoints:

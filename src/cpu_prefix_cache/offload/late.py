@@ -22,28 +22,39 @@ right above one another that leave at once, parents first.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.exchange import partners
-from cpu_prefix_cache.offload.leaving import Leaving
 from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
 
 MOST_REMEMBERED = 4  # times what the device holds
 
 
-class Late(Leaving):
+class Late(Eager):
     """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it."""
 
     def __init__(self, stores: StorePlanner) -> None:
-        super().__init__(stores, Parents(stores.device, stores.pool, stores.planner))
+        super().__init__(stores)
+        self._device = stores.device
+        self._parents = Parents(stores.device, stores.pool, stores.planner)
         self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
         # What has left the device, each time before the transfer with this id: a store of what hangs below finds its
         # place by the parents, so they are remembered until it has ended.
         self._gone = deque[tuple[int, list[bytes]]]()
+
+    @property
+    def lost(self) -> int:
+        return self._parents.lost
+
+    @property
+    def remembered(self) -> int:
+        return len(self._parents)
 
     # Told
 
@@ -79,6 +90,17 @@ class Late(Leaving):
         super().reset()
 
     # Asked
+
+    def place(self, key: bytes) -> int | None:
+        place = self._pool.place(key)
+        if place is not None:
+            return place
+        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
+        if outside is None:
+            return None
+        keys, above = outside
+        parent = self._pool.root if above is None else self._pool.place(above)
+        return None if parent is None else self._pool.outline(keys, parent)
 
     def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
         filled = set(device_blocks)
@@ -124,15 +146,54 @@ class Late(Leaving):
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
         filled = set(device_blocks)
-        overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)}
+        overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)} if filled else {}
         into = partners(overwritten, device_blocks, read)
         stores = list[Transfer]()
-        for run in self._runs(list(sources), set(sources)):
-            stores += self._store_run(run, sources, into)
-        for store in stores:
-            blocks = [block for copy in store.plan.copies for block in copy.device_blocks]
-            holds_compute = not filled >= set(blocks)
-            is_early = not any(map(self._device.was_used, blocks))
-            store.plan = store.plan._replace(holds_compute=holds_compute, is_early=is_early)
+        for run in self._runs(sources):
+            for chain in self._parts(run, overwritten, into):
+                store = self._store(chain, sources, overwritten, into)
+                stores += [] if store is None else [store]
+                if store is None or len(store.keys) < len(chain):
+                    break  # what hangs below could not be committed
         self._gone.append((self._stores.ledger.next_id, gone))
         return stores
+
+    def _runs(self, sources: Mapping[bytes, Sequence[int]]) -> Iterator[Chain]:
+        """The runs of chunks right above one another, parents first. Each chunk is asked for once: what is declined or
+        finds no room is not stored.
+        """
+        left = set(sources)
+        for key in sources:
+            run = self._parents.run_above(key, left.__contains__)
+            if run is not None and run[0]:
+                left.difference_update(run[0])
+                yield Chain(run[1], run[0])
+
+    def _parts(self, run: Chain, overwritten: Container[bytes], into: Container[bytes]) -> Iterator[Chain]:
+        """The parts of a run whose stores differ."""
+        above = run.parent_key
+        for _, group in groupby(run.keys, lambda key: (key in overwritten, key in into)):
+            keys = list(group)
+            yield Chain(above, keys)
+            above = keys[-1]
+
+    def _store(
+        self,
+        chain: Chain,
+        sources: Mapping[bytes, Sequence[int]],
+        overwritten: Container[bytes],
+        into: Mapping[bytes, int],
+    ) -> Transfer | None:
+        """Store the chain. Its chunks are all `overwritten` by a load or by compute, and are held in the first case,
+        since the load may be cancelled. Those of `into` take the blocks of host chunks that the load reads.
+        """
+        by_load = chain.keys[0] in overwritten
+        read = [into[key] for key in chain.keys if key in into]
+        transfer, stop = self._stores.plan(chain, self._pool.touch(None), left=sources, holds=by_load, read=read)
+        if stop is Stop.DECLINED:
+            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
+        if transfer is not None:
+            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
+            used = self._device.were_used([block for copy in transfer.plan.copies for block in copy.device_blocks])
+            transfer.plan = transfer.plan._replace(holds_compute=not by_load, is_early=not used)
+        return transfer

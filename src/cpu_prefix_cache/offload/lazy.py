@@ -14,41 +14,31 @@ Invariant: all of the front was covered when it was examined. A block that is us
 examined again when it comes back. A step in which no block came or went costs nothing. The examination stops at what
 must wait for room, and goes on there when there may be some (`_progress`).
 
-    device   [a b c d e f]  waits: f, e, d, ...       host   . . . . . [g h i]       a prompt of nine chunks
+The host alone holds a prompt from its beginning here (rule 3): this is for models with checkpoints, for a host above a
+tier, and for devices that do not note what they hand out; `late.py` needs no front.
 
-Device and host hold a prompt together (rule 3): its end is on the host, and of its beginning the device alone has the
-bytes. What is examined and is on the host already becomes the youngest there. A store takes the run of chunks right
-above one another in the front, parents first. Stores hold at most what `report_steps` steps allocate, and never what
-the device has promised to running requests.
-
-* **Loads** save what they overwrite: `foresee` reads what the next load will be given, and `save` stores what of it the
-  load was given and is not covered. The ranks begin the load after that; where room is scarce most of it goes into the
-  host blocks that the load reads (`exchange.py`).
+* **Whole prompts.** The deepest chunk of a prompt is handed out first and stored last. If it were stored in portions,
+  its end would be evicted before its turn. So a chain is stored with all its missing ancestors, however long it is, if
+  the device can spare it: if a whole stretch waits besides, and as much again as is held. Else stores hold at most what
+  `report_steps` steps allocate, and never what the device has promised to running requests.
+* **Loads** that find another on the link wait if their destinations reach beyond the front.
 * **A device nearly all in use.** Where less waits than the front should have, the blocks of a request that ends are
-  handed out in the same step or the next, before any look. So they are stored, and held, as it ends. Where room is not
-  scarce what still runs is stored too, as eager does; else it would take room from what the device has no more. (In
-  vLLM's scheduler, 24 users, 8,192 blocks each on device and host, .22 of the prompt tokens were found so, and .38
-  without.)
-* **Whole prompts**, above a tier and in models with checkpoints, where the host alone holds a prompt from its
-  beginning. Its deepest chunk is handed out first and stored last. If it were stored in portions, its end would be
-  evicted before its turn. So a chain is stored with all its missing ancestors, however long it is, if the device can
-  spare it: if a whole stretch waits besides, and as much again as is held. Where little waits, what runs is stored too.
-  A load that finds another on the link waits if its destinations reach beyond the front.
+  handed out in the same step or the next, before any look. So they are stored, and held, as it ends, and what still
+  runs is stored, as eager does.
 * **Small hosts.** What lazy has stored or the host has declined is *settled* until it is used, computed or loaded
   again: a host that is smaller than the front, or than a chain, may have evicted it when the front comes to it.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import islice
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
-from cpu_prefix_cache.offload.exchange import partners
-from cpu_prefix_cache.offload.leaving import Leaving
 from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
@@ -62,8 +52,8 @@ Name = bytes | int  # of a place in the order of eviction: its key, or the numbe
 Places = dict[Name, int]  # the blocks that wait there, in the order of eviction
 
 
-class Lazy(Leaving):
-    """Covers what waits on the device, in time. Where little waits, stores what ends; and of whole prompts, what runs.
+class Lazy(Eager):
+    """Covers what waits on the device, in time. Where little waits, stores what ends and what runs.
 
     `running` gives the ids of the requests that run. `parents` are those of the chunks on the device; default: what is
     remembered.
@@ -79,7 +69,9 @@ class Lazy(Leaving):
         parents: Ancestry | None = None,
     ) -> None:
         device = stores.device
-        super().__init__(stores, Parents(device, stores.pool, stores.planner) if parents is None else parents)
+        super().__init__(stores)
+        self._device = device
+        self._parents = Parents(device, stores.pool, stores.planner) if parents is None else parents
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
@@ -90,8 +82,14 @@ class Lazy(Leaving):
         self._front: Places = {}
         self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
-        self._foreseen: dict[int, bytes | None] = {}  # blocks that the next load is given, with their keys
-        self._endangered: dict[bytes, Sequence[int]] = {}  # the blocks of those of them that are not covered
+
+    @property
+    def lost(self) -> int:
+        return self._parents.lost
+
+    @property
+    def remembered(self) -> int:
+        return len(self._parents)
 
     # Told
 
@@ -116,13 +114,10 @@ class Lazy(Leaving):
     def ended(self, running: Running) -> None:
         if self._is_short:  # what it had is handed out before any look
             super().ended(running)
-            if self._pool.is_shared:
-                self._pool.renew_prefix(running.keys, running.confirmed)
         else:
             self._due.pop(running.id, None)
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
-        self._pool.duplicate_above(keys, chunks)
         used = keys[:chunks]
         self._settled.difference_update(used)
         again = [key for key in used if key in self._front] if self._front else []
@@ -137,81 +132,25 @@ class Lazy(Leaving):
 
     def committed(self, store: Transfer) -> None:
         self._parents.saved(store.keys)
-        if store.owner is None or not self._pool.is_shared:
-            self._settled.update(store.keys)
-        elif store.owner in self._running():
-            self._duplicate(key for key in reversed(store.keys) if key not in self._front)
-
-    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
-        if self._pool.is_shared:
-            self._settled.difference_update(keys)
-            self._pool.duplicated(reversed(nodes))
-
-    def _duplicate(self, keys: Iterable[bytes]) -> None:
-        """These chunks are not about to leave the device."""
-        self._pool.duplicated(place for key in keys if (place := self._pool.place(key)) is not None)
-
-    def invalidated(self) -> None:
-        self._forget_foreseen()
+        self._settled.update(store.keys)
 
     def reset(self) -> None:
         self._parents.clear()
         self._settled.clear()
         self._front.clear()
         self._examined_at = None
-        self._forget_foreseen()
         super().reset()
 
     # Asked
 
-    def foresee(self, keys: Sequence[bytes], chunks: int, blocks: int) -> None:
-        self._forget_foreseen()
-        if not self._pool.is_shared or blocks > self._device.num_waiting:
-            return
-        used = {block for found in self._device.find_all(keys[:chunks]) for block in found or ()}
-        order = (each for each in self._device.soonest_evicted() if each[0] not in used)
-        self._foreseen = dict(islice(order, blocks))
-        missing = self._stores.uncovered(key for key in self._foreseen.values() if key is not None)
-        uncovered = [key for key in dict.fromkeys(self._foreseen.values()) if key in missing and key is not None]
-        found = zip(uncovered, self._device.find_all(uncovered), strict=True)
-        self._endangered = {key: blocks for key, blocks in found if blocks is not None}
-
-    def _forget_foreseen(self) -> None:
-        """The engine hands out blocks for another purpose, and computes into them, or their bytes were wrong."""
-        self._foreseen, self._endangered = {}, {}
-
-    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
-        taken = set(device_blocks)
-        leaving = [key for block, key in self._foreseen.items() if block in taken and key is not None]
-        self._pool.renew(self._pool.split(leaving)[0])
-        sources = {
-            key: blocks
-            for key, blocks in self._endangered.items()
-            if not taken.isdisjoint(blocks) and all(self._is_untouched(block, key) for block in set(blocks) - taken)
-        }
-        self._forget_foreseen()
-        into = partners(sources, device_blocks, read)
-        stores = list[Transfer]()
-        for run in self._runs(list(sources), self._stores.uncovered(sources)):
-            self.work += len(run)
-            stores += self._store_run(run, sources, into)
-        return stores
-
-    def _is_untouched(self, block: int, key: bytes) -> bool:
-        """Whether this block of the chunk with this key waits. One of the blocks of a chunk comes with its key."""
-        return any(self._device.is_waiting(block, each) for each in (key, None))
-
     def has_room_for(self, blocks: int) -> bool:
-        if self._pool.is_shared:
-            return True  # it saves what it overwrites
         waiting = sum(self._waits(name) for name in self._front)
         return waiting >= min(blocks, self._device.num_waiting)
 
     def plan(self) -> None:
-        self._forget_foreseen()
         self._settled.difference_update(self._parents.sweep())
         self._examine()
-        if self._is_short and not self._pool.is_scarce:
+        if self._is_short:
             super().plan()
 
     # The front
@@ -294,15 +233,13 @@ class Lazy(Leaving):
         if not places:
             return
         self.work += len(places)
-        cached, missing = self._pool.split([name for name in places if isinstance(name, bytes)])
-        if self._pool.is_shared:
-            self._pool.renew(cached)
+        missing = self._pool.missing(name for name in places if isinstance(name, bytes))
         uncovered = set(missing).difference(self._stores.ledger.writing).difference(self._settled)
         held = self._stores.ledger.held_by_walk() if uncovered else 0
         front, settled = self._front, self._settled
         for name, block in places.items():
             if name in uncovered and name not in settled:
-                transfer, stop = self._store(name, uncovered, held, places)
+                transfer, stop = self._store(name, held)
                 if transfer is not None:
                     held += transfer.held_blocks
                     uncovered.difference_update(transfer.keys)
@@ -312,18 +249,15 @@ class Lazy(Leaving):
 
     # Stores
 
-    def _store(
-        self, key: bytes, uncovered: set[bytes], held: int, places: Places
-    ) -> tuple[Transfer | None, Stop | None]:
+    def _store(self, key: bytes, held: int) -> tuple[Transfer | None, Stop | None]:
         """Plan the store of this chunk or checkpoint and of what is missing above. The transfer, and what stopped it.
 
-        `uncovered` are those of `places`, which come into the front, that are to be stored, and `held` the device
-        blocks that stores hold.
+        `held` are the device blocks that stores hold.
         """
         budget = min(self._steps.report_steps * self._step_blocks() - held, self._unpromised())
         if budget <= 0 and not self._can_spare(self._chunk_blocks, held):
             return None, Stop.IN_FLIGHT  # before the chain is walked, which may be long
-        chain = self._missing_chain(key, uncovered)
+        chain = self._missing_chain(key)
         if chain is None:
             return None, Stop.NOT_ON_DEVICE
         if not self._settled.isdisjoint(chain.keys):
@@ -335,12 +269,8 @@ class Lazy(Leaving):
             stop = self._stores.obstacle(chain)  # a part of it would be no use
             if stop is not None or budget < self._chunk_blocks:
                 return None, self._noted([key], stop or Stop.IN_FLIGHT)
-            chunks = budget // self._chunk_blocks
-            portion = chain.last(chunks) if self._pool.is_shared else chain.first(chunks)
-        # All of a run in the front are of these places, and each waits in its only block.
-        is_known = self._pool.is_shared and self._chunk_blocks == 1
-        found = (lambda keys: [(places[each],) for each in keys]) if is_known else None
-        transfer, stop = self._stores.plan(portion, self._pool.touch(None), found=found)
+            portion = chain.first(budget // self._chunk_blocks)
+        transfer, stop = self._stores.plan(portion, self._pool.touch(None))
         stored = 0 if transfer is None else len(transfer.keys)
         if stored == len(chain):
             return transfer, None
@@ -366,16 +296,13 @@ class Lazy(Leaving):
             self._parents.unwanted(left)
         return stop
 
-    def _missing_chain(self, key: bytes, uncovered: set[bytes]) -> Chain | None:
+    def _missing_chain(self, key: bytes) -> Chain | None:
         """From the first chunk that is to be stored with it down to `key`; None if it cannot be stored."""
         if self._parents.is_dependent(key):
             return None  # it comes with its checkpoint
         checkpoint = self._parents.checkpoint(key)
         deepest = key if checkpoint is None else checkpoint.tail[-1]
-        if self._pool.is_shared:
-            missing = self._parents.run_above(deepest, uncovered.__contains__)
-        else:
-            missing = self._parents.missing_above(deepest, self._stores.is_covered)
+        missing = self._parents.missing_above(deepest, self._stores.is_covered)
         if missing is None:
             return None  # never confirmed, or an ancestor has left the device
         keys, above = missing

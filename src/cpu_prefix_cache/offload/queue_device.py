@@ -10,7 +10,7 @@ in use to it.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,12 +31,18 @@ class _Hold(NamedTuple):
 class QueueDevice(Device):
     """A subclass has five members of one line each; `num_blocks` are all the blocks the engine hands out.
 
+    `hands_out_first`: the engine hands out all blocks of a step before `CPUPrefixCache.step` or `HostCache.begin_step`,
+    writes to them after it, and calls `evicted`. Then device and host hold prompts together, and no chunk is stored
+    before it leaves (rule 3).
+
     Raises ConfigurationError for a `num_blocks` below 1.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, hands_out_first: bool = False) -> None:
         check_whole("num_blocks", num_blocks, least=1)
         self._num_blocks = num_blocks
+        self._hands_out_first = hands_out_first
+        self._handed_out: dict[bytes, Sequence[int]] = {}
         self._places = Places(lambda place: isinstance(place, tuple) and self.is_waiting(*place))
 
     @abstractmethod
@@ -58,6 +64,20 @@ class QueueDevice(Device):
     @abstractmethod
     def use(self, blocks: Sequence[int], by: int) -> None:
         """Change that number of each of them by +1 or -1. The queue is left as it is."""
+
+    def evicted(self, block: int) -> None:
+        """The engine hands out this block, which still has its key.
+
+        Raises MisuseError without `hands_out_first`.
+        """
+        if not self._hands_out_first:
+            raise MisuseError("evicted() is for a QueueDevice made with hands_out_first=True")
+        if (key := self.key(block)) is not None:
+            self._handed_out[key] = (block,)
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        noted, self._handed_out = self._handed_out, {}
+        return noted if self._hands_out_first else None
 
     @property
     def num_blocks(self) -> int:

@@ -23,7 +23,7 @@ survives a split, and a node that is unlocked again waits where it did.
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -63,10 +63,14 @@ class RadixDevice(Device):
     `num_pages` is how many pages the engine can hand out, whatever their numbers are; `chunk_pages` how many of them a
     chunk takes. Page numbers may be given in lists, tensors and arrays, and are told in lists.
 
+    `hands_out_first`: the engine allocates all pages of a step before `CPUPrefixCache.step` or `HostCache.begin_step`,
+    and writes to them after it. Then device and host hold prompts together, and no chunk is stored before it leaves
+    (rule 3).
+
     Raises ConfigurationError for numbers below 1.
     """
 
-    def __init__(self, num_pages: int, chunk_pages: int) -> None:
+    def __init__(self, num_pages: int, chunk_pages: int, *, hands_out_first: bool = False) -> None:
         if not is_whole(num_pages, 1) or not is_whole(chunk_pages, 1):
             raise ConfigurationError(
                 f"num_pages and chunk_pages must be whole numbers of at least 1, got {num_pages!r} pages and "
@@ -84,6 +88,7 @@ class RadixDevice(Device):
         self._node: list[Node | None] = [None] * (num_pages + 1)  # of each page
         self._held = Counter[int]()  # private pages -> holds
         self._given_back: set[int] = set()  # pages that are held, and become free then
+        self._handed_out: dict[bytes, Sequence[int]] | None = {} if hands_out_first else None
 
     # What a subclass says
 
@@ -175,7 +180,9 @@ class RadixDevice(Device):
                     left.entry = None
                     self._unhang(left)
             if (key := self._key.pop(page, None)) is not None:
-                del self._chunks[key]
+                chunk = self._chunks.pop(key)
+                if self._handed_out is not None:
+                    self._handed_out[key] = chunk
 
     def give_back(self, pages: Numbers) -> None:
         """Free a request's private pages. Those that a load may still write to become free when it has ended."""
@@ -223,6 +230,12 @@ class RadixDevice(Device):
             for page in reversed(placed.pages):
                 if node_of[page] is placed.node:
                     yield page, key_of(page)
+
+    def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
+        noted = self._handed_out
+        if noted:
+            self._handed_out = {}
+        return noted
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if self._key.get(block) != key:

@@ -8,9 +8,8 @@ or not at all, and then nothing is (rule 9). A policy may decline the end of a c
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -55,11 +54,6 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.keys) + (self.checkpoint is not None)
-
-    def last(self, count: int) -> "Chain":
-        """Its last `count` chunks, of a chain without a checkpoint."""
-        start = max(0, len(self.keys) - count)
-        return Chain(self.keys[start - 1], self.keys[start:]) if start else self
 
     def first(self, count: int) -> "Chain":
         """Its first `count` nodes, which is without the checkpoint if there are more."""
@@ -108,39 +102,12 @@ class StorePlanner:
         """Whether the host has this chunk or checkpoint, or will when a store in flight ends well."""
         return self.pool.find(key) is not None or key in self.ledger.writing
 
-    def uncovered(self, keys: Iterable[bytes]) -> set[bytes]:
-        """The keys, of `keys`, that are not covered."""
-        writing = self.ledger.writing
-        return {key for key in self.pool.missing(keys) if key not in writing}
-
     def covered_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of covered ones in `keys[start:stop]`; all of `keys[:start]` is taken to be.
 
         By bisection: what is being written hangs below what is here, or is being written too (rule 3).
         """
         return start + bisect_left(range(start, stop), True, key=lambda at: not self.is_covered(keys[at]))
-
-    def uncovered_runs(self, keys: Sequence[bytes], start: int, stop: int) -> list[tuple[int, int]]:
-        """The runs of chunks in `keys[start:stop]` that are not covered, as positions of begin and end.
-
-        At most one, up to `stop`, where the host holds whole prompts; found by bisection then.
-        """
-        if not self.pool.is_shared:
-            start = self.covered_run(keys, start, stop)
-            return [(start, stop)] if start < stop else []
-        runs, at = [], start
-        for covered, group in groupby(map(self.is_covered, keys[start:stop])):
-            end = at + sum(1 for _ in group)
-            runs += [] if covered else [(at, end)]
-            at = end
-        return runs
-
-    def uncovered_end(self, keys: Sequence[bytes], stop: int) -> list[tuple[int, int]]:
-        """The run of those that ends at `stop`, if there is one. O(its length)."""
-        start = stop
-        while start and not self.is_covered(keys[start - 1]):
-            start -= 1
-        return [(start, stop)] if start < stop else []
 
     def device_blocks(self, chain: Chain) -> int:
         """How many device blocks a store of the chain holds, pieces that are shared included."""
@@ -171,25 +138,29 @@ class StorePlanner:
         touch: Any,
         *,
         owner: Hashable | None = None,
-        found: "Found | None" = None,
+        left: Mapping[bytes, Sequence[int]] | None = None,
+        holds: bool = True,
         read: Sequence[int] = (),
     ) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
-        `found` is as `Device.find_all`, the default. With `read` the chunks take the blocks of these host chunks
-        (`BlockPool.exchange`), and are all on the device. The transfer covers as many first nodes of the chain as it
-        has keys, and is None if there is nothing to store. With it comes why it is not the whole chain, if it is not.
+        Of chunks that have left the device, `left` has the blocks. Without `holds` they are not held: the ranks read
+        them before anything is written. With `read` the chunks take the blocks of these host chunks
+        (`BlockPool.exchange`). The transfer covers as many first nodes of the chain as it has keys, and is None if
+        there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
         parent = self._parent(chain)
         pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
-        found = found or self.device.find_all
+        found = self.device.find_all if left is None else lambda keys: [*map(left.get, keys)]
         sources = self._exchanged(chain.keys, found, read) if read else self._sources(chain, found)
-        stop = Stop.PROMISED if self._takes_promised(sources) else sources.stopped_by
+        stop = Stop.PROMISED if left is None and self._takes_promised(sources) else sources.stopped_by
         if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
             if pin is not None:
                 self.pool.unpin(pin)
             return None, stop
-        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner)
+        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner, holds=holds)
+        if left is not None:
+            transfer.held_blocks = 0  # none of them waits
         self.ledger.add(transfer)
         return transfer, stop
 
@@ -227,7 +198,7 @@ class StorePlanner:
         return transfer
 
     def _transfer(
-        self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: Hashable | None
+        self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: Hashable | None, holds: bool
     ) -> Transfer:
         keys = list(chain.keys[: len(sources.chunks)])
         needs: list[PieceNeed] = []
@@ -245,7 +216,9 @@ class StorePlanner:
             self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
             tuple(keys),
             to.nodes,
-            hold=self.device.hold(device_blocks, self._parent_blocks(chain) if owner is not None else ()),
+            hold=self.device.hold(
+                device_blocks if holds else (), self._parent_blocks(chain) if owner is not None else ()
+            ),
             held_blocks=len(device_blocks),
             pin=pin,
             touch=touch,

@@ -41,7 +41,7 @@ The same class is the host pool of the cache and, in an engine that has none of 
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import Any
@@ -134,6 +134,7 @@ class BlockPool:
         self._scarcity = None if beside is None else Scarcity(beside)
         if beside is not None:
             self.log_departures()
+        self._evicted: dict[bytes, Sequence[int]] | None = None  # the blocks of chunks, if somebody asks for them
         self._duplicates: dict[int, None] = {}  # CACHED chunks that the pool beside has, the first to leave first
         self._overlapping: set[int] = set()  # the same, but kept for what hangs below them
         self.ready = 0
@@ -329,14 +330,23 @@ class BlockPool:
 
     def log_departures(self) -> None:
         """From now on keep the keys of nodes that are evicted, for `take_departed`."""
-        self._forest.departed = []
+        self._forest.departed = {}
 
-    def take_departed(self) -> list[bytes]:
-        """The keys of nodes that were evicted since this was asked last, useless chunks left out."""
-        departed = self._forest.departed or []
+    def take_departed(self) -> Mapping[bytes, int]:
+        """The nodes that were evicted since this was asked last, by their keys, useless chunks left out."""
+        departed = self._forest.departed or {}
         if departed:
-            self._forest.departed = []
+            self._forest.departed = {}
         return departed
+
+    def take_evicted(self) -> Mapping[bytes, Sequence[int]]:
+        """The blocks of the chunks that were evicted since this was asked last, by the keys of the chunks. From the
+        first call on they are kept, and `take_departed` has none.
+        """
+        if self._evicted is None:
+            self.log_departures()
+        evicted, self._evicted = self._evicted or {}, {}
+        return evicted
 
     def take_events(self) -> list[BoundaryEvent]:
         """Changes since this was asked last: what can be hit now, and what no longer can; see the log."""
@@ -563,12 +573,6 @@ class BlockPool:
             del self._duplicates[chunk]
         self._policy.renewed(chunks)
 
-    def renew_prefix(self, keys: Sequence[bytes], count: int) -> None:
-        """The same for the first `count` chunks with these keys, as far as they are here, from the deepest up."""
-        depth = self._forest.resident_run(keys, 0, count)
-        path = self._forest.path(self._forest.find(keys[depth - 1]), depth) if depth else []
-        self.renew([chunk for chunk in reversed(path) if self._state[chunk] == CACHED])
-
     def _forget_duplicate(self, chunk: int) -> None:
         self._duplicates.pop(chunk, None)
         self._overlapping.discard(chunk)
@@ -721,6 +725,8 @@ class BlockPool:
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             victims = self._policy.evict(max(0, -((len(freed) - short) // widest)), keys)
+            if self._evicted is not None:
+                self._evicted.update((key, self.blocks_of((node,))) for key, node in self.take_departed().items())
             above = {self._forest.parent[victim] for victim in victims} if self._num_absent else ()
             freed += self._dissolve_evicted(victims)
             self._prune_absent(above)

@@ -8,7 +8,7 @@ its policy evicts is old and not asked for again, and to evict duplicates first 
 its request ends: vLLM served 9 % fewer prompt tokens a second so (one H100, 40 GiB behind a device of 17 GB).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
 # A block of 16 tokens of Llama 8B crosses the link in 40 us, and is computed in some 400 (H100). A store goes the way
@@ -24,7 +24,7 @@ class Scarcity:
         self._gone: dict[bytes, None] = {}  # the last ones, the oldest first
         self._evicted = self._missed = 0.0
 
-    def evicted(self, keys: Sequence[bytes]) -> None:
+    def evicted(self, keys: Collection[bytes]) -> None:
         for key in self._gone.keys() & keys:
             del self._gone[key]
         self._gone.update(dict.fromkeys(keys))

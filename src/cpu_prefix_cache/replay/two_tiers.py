@@ -78,7 +78,7 @@ class ReplayEngine:
             thresholds=Thresholds(host.store_after, host.min_store_tokens),
             exchanges=True,
         )
-        self.cache = self.new_cache(planner, PooledDevice(self.gpu), options)
+        self.cache = self.new_cache(planner, PooledDevice(self.gpu, hands_out_first=True), options)
 
     def new_pool(self, capacity: int, policy: str) -> BlockPool:
         return BlockPool(capacity, policy, chunk_tokens=self.block_tokens)

@@ -55,7 +55,7 @@ class Demotion(Lazy):
         budget = self._steps.report_steps * self._step_blocks()
         while self._arrived and held < budget:
             key = self._arrived[0]
-            chain = None if self._stores.is_covered(key) else self._missing_chain(key, set())
+            chain = None if self._stores.is_covered(key) else self._missing_chain(key)
             if chain is not None:
                 if held and held + self._stores.device_blocks(chain) > budget:
                     return

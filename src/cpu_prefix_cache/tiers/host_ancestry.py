@@ -3,7 +3,7 @@
 What the pool evicts before it was stored is counted when it has left: the pool keeps the keys until then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -24,7 +24,7 @@ class HostAncestry:
     def __len__(self) -> int:
         return 0
 
-    def sweep(self) -> Sequence[bytes]:
+    def sweep(self) -> Collection[bytes]:
         """Count what has left the host unsaved. Returns what has left it."""
         departed = self._host.take_departed()
         for key in departed:
@@ -47,14 +47,11 @@ class HostAncestry:
         return CheckpointAt(depth, tuple(map(self._key, self._host.path(chunk, self._planner.reach(depth)))))
 
     def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
-        return self.run_above(key, lambda each: not is_covered(each))
-
-    def run_above(self, key: bytes, within: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
         host, node = self._host, self._host.find(key)
         if node is None:
             return None
         run: list[bytes] = []
-        while node != host.root and within(above := self._key(node)):
+        while node != host.root and not is_covered(above := self._key(node)):
             run.append(above)
             node = host.parent(node)
         return run[::-1], None if node == host.root else self._key(node)
