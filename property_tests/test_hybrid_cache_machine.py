@@ -211,7 +211,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.start_load(sequence, boundary)
         return True
 
-    def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
+    def check_pending(self, id: str, keys: list[bytes], deadline: float, n0: int, could: int) -> None:
         assert self.now < deadline and could > n0
 
     def working_memory(self, n0: int, node: int | None) -> list[dict[tuple[int, int, int], Any]]:

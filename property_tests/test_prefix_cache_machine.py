@@ -316,7 +316,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.statistics() == before  # rule 5
         could = longest_boundary(GRID, n0, num_tokens, prompt, on_host)
         if isinstance(answer, Pending):
-            self.check_pending(keys, answer.deadline, n0, could)
+            self.check_pending(id, keys, answer.deadline, n0, could)
             return False
         assert answer == (Hit(could, n0) if could > n0 else Miss())
         inside = longest_boundary(GRID, n0 + 1, num_tokens, prompt, on_host)
@@ -342,7 +342,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.start_load(sequence, boundary)
         return True
 
-    def check_pending(self, keys: list[bytes], deadline: float, n0: int, could: int) -> None:
+    def check_pending(self, id: str, keys: list[bytes], deadline: float, n0: int, could: int) -> None:
         assert self.now < deadline
         same = any(each.n0 <= n0 < each.boundary for each in self.loads.values())
         assert same or (could > n0 and self.is_lazy and self.loads) or self.is_stored_now(keys[could // GRID])

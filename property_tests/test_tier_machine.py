@@ -135,10 +135,10 @@ class WithTier(PrefixCacheMachine):
 
     # requests
 
-    def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
+    def check_pending(self, id: str, keys: list[bytes], deadline: float, n0: int, could: int) -> None:
         want = self.cache._wants.get(id)
         if want is None or want.is_over or want.deadline != deadline:
-            super().check_pending(id, deadline, n0, could)
+            super().check_pending(id, keys, deadline, n0, could)
             return
         assert self.now < deadline
         if self.tier["rate"] == 100.0 and id not in self.deadlines:
@@ -719,10 +719,10 @@ class WithStore(WithTier):
 
     # requests
 
-    def check_pending(self, id: str, deadline: float, n0: int, could: int) -> None:
+    def check_pending(self, id: str, keys: list[bytes], deadline: float, n0: int, could: int) -> None:
         question = self.cache.below._questions._of.get(id)
         if question is None or question.is_over or question.deadline != deadline:
-            super().check_pending(id, deadline, n0, could)
+            super().check_pending(id, keys, deadline, n0, could)
             return
         assert self.now < deadline <= self.now + ASK_SECONDS
         before = self.hearing.setdefault(id, deadline)
