@@ -72,7 +72,7 @@ class Queue:
         self.engine = batching_engine.Engine(DEVICE_TOKENS // batching_engine.BLOCK_TOKENS, step_tokens=48, **options)
         self.host, self.kv = self.engine.host, self.engine.model.kv
         self.add, self.abort = self.engine.add, self.engine.abort
-        poison(self.engine.blocks, "hand_out", self.kv)
+        poison(self.engine.blocks, "hand_out", self.host, self.kv)
 
     def is_whole(self):
         blocks = self.engine.blocks
@@ -88,7 +88,7 @@ class Radix:
         self.engine = radix_engine.Engine(DEVICE_TOKENS // page_tokens, page_tokens, chunk_tokens=20)
         self.host, self.kv = radix_host.Host(self.engine, max_step_tokens=120, **options), self.engine.model.kv
         self.abort = self.engine.end
-        poison(self.engine.cache, "allocate", self.kv)
+        poison(self.engine.cache, "allocate", self.host, self.kv)
 
     def add(self, request):
         self.engine.queue.append(request)
@@ -98,16 +98,24 @@ class Radix:
         return not tree.promised and len(tree.free_pages) + tree.evictable == tree.num_pages
 
 
-def poison(manager, handing_out, kv):
-    """To read a block before it is written shows in every logit."""
-    take = getattr(manager, handing_out)
+def poison(manager, handing_out, host, kv):
+    """Lose what blocks held that were handed out and no load fills, before compute. To read one before it is written
+    shows in every logit.
+    """
+    take, begin_step, given = getattr(manager, handing_out), host.begin_step, set()
 
-    def poisoned(*arguments):
+    def noting(*arguments):
         taken = take(*arguments)
-        kv[:, :, taken] = torch.nan
+        given.update(taken if isinstance(taken, list) else [taken])
         return taken
 
-    setattr(manager, handing_out, poisoned)
+    def poisoning():
+        begin_step()
+        kv[:, :, list(given - host.cache.filling().keys())] = torch.nan
+        given.clear()
+
+    setattr(manager, handing_out, noting)
+    host.begin_step = poisoning
 
 
 class Machine(RuleBasedStateMachine):

@@ -212,7 +212,7 @@ def test_an_interrupted_copy_leaves_nothing_behind(offload):  # rule 11
             generator.answer(prompt, 2)
         except KeyboardInterrupt:
             interrupts += 1
-    assert interrupts > 3
+    assert interrupts > 2
     copiers[0].armed = False
     for prompt in prompts:
         generator.answer(prompt, 2)
