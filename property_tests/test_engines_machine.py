@@ -26,6 +26,7 @@ from cpu_prefix_cache.messages.plan import Direction
 from radix_engine import engine as radix_engine
 from radix_engine import host as radix_host
 from tests.faults import MeddlingCopier
+from tests.poison import poison
 from tiny_model import TinyModel, answer_alone
 
 DEVICE_TOKENS, CHUNK_TOKENS = 160, 16
@@ -96,26 +97,6 @@ class Radix:
     def is_whole(self):
         tree = self.engine.cache
         return not tree.promised and len(tree.free_pages) + tree.evictable == tree.num_pages
-
-
-def poison(manager, handing_out, host, kv):
-    """Lose what blocks held that were handed out and no load fills, before compute. To read one before it is written
-    shows in every logit.
-    """
-    take, begin_step, given = getattr(manager, handing_out), host.begin_step, set()
-
-    def noting(*arguments):
-        taken = take(*arguments)
-        given.update(taken if isinstance(taken, list) else [taken])
-        return taken
-
-    def poisoning():
-        begin_step()
-        kv[:, :, list(given - host.cache.filling().keys())] = torch.nan
-        given.clear()
-
-    setattr(manager, handing_out, noting)
-    host.begin_step = poisoning
 
 
 class Machine(RuleBasedStateMachine):

@@ -17,6 +17,7 @@ from batching_engine import BLOCK_TOKENS, Blocks, BlocksDevice, Engine, Request
 from cpu_prefix_cache import Wait
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.testing import check_device
+from tests.poison import poison
 from tests.troubled_copiers import COPIERS
 from tiny_model import TinyModel, answer_alone
 
@@ -27,44 +28,20 @@ CHUNK_BYTES = TinyModel(1, BLOCK_TOKENS).kv[:, :, 0].nbytes
 
 
 class Watched(Engine):
-    """Poisons the blocks that it hands out, so that one that is read before it is written shows in every logit; but
-    for those of a load: what they held may be saved before.
-
-    Counts what its stories are told for.
-    """
+    """Poisons what it hands out, and counts what its stories are told for."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.preempted = self.waits = self.aborted_loading = 0
-        self.handed_out = []  # and not poisoned yet
-        hand_out, start = self.blocks.hand_out, self.host.start
-
-        def poison(but=()):
-            self.model.kv[:, :, [block for block in self.handed_out if block not in but]] = torch.nan
-            self.handed_out = []
-
-        def poisoned():
-            self.handed_out.append(hand_out())
-            return self.handed_out[-1]
+        poison(self.blocks, "hand_out", self.host, self.model.kv)
+        start = self.host.start
 
         def watched(*arguments):
-            def allocated(*span):
-                destinations = arguments[-1](*span)
-                poison(but=destinations)
-                return destinations
-
-            answer = start(*arguments[:-1], allocated)
+            answer = start(*arguments)
             self.waits += isinstance(answer, Wait)
             return answer
 
-        forward = self.model.forward
-
-        def computed(*arguments):
-            poison()
-            return forward(*arguments)
-
-        self.model.forward = computed
-        self.blocks.hand_out, self.host.start = poisoned, watched
+        self.host.start = watched
 
     def _end(self, request, preempted=False):
         self.preempted += preempted

@@ -10,34 +10,12 @@ import pytest
 import torch
 
 from radix_engine import engine, host
+from tests.poison import poison
 from tests.troubled_copiers import COPIERS
 from tests_engines.glue import code_lines
 
 HOME = Path(__file__).parents[1] / "examples" / "radix_engine"
 DEVICE_TOKENS, PROMPTS = 512, 60
-
-
-class Checked(engine.Engine):
-    """What was handed out is poisoned before compute, but for what loads fill: to read it before it is written shows in
-    every logit.
-    """
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.given, allocate = [], self.cache.allocate
-
-        def noting(number):
-            pages = allocate(number)
-            self.given += pages
-            return pages
-
-        self.cache.allocate = noting
-
-    def _compute(self, request):
-        loaded = {page for each in self.loading.values() for page in each.pages}
-        self.model.kv[:, :, [page for page in self.given if page not in loaded]] = torch.nan
-        self.given = []
-        return super()._compute(request)
 
 
 def story(**said):
@@ -72,7 +50,7 @@ def prompts(seed):
 
 
 def new_engine(page):
-    return Checked(DEVICE_TOKENS // page, page)
+    return engine.Engine(DEVICE_TOKENS // page, page)
 
 
 def serve(made, seed, aborts=0.0, each_step=lambda todo: None):
@@ -106,6 +84,7 @@ def with_host(told):
         strict=told["copies"] != "fails" and not told["reset"],
         wrap_copier=COPIERS[told["copies"]],
     )
+    poison(made.cache, "allocate", glue, made.model.kv)
     return made, glue
 
 

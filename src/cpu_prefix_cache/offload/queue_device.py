@@ -42,7 +42,7 @@ class QueueDevice(Device):
         check_whole("num_blocks", num_blocks, least=1)
         self._num_blocks = num_blocks
         self._hands_out_first = hands_out_first
-        self._handed_out: dict[bytes, Sequence[int]] = {}
+        self._handed_out: dict[bytes, Sequence[int]] | None = None  # until it is asked for
         self._places = Places(lambda place: isinstance(place, tuple) and self.is_waiting(*place))
 
     @abstractmethod
@@ -72,12 +72,14 @@ class QueueDevice(Device):
         """
         if not self._hands_out_first:
             raise MisuseError("evicted() is for a QueueDevice made with hands_out_first=True")
-        if (key := self.key(block)) is not None:
+        if self._handed_out is not None and (key := self.key(block)) is not None:
             self._handed_out[key] = (block,)
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        noted, self._handed_out = self._handed_out, {}
-        return noted if self._hands_out_first else None
+        if not self._hands_out_first:
+            return None
+        noted, self._handed_out = self._handed_out or {}, {}
+        return noted
 
     @property
     def num_blocks(self) -> int:

@@ -88,7 +88,8 @@ class RadixDevice(Device):
         self._node: list[Node | None] = [None] * (num_pages + 1)  # of each page
         self._held = Counter[int]()  # private pages -> holds
         self._given_back: set[int] = set()  # pages that are held, and become free then
-        self._handed_out: dict[bytes, Sequence[int]] | None = {} if hands_out_first else None
+        self._hands_out_first = hands_out_first
+        self._handed_out: dict[bytes, Sequence[int]] | None = None  # until it is asked for
 
     # What a subclass says
 
@@ -232,9 +233,9 @@ class RadixDevice(Device):
                     yield page, key_of(page)
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        noted = self._handed_out
-        if noted:
-            self._handed_out = {}
+        if not self._hands_out_first:
+            return None
+        noted, self._handed_out = self._handed_out or {}, {}
         return noted
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
