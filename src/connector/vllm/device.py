@@ -300,13 +300,10 @@ class VllmDevice(Device):
         hand_out, free = self._pool.get_new_blocks, self._pool.free_blocks
 
         def noting(num_blocks: int) -> list[KVCacheBlock]:
-            leaving = dict(islice(self.soonest_evicted(), num_blocks))
-            keys = [key for key in leaving.values() if key is not None]
-            found = self.find_all(keys)
+            leaving = self._leaving(num_blocks)
             new: list[KVCacheBlock] = hand_out(num_blocks)
-            noted = self._handed_out
-            if noted is not None:
-                noted.update((key, here) for key, here in zip(keys, found, strict=True) if here is not None)
+            if self._handed_out is not None:
+                self._handed_out.update(leaving)
             return new
 
         def noting_freed(blocks: Iterable[KVCacheBlock]) -> None:
@@ -315,6 +312,15 @@ class VllmDevice(Device):
             free(freed)
 
         self._pool.get_new_blocks, self._pool.free_blocks = noting, noting_freed
+
+    def _leaving(self, num_blocks: int) -> dict[bytes, Sequence[int]]:
+        """The chunks in the blocks that are handed out next, each with all its blocks."""
+        order = islice(self._evicted_after(None), num_blocks)
+        if len(self._chunk_groups) == 1:
+            alone = self._alone
+            return {key: alone[block] for block, key in order if key is not None}
+        keys = [key for _, key in order if key is not None]
+        return {key: here for key, here in zip(keys, self.find_all(keys), strict=True) if here is not None}
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks
