@@ -731,11 +731,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_that_move_are_held(self) -> None:
-        """Device blocks of a transfer are nobody else's until all ranks have reported; but compute may wait for one
-        (rules 11, 12).
+        """Device blocks of a transfer are nobody else's until all ranks have reported, but of stores at hand-out: ranks
+        read them before compute, or before the load that holds them (rules 11, 12).
         """
+        loads = {id for copy in self.copies.values() if copy.plan.direction is Direction.LOAD for id in copy.plan.after}
         for id, copy in self.copies.items():
-            if id not in self.resolved and not copy.plan.holds_compute:
+            if id not in self.resolved and not copy.plan.holds_compute and id not in loads:
                 for group in copy.plan.copies:
                     for block in group.device_blocks:
                         slot = next(s for s in range(20) if block in self.slots.blocks_of(s))

@@ -18,7 +18,7 @@ class SmallEngine(QueueDevice):
     chunk_blocks = 1
 
     def __init__(self, num_blocks):
-        super().__init__(num_blocks)
+        super().__init__(num_blocks, hands_out_first=True)
         self.device = self
         self.free_blocks = deque(range(num_blocks))
         self.counts = [0] * num_blocks
@@ -60,6 +60,7 @@ class SmallEngine(QueueDevice):
 
     def hand_out(self):
         block = self.free_blocks.popleft()
+        self.evicted(block)
         self.forget(block)
         self.counts[block] = 1
         return block

@@ -100,12 +100,13 @@ class Engine:
         host: int = 16,
         ranks: int = 1,
         cache: type[CPUPrefixCache] = CPUPrefixCache,
+        hands_out_first: bool = False,
         **options: Any,
     ) -> None:
         self.gpu = BlockPool(device)
         self.cache = cache(
             HybridChunkPlanner([ATTENTION], max_model_len=1_000),
-            PooledDevice(self.gpu, hands_out_first=True),
+            PooledDevice(self.gpu, hands_out_first=hands_out_first),
             host_blocks=host,
             offload=mode,
             ranks=ranks,

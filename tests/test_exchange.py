@@ -23,7 +23,7 @@ class Looking(Engine):
 
 def exchanging(**options: Any) -> Looking:
     """The host alone has "abcd", and the device, which is full, "wxyz" and "klmn". What leaves is asked for again."""
-    engine = Looking("lazy", device=8, host=16, **{"exchanges": True, **options})
+    engine = Looking("lazy", device=8, host=16, hands_out_first=True, **{"exchanges": True, **options})
     make_scarce(engine.cache.pool)
     for prompt in ("abcd", "wxyz", "klmn"):
         engine.starts(prompt, prompt)

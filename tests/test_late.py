@@ -127,6 +127,34 @@ def test_what_a_load_overwrites_is_stored_before_the_load_and_holds_no_compute(s
     assert set(store.copies[0].device_blocks) == set(blocks)
 
 
+def test_a_store_of_what_a_load_overwrites_counts_only_if_the_load_ends_well(story):
+    """Else its blocks, which are free then, may be computed into before they were read."""
+    story.run("abc")
+    story.land(story.run("uvwxyz"))
+    holding = story.take("abc", boundary=3 * GRID)
+    blocks = [block for slot in holding.slots for block in story.device.blocks_of(slot)]
+    story.cache.load("abc", 3 * GRID, [blocks], now=0.0)
+    store, load = story.cache.step().transfers
+    story.cache.preempted("abc")
+    story.device.let_go(holding)
+    story.cache.report(RankReport(0, failed=frozenset([load.id])))
+    assert all(map(story.device.is_free, holding.slots))
+    story.cache.report(RankReport(0, frozenset([store.id])))
+    assert on_host(story, *(key.decode() for key in chain("uvwxyz"))) == []
+
+
+def test_what_a_load_would_overwrite_that_has_lost_its_source_is_overwritten_by_compute(story):
+    """It fails at once, and its request computes."""
+    story.run("abc")
+    story.land(story.run("uvwxyz"))
+    holding = story.take("abc", boundary=3 * GRID)
+    story.cache.pool.withdraw(story.cache.pool.find(b"a"))
+    blocks = [block for slot in holding.slots for block in story.device.blocks_of(slot)]
+    story.cache.load("abc", 3 * GRID, [blocks], now=0.0)
+    load, store = sorted(story.cache.step().transfers, key=lambda each: each.direction is Direction.STORE)
+    assert load.failed and store.holds_compute and set(store.copies[0].device_blocks) == set(blocks)
+
+
 def test_what_the_device_has_a_second_time_is_not_stored(story):
     """Two requests compute it at once."""
     one, other = story.take("a"), story.take("a")

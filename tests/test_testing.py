@@ -167,6 +167,20 @@ class GoesOnFromTheFront(SmallEngine):
         return self.soonest_evicted()
 
 
+class NotesNothing(SmallEngine):
+    def evicted(self, block):
+        pass
+
+
+class NotesTooLate(SmallEngine):
+    def hand_out(self):
+        block = self.free_blocks.popleft()
+        self.forget(block)
+        self.evicted(block)
+        self.counts[block] = 1
+        return block
+
+
 class HandsOutNull(SmallEngine):
     null_block = 3
 
@@ -184,6 +198,8 @@ class HandsOutNull(SmallEngine):
         (HoldsOnce, "held twice|neither waits|waits, or not"),
         (GoesOnTooLate, "evicted_after"),
         (GoesOnBackwards, "evicted_after"),
+        (NotesNothing, "while it still has its key"),
+        (NotesTooLate, "while it still has its key"),
         (HandsOutNull, "the null block"),
         (SharesUnsaid, "do not wait. If .* shares_unfinished"),
         (SharesWhateverIsThere, "do not wait|not shared|blocks were asked for"),
@@ -268,3 +284,14 @@ def test_an_engine_may_tell_of_the_new_half_of_a_split_only():
                 super().placed(node)
 
     check_device(lambda: RadixTrial(9, 2, device=TellsOfUpper))
+
+
+def test_an_engine_that_does_not_say_that_it_hands_out_first_notes_nothing():
+    class Plain(SmallEngine):
+        def __init__(self, num_blocks):
+            super().__init__(num_blocks)
+            self._hands_out_first = False
+
+    with pytest.raises(MisuseError, match="hands_out_first"):
+        Plain(3).take(["a"], 0, 1)
+    assert Plain(3).handed_out() is None

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache import Device, MisuseError
 from cpu_prefix_cache.offload.places import FRONT, Places
+from cpu_prefix_cache.pool.notes import Notes
 
 NO_HASH = -1  # ATOM's
 
@@ -57,7 +58,7 @@ class AtomDevice(Device):
         self._reused: set[int] = vars(pool).get(REUSED, set())
         self._held: dict[int, tuple[int, bytes]] = {}  # block -> ATOM's hash of its contents, and our key
         self._block_of: dict[bytes, int] = {}
-        self._handed_out: dict[bytes, Sequence[int]] | None = None
+        self._notes = Notes(self.num_blocks)
 
     def holds(self, block: int, tokens: Sequence[int]) -> bool:
         """Whether this block has a hash, and by ATOM's word holds these tokens."""
@@ -130,17 +131,17 @@ class AtomDevice(Device):
             last = block
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]]:
-        if self._handed_out is None:
+        if not self._notes.are_taken:
             self._note_from_now_on()
-        noted, self._handed_out = self._handed_out or {}, {}
-        return noted
+        return self._notes.take()
 
     def _note_from_now_on(self) -> None:
         allocate = self._pool.allocate
 
         def noting(block: int) -> Any:
-            if self._handed_out is not None and (key := self.key(block)) is not None:
-                self._handed_out[key] = (block,)
+            if (key := self.key(block)) is not None and self.block(key) == block:
+                self._notes.add(key, (block,))
+            self._held.pop(block, None)  # or it counts again when the block gets the same hash again
             return allocate(block)
 
         self._pool.allocate = noting

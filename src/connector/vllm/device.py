@@ -51,6 +51,7 @@ from cpu_prefix_cache import Device, HybridChunkPlanner
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.places import FRONT, Places
+from cpu_prefix_cache.pool.notes import Notes
 
 GROUP_ID_BYTES = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 RECENT_PER_BLOCK = 64  # one state block stands for the chunks of a whole prompt; 32 MB for 5,000 blocks
@@ -130,7 +131,7 @@ class VllmDevice(Device):
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._places = Places(self._is_at)
-        self._handed_out: dict[bytes, Sequence[int]] | None = None
+        self._notes = Notes(pool.num_gpu_blocks)
         self._freed = set[int]()  # since the last plan
         # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
         # hit in part; another connector what it loads.
@@ -281,13 +282,9 @@ class VllmDevice(Device):
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
         if not self._is_written_last:
             return None
-        if self._handed_out is None:
-            self._handed_out = {}
+        if not self._notes.are_taken:
             self._note_from_now_on()
-        noted = self._handed_out
-        if noted:
-            self._handed_out = {}
-        return noted
+        return self._notes.take()
 
     def were_used(self, blocks: Collection[int]) -> bool:
         return not self._freed.isdisjoint(blocks)
@@ -302,8 +299,7 @@ class VllmDevice(Device):
         def noting(num_blocks: int) -> list[KVCacheBlock]:
             leaving = self._leaving(num_blocks)
             new: list[KVCacheBlock] = hand_out(num_blocks)
-            if self._handed_out is not None:
-                self._handed_out.update(leaving)
+            self._notes.update(leaving)
             return new
 
         def noting_freed(blocks: Iterable[KVCacheBlock]) -> None:

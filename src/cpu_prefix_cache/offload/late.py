@@ -184,12 +184,12 @@ class Late(Eager):
         overwritten: Container[bytes],
         into: Mapping[bytes, int],
     ) -> Transfer | None:
-        """Store the chain. Its chunks are all `overwritten` by a load or by compute, and are held in the first case,
-        since the load may be cancelled. Those of `into` take the blocks of host chunks that the load reads.
+        """Store the chain, whose chunks are all `overwritten` by a load, or all by compute. Those of `into` take blocks
+        of host chunks that the load reads.
         """
         by_load = chain.keys[0] in overwritten
         read = [into[key] for key in chain.keys if key in into]
-        transfer, stop = self._stores.plan(chain, self._pool.touch(None), left=sources, holds=by_load, read=read)
+        transfer, stop = self._stores.plan(chain, self._pool.touch(None), left=sources, read=read)
         if stop is Stop.DECLINED:
             self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
         if transfer is not None:

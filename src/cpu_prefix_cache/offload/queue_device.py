@@ -18,6 +18,7 @@ from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.numbers import check_whole
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.places import FRONT, Places
+from cpu_prefix_cache.pool.notes import Notes
 
 JUST_FREED = 256  # blocks: a search of 4,096 takes 40 us, one of 256 takes 3
 
@@ -42,7 +43,7 @@ class QueueDevice(Device):
         check_whole("num_blocks", num_blocks, least=1)
         self._num_blocks = num_blocks
         self._hands_out_first = hands_out_first
-        self._handed_out: dict[bytes, Sequence[int]] | None = None  # until it is asked for
+        self._notes = Notes(num_blocks)
         self._places = Places(lambda place: isinstance(place, tuple) and self.is_waiting(*place))
 
     @abstractmethod
@@ -72,14 +73,11 @@ class QueueDevice(Device):
         """
         if not self._hands_out_first:
             raise MisuseError("evicted() is for a QueueDevice made with hands_out_first=True")
-        if self._handed_out is not None and (key := self.key(block)) is not None:
-            self._handed_out[key] = (block,)
+        if (key := self.key(block)) is not None and self.block(key) == block:  # else a second copy, or not computed
+            self._notes.add(key, (block,))
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        if not self._hands_out_first:
-            return None
-        noted, self._handed_out = self._handed_out or {}, {}
-        return noted
+        return self._notes.take() if self._hands_out_first else None
 
     @property
     def num_blocks(self) -> int:

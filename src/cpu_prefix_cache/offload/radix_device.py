@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers, is_whole, numbers
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.pool.notes import Notes
 
 Node = Any  # of the engine's tree
 SLACK = 2  # entries of the heap for each node: further ones count no more, and are dropped
@@ -89,7 +90,7 @@ class RadixDevice(Device):
         self._held = Counter[int]()  # private pages -> holds
         self._given_back: set[int] = set()  # pages that are held, and become free then
         self._hands_out_first = hands_out_first
-        self._handed_out: dict[bytes, Sequence[int]] | None = None  # until it is asked for
+        self._notes = Notes(num_pages)
 
     # What a subclass says
 
@@ -181,9 +182,7 @@ class RadixDevice(Device):
                     left.entry = None
                     self._unhang(left)
             if (key := self._key.pop(page, None)) is not None:
-                chunk = self._chunks.pop(key)
-                if self._handed_out is not None:
-                    self._handed_out[key] = chunk
+                self._notes.add(key, self._chunks.pop(key))
 
     def give_back(self, pages: Numbers) -> None:
         """Free a request's private pages. Those that a load may still write to become free when it has ended."""
@@ -233,10 +232,7 @@ class RadixDevice(Device):
                     yield page, key_of(page)
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        if not self._hands_out_first:
-            return None
-        noted, self._handed_out = self._handed_out or {}, {}
-        return noted
+        return self._notes.take() if self._hands_out_first else None
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if self._key.get(block) != key:

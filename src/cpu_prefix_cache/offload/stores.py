@@ -139,13 +139,12 @@ class StorePlanner:
         *,
         owner: Hashable | None = None,
         left: Mapping[bytes, Sequence[int]] | None = None,
-        holds: bool = True,
         read: Sequence[int] = (),
     ) -> tuple[Transfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
-        Of chunks that have left the device, `left` has the blocks. Without `holds` they are not held: the ranks read
-        them before anything is written. With `read` the chunks take the blocks of these host chunks
+        Of chunks that have left the device, `left` has the blocks. They are not held: the ranks read them before
+        anything is written. With `read` the chunks take the blocks of these host chunks
         (`BlockPool.exchange`). The transfer covers as many first nodes of the chain as it has keys, and is None if
         there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
@@ -158,9 +157,7 @@ class StorePlanner:
             if pin is not None:
                 self.pool.unpin(pin)
             return None, stop
-        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner, holds=holds)
-        if left is not None:
-            transfer.held_blocks = 0  # none of them waits
+        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner, holds=left is None)
         self.ledger.add(transfer)
         return transfer, stop
 
@@ -212,14 +209,13 @@ class StorePlanner:
         chunks = to.nodes[: len(sources.chunks)]
         copies = (*to.piece_copies, *self._coordinator.chunk_copies(chunks, by_group))
         device_blocks += to.piece_blocks
+        held = device_blocks if holds else ()
         return Transfer(
             self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
             tuple(keys),
             to.nodes,
-            hold=self.device.hold(
-                device_blocks if holds else (), self._parent_blocks(chain) if owner is not None else ()
-            ),
-            held_blocks=len(device_blocks),
+            hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
+            held_blocks=len(held),
             pin=pin,
             touch=touch,
             parent_key=chain.parent_key,

@@ -55,6 +55,7 @@ from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admission, Thresholds
 from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
 from cpu_prefix_cache.pool.free_runs import FreeRuns
+from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, PROTECTED, RETIRED, WRITING, State
@@ -134,7 +135,7 @@ class BlockPool:
         self._scarcity = None if beside is None else Scarcity(beside)
         if beside is not None:
             self.log_departures()
-        self._evicted: dict[bytes, Sequence[int]] | None = None  # the blocks of chunks, if somebody asks for them
+        self._notes = Notes(num_blocks)
         self._duplicates: dict[int, None] = {}  # CACHED chunks that the pool beside has, the first to leave first
         self._overlapping: set[int] = set()  # the same, but kept for what hangs below them
         self.ready = 0
@@ -343,10 +344,9 @@ class BlockPool:
         """The blocks of the chunks that were evicted since this was asked last, by the keys of the chunks. From the
         first call on they are kept, and `take_departed` has none.
         """
-        if self._evicted is None:
+        if not self._notes.are_taken:
             self.log_departures()
-        evicted, self._evicted = self._evicted or {}, {}
-        return evicted
+        return self._notes.take()
 
     def take_events(self) -> list[BoundaryEvent]:
         """Changes since this was asked last: what can be hit now, and what no longer can; see the log."""
@@ -725,8 +725,8 @@ class BlockPool:
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             victims = self._policy.evict(max(0, -((len(freed) - short) // widest)), keys)
-            if self._evicted is not None:
-                self._evicted.update((key, self.blocks_of((node,))) for key, node in self.take_departed().items())
+            if self._notes.are_taken:
+                self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})
             above = {self._forest.parent[victim] for victim in victims} if self._num_absent else ()
             freed += self._dissolve_evicted(victims)
             self._prune_absent(above)

@@ -129,7 +129,10 @@ class _Machine(RuleBasedStateMachine):
         unfinished = self.unfinished() if self.device.shares_unfinished else {}
         missing = sum(key not in unfinished for key in keys[cached:])
         wanted, room = missing * self.width, len(order) - self.device.num_promised
+        here = {key: self.device.find(key) for key in self.chunks}
+        self.device.handed_out()  # what left before
         request = self.trial.take(keys, cached, tokens)
+        self.notes(here)
         self.stays.update(found)
         assert (request is None) == (wanted > room), f"{wanted} blocks were asked for while {room} can be handed out"
         if request is None:
@@ -147,6 +150,18 @@ class _Machine(RuleBasedStateMachine):
             else:
                 assert list(chunk) == shared, f"chunk {key.hex()} is unfinished in {shared}, and not shared: {chunk}"
         self.handed_out(new, wanted, order, first)
+
+    def notes(self, before: dict[bytes, Sequence[int] | None]) -> None:
+        """A device that notes what it hands out has noted each chunk that was found `before` and is not any more."""
+        noted = self.device.handed_out()
+        if noted is None:
+            return
+        left = [key for key, blocks in before.items() if blocks is not None and self.device.find(key) is None]
+        for key in left:
+            assert self.has(noted.get(key, ()), key), (
+                f"chunk {key.hex()} left its blocks {before[key]}, and handed_out() has {noted.get(key)} for it: note "
+                "each block that is handed out, while it still has its key"
+            )
 
     def handed_out(self, new: list[int], wanted: int, order: list[tuple[int, bytes | None]], first: set[int]) -> None:
         """These were taken from the front of the order. An engine that evicts a node gives up all of its chunks.
