@@ -17,8 +17,8 @@ class SmallEngine(QueueDevice):
 
     chunk_blocks = 1
 
-    def __init__(self, num_blocks):
-        super().__init__(num_blocks, hands_out_first=True)
+    def __init__(self, num_blocks, hands_out_first=True):
+        super().__init__(num_blocks, hands_out_first=hands_out_first)
         self.device = self
         self.free_blocks = deque(range(num_blocks))
         self.counts = [0] * num_blocks
@@ -60,7 +60,8 @@ class SmallEngine(QueueDevice):
 
     def hand_out(self):
         block = self.free_blocks.popleft()
-        self.evicted(block)
+        if self._hands_out_first:
+            self.evicted(block)
         self.forget(block)
         self.counts[block] = 1
         return block

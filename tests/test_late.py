@@ -167,6 +167,15 @@ def test_what_the_device_has_a_second_time_is_not_stored(story):
     assert sum(len(store.copies[0].host_blocks) for store in plan.transfers) == 6
 
 
+def test_what_leaves_the_device_again_becomes_the_youngest_of_the_host():
+    story = Story(host_blocks=8)
+    for prompt in ("a", "b", "klmn", "c", "d"):  # a and b leave
+        story.land(story.run(prompt))
+    for prompt in ("a", "stuvwx", "y"):  # a leaves again, and the host, which is full then, needs a block more
+        story.land(story.run(prompt))
+    assert on_host(story, "a", "b") == ["a"]
+
+
 def test_wrong_bytes_are_not_stored(story):
     story.run("abc")
     holding = story.take("uvwxyz")

@@ -366,13 +366,9 @@ def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
 @pytest.mark.parametrize("what", ["nothing", "a block is bad"])
 def test_a_load_saves_no_block_that_was_declared_bad_after_its_hit_was_found(what):  # rule 14
     """ "abcd" is on the host alone, and "wxyz", which its load overwrites, on the device alone but for its end."""
-    engine = Engine("lazy", device=8, host=16, max_tokens=GRID, ahead_blocks=1)
-    engine.starts("p", "abcd")
-    engine.computes("p")
-    engine.preempts("p")
-    engine.copies()
-    engine.serves("wxyz")
-    engine.serves("stuv")
+    engine = Engine("lazy", device=8, host=16, hands_out_first=True)
+    for prompt in ("abcd", "wxyz", "stuv"):
+        engine.serves(prompt)
     bad = engine.gpu.find(b"wxy")
     request = engine.requests["r"] = Request("r", chain("abcd"), 4 * GRID + 1)
     assert engine.cache.lookup(request, 0, engine.now) == Hit(4 * GRID)

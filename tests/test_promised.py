@@ -51,7 +51,7 @@ def lands(cache):
 
 @pytest.mark.parametrize("promised", range(9))
 def test_lazy_stores_what_it_can_hold_besides(promised):
-    device = Reserving(16)
+    device = Reserving(16, hands_out_first=False)
     cache, request = engine_with_waiting_chunks(device)
     ends(cache, device, request)
     device.num_promised = promised
@@ -61,7 +61,7 @@ def test_lazy_stores_what_it_can_hold_besides(promised):
 
 
 def test_a_hold_that_takes_more_than_was_asked_for_takes_no_promised_blocks_either():
-    device = HoldsWholeNodes(16)
+    device = HoldsWholeNodes(16, hands_out_first=False)
     cache, request = engine_with_waiting_chunks(device)
     ends(cache, device, request)
     order = list(device.soonest_evicted())
@@ -75,7 +75,7 @@ def test_a_hold_that_takes_more_than_was_asked_for_takes_no_promised_blocks_eith
 
 
 def test_what_a_request_still_has_is_stored_whatever_is_promised():
-    device = Reserving(16)
+    device = Reserving(16, hands_out_first=False)
     cache, request = engine_with_waiting_chunks(device, "eager")
     device.num_promised = 2
     assert lands(cache) == 1

@@ -24,6 +24,11 @@ class TwoGroups(Device):
         self.total, self.queue = blocks, list(range(blocks))
         self.key: dict[int, bytes] = {}
         self.blocks: dict[bytes, tuple[int, int]] = {}
+        self.noted: dict[bytes, Sequence[int]] = {}
+
+    def handed_out(self):
+        noted, self.noted = self.noted, {}
+        return noted
 
     @property
     def num_blocks(self):
@@ -53,7 +58,9 @@ class TwoGroups(Device):
     def take(self, count: int) -> list[int]:
         taken, self.queue = self.queue[:count], self.queue[count:]
         for block in taken:
-            self.key.pop(block, None)
+            key = self.key.pop(block, None)
+            if key in self.blocks:
+                self.noted[key] = self.blocks[key]
         self.blocks = {key: both for key, both in self.blocks.items() if set(both).isdisjoint(taken)}
         return taken
 
@@ -93,9 +100,12 @@ def test_a_load_into_the_blocks_of_one_group_saves_their_chunks():
         cache.computed(prompt, len(prompt) * GRID)
         return first, second
 
-    computes("ab")
-    cache.preempted("ab")  # stored at once
+    first = computes("ab")
+    cache.finished("ab", 2 * GRID)
+    device.free(*first)
+    device.take(device.num_waiting)
     all_land(cache)
+    device.free(range(16))
     blocks = computes("wxyz")
     cache.finished("wxyz", 4 * GRID)
     device.take(device.num_waiting)  # something else runs

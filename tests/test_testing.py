@@ -287,11 +287,25 @@ def test_an_engine_may_tell_of_the_new_half_of_a_split_only():
 
 
 def test_an_engine_that_does_not_say_that_it_hands_out_first_notes_nothing():
-    class Plain(SmallEngine):
-        def __init__(self, num_blocks):
-            super().__init__(num_blocks)
-            self._hands_out_first = False
-
+    device = SmallEngine(3, hands_out_first=False)
     with pytest.raises(MisuseError, match="hands_out_first"):
-        Plain(3).take(["a"], 0, 1)
-    assert Plain(3).handed_out() is None
+        device.evicted(0)
+    assert device.handed_out() is None
+
+
+def test_a_key_that_is_not_computed_yet_is_not_noted():
+    device = SmallEngine(3)
+    device.handed_out()
+    device.keys[0] = b"a"  # by_key does not have it
+    device.hand_out()
+    assert not device.handed_out()
+
+
+def test_notes_that_nobody_takes_do_not_grow_for_ever():
+    device = SmallEngine(3)
+    device.handed_out()
+    for number in range(10):
+        request = device.take([b"%d" % number], 0, 1)
+        device.computed(request, 1)
+        device.free(request)
+    assert set(device.handed_out()) == {b"4", b"5", b"6"}

@@ -7,7 +7,6 @@ from cpu_prefix_cache import (
     EngineSteps,
     Group,
     GroupKind,
-    Hit,
     HybridChunkPlanner,
     PooledDevice,
     RankReport,
@@ -237,35 +236,21 @@ def work_on_a_declined_front(chunks):
     return engine.cache.statistics().work - before
 
 
-def work_on_a_declined_save(chunks):
-    """A load overwrites so many chunks of a prompt that was had only once."""
-    engine = Engine("lazy", device=2 * chunks, host=2 * chunks, max_tokens=4, ahead_blocks=1, store_after=2)
-    wanted = prompt("w", chunks)
-    for id in ("first", "second"):
-        begins(engine, id, wanted)
-        if id == "first":
-            engine.leaves(id)
-            engine.cache.preempted(id)
-    engine.computes("second")
-    engine.preempts("second")
-    engine.copies()
-    engine.gpu.reset()
+def work_on_what_leaves_and_is_declined(chunks):
+    """So many chunks of a prompt that was had only once leave the device at once."""
+    engine = Engine("lazy", device=chunks, host=2 * chunks, hands_out_first=True, store_after=2)
     begins(engine, "r", prompt("r", chunks))
     engine.computes("r")
     engine.ends("r")
-    engine.gpu.allocate(len(engine.gpu.free))
-    request = Request("again", wanted, chunks * 4 + 1)
     before = engine.cache.statistics()
-    assert engine.cache.lookup(request, 0, 1.0) == Hit(chunks * 4)
-    slots = engine.gpu.allocate(chunks)
-    engine.cache.admit(request, 0, chunks * 4, 1.0)
-    engine.cache.load("again", chunks * 4, [slots], 1.0)
+    engine.device_forgets()
+    engine.cache.step()
     after = engine.cache.statistics()
-    assert after.store_declined > before.store_declined
+    assert after.store_declined == before.store_declined + chunks
     return after.work - before.work
 
 
-@pytest.mark.parametrize("work", [work_on_a_declined_front, work_on_a_declined_save])
+@pytest.mark.parametrize("work", [work_on_a_declined_front, work_on_what_leaves_and_is_declined])
 def test_chunks_that_are_declined_cost_once(work):
     few, many = work(50), work(500)
     assert 0 < few < many <= 11 * few
