@@ -38,6 +38,7 @@ from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
 from cpu_prefix_cache.offload.late import Late
 from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
+from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
@@ -336,7 +337,8 @@ class CPUPrefixCache:
             self._offload.catch_up()
 
     def preempted(self, request_id: Hashable, num_tokens: int = 0) -> None:
-        """The request lost its device blocks and will be admitted again. What it computed is stored, in both modes.
+        """The request lost its device blocks and will be admitted again. What it computed is stored, at once or when
+        the device hands it out.
 
         In prefill that is what was reported as computed, in decode its first `num_tokens` tokens. Ignored for a request
         that is not running, here and in `finished`.
@@ -469,7 +471,7 @@ class CPUPrefixCache:
         """Whether device and host hold prompts together, the end of a prompt here and its beginning there."""
         return offload == "lazy" and not planner.has_checkpoints and self._device.handed_out() is not None
 
-    def _new_offload(self, mode: str) -> Eager:
+    def _new_offload(self, mode: str) -> Offload:
         if mode == "eager":
             return Eager(self._stores)
         if self.pool.is_shared:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.eager import Eager
+from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
@@ -35,7 +35,7 @@ class Completion:
         pool: BlockPool,
         ledger: TransferLedger,
         device: Device,
-        offload: Eager,
+        offload: Offload,
         is_running: Callable[[Hashable], bool],
         committed: Callable[[Transfer], None],
     ) -> None:

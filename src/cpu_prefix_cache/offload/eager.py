@@ -6,107 +6,56 @@ While the host is still being prepared there may be no room for what has room a 
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer
 
 
-class Eager:
+class Eager(Offload):
     """Stores what is confirmed, request by request, oldest first. Never looks at the device's order of eviction.
 
-    `Lazy` builds on it, and overrides what it goes by. Counts are of chunks unless said otherwise.
+    `Lazy` builds on it, and overrides what it goes by.
     """
 
     def __init__(self, stores: StorePlanner) -> None:
-        self._stores = stores
-        self._pool = stores.pool
+        super().__init__(stores)
         self._due: dict[Hashable, Running] = {}
         self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
-        self.work = 0  # chunks and blocks looked at so far
 
-    @property
-    def lost(self) -> int:
-        """Chunks the device evicted before they were stored."""
-        return 0
-
-    @property
-    def remembered(self) -> int:
-        """Chunks whose parent is remembered."""
-        return 0
-
-    # Told
+    # Reported
 
     def confirmed(self, running: Running, before: int) -> None:
-        """The chunks from `before` up to `running.confirmed` hold computed tokens now."""
         self._due[running.id] = running
 
     def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
-        """The device has this checkpoint of a confirmed boundary."""
         self._due[running.id] = running
 
     def ended(self, running: Running) -> None:
-        """The request finished, and still has its blocks. Then they stay on the device until they are evicted."""
         self._due.pop(running.id, None)
         self._store_ended(running)
 
     def preempted(self, running: Running) -> None:
-        """The request lost its blocks: what it computed is stored while they can still be found, in both modes."""
         self._due.pop(running.id, None)
         self._store_ended(running)
 
-    def used(self, keys: Sequence[bytes], chunks: int) -> None:
-        """The first `chunks` chunks with these keys were used again on the device: they wait no longer."""
-
-    def landed(self, transfer: Transfer) -> None:
-        """The copy of a store has ended, and its device blocks were released."""
-
-    def committed(self, store: Transfer) -> None:
-        """Note that what this store has written can be found on the host now."""
-
-    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
-        """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
-
-    def invalidated(self) -> None:
-        """Some device blocks hold other bytes than was thought."""
-
     def reset(self) -> None:
-        """Forget everything."""
         self._due.clear()
         self._retries.clear()
 
     # Asked
 
-    def place(self, key: bytes) -> int | None:
-        """The node of the chunk with this key, below which something is to be committed at once."""
-        return self._pool.place(key)
-
-    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[Transfer]:
-        """Store what these blocks, the destinations of a load, held until they were handed out. Stores that it must
-        follow.
-
-        With `read`, the host chunks of the load in its order, some go into their blocks; not into those that are None.
-        """
-        return ()
-
-    def has_room_for(self, blocks: int) -> bool:
-        """Whether the device can hand out so many device blocks, and none that still has to be stored."""
-        return True
-
     def plan(self) -> None:
-        """Plan the stores of this step."""
         due, self._due = self._due, {}
         for running in due.values():
             self._store_confirmed(running)
 
     def catch_up(self) -> None:
-        """The step's plan has gone out: do what found no room while the host was being prepared. What is planned now
-        goes out with the next step.
-        """
+        """Store what found no room while the host was being prepared."""
         for running in self._retries.that_fit():
             self._store_ended(running)
 

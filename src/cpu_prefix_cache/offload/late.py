@@ -25,9 +25,8 @@ from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.exchange import partners
+from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
@@ -36,8 +35,10 @@ from cpu_prefix_cache.offload.transfers import Transfer
 MOST_REMEMBERED = 4  # times what the device holds
 
 
-class Late(Eager):
-    """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it."""
+class Late(Offload):
+    """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it. What a
+    request had when it ends or is preempted is handed out later.
+    """
 
     def __init__(self, stores: StorePlanner) -> None:
         super().__init__(stores)
@@ -56,20 +57,11 @@ class Late(Eager):
     def remembered(self) -> int:
         return len(self._parents)
 
-    # Told
+    # Reported
 
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)
         self.work += running.confirmed - before
-
-    def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
-        """Ignored: the model needs none."""
-
-    def ended(self, running: Running) -> None:
-        """Store nothing: the device hands out later what it had."""
-
-    def preempted(self, running: Running) -> None:
-        """Store nothing: the device hands out later what it had."""
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         self._pool.duplicate_above(keys, chunks)
@@ -86,8 +78,8 @@ class Late(Eager):
 
     def reset(self) -> None:
         self._parents.clear()
+        self._gone.clear()
         self.invalidated()
-        super().reset()
 
     # Asked
 

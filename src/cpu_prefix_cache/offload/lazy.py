@@ -25,8 +25,8 @@ tier, and for devices that do not note what they hand out; `late.py` needs no fr
 * **A device nearly all in use.** Where less waits than the front should have, the blocks of a request that ends are
   handed out in the same step or the next, before any look. So they are stored, and held, as it ends, and what still
   runs is stored, as eager does.
-* **Small hosts.** What lazy has stored or the host has declined is *settled* until it is used, computed or loaded
-  again: a host that is smaller than the front, or than a chain, may have evicted it when the front comes to it.
+* **Small hosts.** What lazy has stored or the host has declined is *settled* until it is used or computed again: a
+  host that is smaller than the front, or than a chain, may have evicted it when the front comes to it.
 * **Checkpoints.** In a model that needs them a chunk is stored with the checkpoint that is about to leave (rule 9).
 """
 
@@ -91,7 +91,7 @@ class Lazy(Eager):
     def remembered(self) -> int:
         return len(self._parents)
 
-    # Told
+    # Reported
 
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)

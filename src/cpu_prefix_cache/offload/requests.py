@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterator
 
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
@@ -22,7 +22,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 class RunningRequests:
     """The running requests by id, and the agenda."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Eager, steps: EngineSteps) -> None:
+    def __init__(self, coordinator: KVCacheCoordinator, device: Device, offload: Offload, steps: EngineSteps) -> None:
         self._planner = coordinator.planner
         self._coordinator = coordinator
         self._device = device

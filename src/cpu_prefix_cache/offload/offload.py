@@ -1,0 +1,90 @@
+"""Offload: when the chunks of a device are stored on the host.
+
+    Eager    as soon as their tokens are confirmed computed (`eager.py`)
+    Late     when the device hands out their blocks (`late.py`)
+    Lazy     shortly before that, whole prompts (`lazy.py`)
+
+What happens is reported to it, and it plans stores when it is asked.
+"""
+
+from collections.abc import Sequence
+
+from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.offload.running import Running
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import Transfer
+
+
+class Offload:
+    """Stores nothing. Counts are of chunks unless said otherwise."""
+
+    def __init__(self, stores: StorePlanner) -> None:
+        self._stores = stores
+        self._pool = stores.pool
+        self.work = 0  # chunks and blocks looked at so far
+
+    @property
+    def lost(self) -> int:
+        """Chunks the device evicted before they were stored."""
+        return 0
+
+    @property
+    def remembered(self) -> int:
+        """Chunks whose parent is remembered."""
+        return 0
+
+    # Reported
+
+    def confirmed(self, running: Running, before: int) -> None:
+        """The chunks from `before` up to `running.confirmed` hold computed tokens now."""
+
+    def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
+        """The device has this checkpoint of a confirmed boundary."""
+
+    def ended(self, running: Running) -> None:
+        """The request finished, and still has its blocks. Then they stay on the device until they are evicted."""
+
+    def preempted(self, running: Running) -> None:
+        """The request lost its blocks, in which what it computed can still be found."""
+
+    def used(self, keys: Sequence[bytes], chunks: int) -> None:
+        """The first `chunks` chunks with these keys were used again on the device: they wait no longer."""
+
+    def landed(self, transfer: Transfer) -> None:
+        """The copy of a store has ended, and its device blocks were released."""
+
+    def committed(self, store: Transfer) -> None:
+        """Note that what this store has written can be found on the host now."""
+
+    def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
+        """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
+
+    def invalidated(self) -> None:
+        """Some device blocks hold other bytes than was thought."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+    # Asked
+
+    def place(self, key: bytes) -> int | None:
+        """The node of the chunk with this key, below which something is to be committed at once."""
+        return self._pool.place(key)
+
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[Transfer]:
+        """Store what these blocks, the destinations of a load, held until they were handed out. Stores that it must
+        follow.
+
+        With `read`, the host chunks of the load in its order, some go into their blocks; not into those that are None.
+        """
+        return ()
+
+    def has_room_for(self, blocks: int) -> bool:
+        """Whether the device can hand out so many device blocks, and none that still has to be stored."""
+        return True
+
+    def plan(self) -> None:
+        """Plan the stores of this step."""
+
+    def catch_up(self) -> None:
+        """Do what would have delayed the step's plan, which has gone out. What is planned now goes out with the next."""
