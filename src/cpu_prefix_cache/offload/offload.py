@@ -87,4 +87,4 @@ class Offload:
         """Plan the stores of this step."""
 
     def catch_up(self) -> None:
-        """Do what would have delayed the step's plan, which has gone out. What is planned now goes out with the next."""
+        """Do what would have delayed the step's plan, which has gone out. The next has what is planned now."""
