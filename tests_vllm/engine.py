@@ -454,6 +454,7 @@ class FakeRank:
     before: Device = field(default_factory=dict)  # before the compute of the last step
     held: dict[int, tuple[object, int]] = field(default_factory=dict)  # plans that follow others, and their epochs
     lent: dict[int, tuple[object, list[object]]] = field(default_factory=dict)  # loads in exchange, and their sources
+    given_up: set[int] = field(default_factory=set)  # stores of what loads overwrite that have failed
     copies: dict[int, Copy] = field(default_factory=dict)
     waits_for: dict[int, str] = field(default_factory=dict)  # load -> request
     times: TransferTimes = field(default_factory=TransferTimes)
@@ -478,7 +479,8 @@ class FakeRank:
         for id in plan.cancelled:
             if id in self.copies:
                 self.copies[id].cancelled = True
-            elif self.held.pop(id, None) is not None:
+            elif id in self.held:
+                self.given_up.update(self.held.pop(id)[0].after)
                 self.failed.add(id)
                 self.lent.pop(id, None)
         self._begin_held()
@@ -533,10 +535,13 @@ class FakeRank:
                 continue
             del self.copies[id]
             may_change = self.lent.pop(id, None) is not None or copy.plan.holds_compute  # its sources were read before
+            may_change |= id in self.given_up  # it registers nothing
             assert may_change or self._read(copy.plan) == copy.sources, (
                 "a source has changed while it was copied"
             )  # S7.1, S7.2
             ok = not (copy.fails or copy.cancelled)
+            if not ok and not copy.is_store:
+                self.given_up.update(copy.plan.after)
             if not copy.is_early:
                 self._write(copy)
             (self.done if ok else self.failed).add(id)

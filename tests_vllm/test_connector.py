@@ -219,17 +219,10 @@ def test_a_store_outlives_its_request_and_gives_its_blocks_back_deepest_first(st
     engine.check_nothing_leaked()
 
 
-def test_the_lazy_walk_looks_a_few_times_for_each_block_and_not_at_rest(start):  # S7.47
+def test_lazy_does_not_read_the_order_of_eviction_where_it_stores_at_hand_out(start):  # S7.47
     engine = start(offload="lazy", device_blocks=100)
     flood(engine, prompts=40)
-    handed_out = 40 * 9
-    # Four quarters are looked at when one of them has gone, and again when what was stored has landed.
-    assert 0 < engine.counts["blocks walked"] <= 2 * 4 * handed_out
-    engine.step()  # looks at what the last request left behind
-    walked = engine.counts["blocks walked"]
-    for _ in range(20):
-        engine.step()
-    assert engine.counts["blocks walked"] == walked, "a step that allocated nothing looked"
+    assert engine.cache.statistics().chunks_stored > 0 and engine.counts["blocks walked"] == 0
 
 
 # Going wrong
