@@ -180,7 +180,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         assert self.cache.statistics() == before  # rule 5
         could = self.slow_boundary(prompt, n0, num_tokens)
         if isinstance(answer, Pending):
-            self.check_pending(id, answer.deadline, n0, could)
+            self.check_pending(id, keys, answer.deadline, n0, could)
             return False
         assert answer == (Hit(could, n0) if could > n0 else Miss())
         assert self.cache.lookup(request, n0 + 1, self.now) == answer  # rule 10
