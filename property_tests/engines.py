@@ -220,7 +220,7 @@ class QueueSlots:
         if self.noted is None:
             return None
         noted, self.noted = self.noted, {}
-        return noted
+        return {key: blocks for key, blocks in noted.items() if self.find(key) is None}
 
     def were_used(self, blocks: Collection[int]) -> bool:
         return True

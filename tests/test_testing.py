@@ -14,6 +14,19 @@ def test_a_queue_device_keeps_the_contract():
     check_device(lambda: SmallEngine(7), examples=50)
 
 
+class FindsAnyCopy(SmallEngine):
+    def block(self, key):
+        return next((block for block, each in enumerate(self.keys) if each == key), None)
+
+    def take(self, keys, cached, tokens):
+        self.by_key |= {key: self.block(key) for key in keys[:cached]}
+        return super().take(keys, cached, tokens)
+
+
+def test_a_chunk_may_be_found_in_another_block_when_one_leaves():
+    check_device(lambda: FindsAnyCopy(7), examples=50)
+
+
 def test_an_order_may_go_on_from_its_front():
     check_device(lambda: GoesOnFromTheFront(7), examples=50)
 

@@ -81,7 +81,8 @@ class Device(Protocol):
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
         """The keys of the chunks that handed-out blocks held since the last call, in that order, each with the blocks
-        of the chunk then. None, always, from an engine that does not note them; it may begin with the first call.
+        of the chunk then; without those that the device has a second time. None, always, from an engine that does not
+        note them; it may begin with the first call.
 
         An engine that does calls `step` when all blocks of the step are handed out, and before anything is written to
         them; its compute waits for stores that hold it (`TransferPlan.holds_compute`; a CopyWorker sees to it).

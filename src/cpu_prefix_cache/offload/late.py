@@ -127,13 +127,13 @@ class Late(Offload):
         device_blocks: Sequence[int] = (),
         read: Sequence[int | None] = (),
     ) -> list[Transfer]:
-        """Store what has left the device and is not covered. A load that fills `device_blocks` and reads the host
+        """Store what of that is not covered. A load that fills `device_blocks` and reads the host
         chunks `read` follows the stores; compute follows those that read other blocks too.
         """
         if not leaving:
             return []
         self.work += len(leaving)
-        gone = [key for key, here in zip(leaving, self._device.find_all(list(leaving)), strict=True) if here is None]
+        gone = list(leaving)
         cached, missing = self._pool.split(gone)
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}

@@ -77,7 +77,9 @@ class QueueDevice(Device):
             self._notes.add(key, (block,))
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        return self._notes.take() if self._hands_out_first else None
+        if not self._hands_out_first:
+            return None
+        return {key: blocks for key, blocks in self._notes.take().items() if self.block(key) is None}
 
     @property
     def num_blocks(self) -> int:

@@ -156,6 +156,8 @@ class _Machine(RuleBasedStateMachine):
         noted = self.device.handed_out()
         if noted is None:
             return
+        for key in noted:
+            assert self.device.find(key) is None, f"handed_out() has chunk {key.hex()}, which is still found"
         left = [key for key, blocks in before.items() if blocks is not None and self.device.find(key) is None]
         for key in left:
             assert self.has(noted.get(key, ()), key), (
