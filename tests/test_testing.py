@@ -18,13 +18,19 @@ class FindsAnyCopy(SmallEngine):
     def block(self, key):
         return next((block for block, each in enumerate(self.keys) if each == key), None)
 
-    def take(self, keys, cached, tokens):
-        self.by_key |= {key: self.block(key) for key in keys[:cached]}
-        return super().take(keys, cached, tokens)
 
-
-def test_a_chunk_may_be_found_in_another_block_when_one_leaves():
-    check_device(lambda: FindsAnyCopy(7), examples=50)
+def test_a_chunk_that_the_device_has_a_second_time_is_not_handed_out():
+    device = FindsAnyCopy(2)
+    device.handed_out()
+    twins = [device.take([b"a"], 0, 1) for _ in range(2)]
+    for twin in twins:
+        device.computed(twin, 1)
+    for twin in twins:
+        device.free(twin)
+    device.hand_out()
+    assert not device.handed_out()
+    device.hand_out()
+    assert device.handed_out() == {b"a": (1,)}
 
 
 def test_an_order_may_go_on_from_its_front():
