@@ -3,9 +3,9 @@
 import torch
 
 
-def poison(manager, handing_out, host, kv):
+def poison(manager, handing_out, host, kv, value=torch.nan):
     """Before compute, overwrite what was handed out by this method and no load fills, in `kv` [2, layers, blocks, ...].
-    To read a block before it is written then shows in every logit.
+    With NaN, to read a block before it is written shows in every logit.
     """
     take, begin_step, given = getattr(manager, handing_out), host.begin_step, set()
 
@@ -16,7 +16,7 @@ def poison(manager, handing_out, host, kv):
 
     def poisoning():
         begin_step()
-        kv[:, :, list(given - host.cache.filling().keys())] = torch.nan
+        kv[:, :, list(given - host.cache.filling().keys())] = value
         given.clear()
 
     setattr(manager, handing_out, noting)

@@ -31,6 +31,7 @@ from cpu_prefix_cache.memory.parts import Role, blocks_first
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from tests.faults import CorruptingCopier, MeddlingCopier
+from tests.poison import poison
 from tests.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.small_engine import SmallEngine
 
@@ -62,6 +63,7 @@ class Engine:
             max_model_len=1_000,
             **{"max_step_tokens": 4 * GRID, "offload": "eager", "strict": True, **options},
         )
+        poison(self.blocks, "hand_out", self.host, self.kv, POISON)
         self.keys, self.tables, self.computed, self.requests = {}, {}, {}, {}
 
     def starts(self, id, prompt, n0=None, table=None):
@@ -70,7 +72,6 @@ class Engine:
         cached = next((at for at, key in enumerate(keys) if self.blocks.find(key) is None), len(keys))
         request = self.blocks.take(keys, cached, ())
         blocks = request.blocks
-        self.kv[:, :, blocks[cached:]] = POISON
         n0 = cached * GRID if n0 is None else n0
         answer = self.host.start(id, keys, len(prompt) * GRID + 1, n0, blocks if table is None else table(blocks))
         if isinstance(answer, Wait):
