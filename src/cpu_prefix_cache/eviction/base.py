@@ -31,7 +31,7 @@ class EvictionPolicy(Protocol):
         """
 
     def renewed(self, blocks: Sequence[int]) -> None:
-        """These chunks are about to leave the pool beside this one, in this order: none was used more recently."""
+        """These chunks have left the pool beside this one, in this order: none was used more recently."""
         return
 
     def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:

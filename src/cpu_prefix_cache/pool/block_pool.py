@@ -557,7 +557,7 @@ class BlockPool:
 
     def duplicate_above(self, keys: Sequence[bytes], count: int) -> None:
         """A request has used the first `count` chunks with these keys in the pool beside. They are duplicates, from the
-        deepest up to one that is known as such or absent: above that nothing was about to leave the pool beside.
+        deepest up to one that is known as such or absent: above that nothing has left the pool beside since.
         """
         depth = self._forest.resident_run(keys, 0, count) if self.is_shared else 0
         chunk = self._forest.find(keys[depth - 1]) if depth else self.root
@@ -567,7 +567,7 @@ class BlockPool:
             chunk = self._forest.parent[chunk]
 
     def renew(self, chunks: Sequence[int]) -> None:
-        """Cached chunks are about to leave the pool beside, in this order: they are duplicates no more, and young."""
+        """Cached chunks have left the pool beside, in this order: they are duplicates no more, and young."""
         self._overlapping.difference_update(chunks)
         for chunk in self._duplicates.keys() & chunks:
             del self._duplicates[chunk]
