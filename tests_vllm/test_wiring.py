@@ -269,7 +269,7 @@ def test_what_was_stored_from_blocks_that_vllm_calls_invalid_is_not_found(tmp_pa
 def test_what_is_handed_out_is_noted_only_where_nobody_writes_it_first(tmp_path):
     """Not beside other connectors, and not where workers zero new blocks."""
     assert Engine(tmp_path).device.handed_out() is not None
-    assert Engine(tmp_path, offload="eager").half.device._handed_out is None  # nobody would ever take the notes
+    assert Engine(tmp_path, offload="eager").half.device._notes.are_taken is False  # nobody would ever take the notes
     assert versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=True))
     assert versions.zeroes_new_blocks(SimpleNamespace())  # a release that does not say
     assert not versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=False))

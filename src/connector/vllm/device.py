@@ -284,7 +284,9 @@ class VllmDevice(Device):
             return None
         if not self._notes.are_taken:
             self._note_from_now_on()
-        return self._notes.take()
+        noted = self._notes.take()
+        here = zip(noted, self.find_all(list(noted)), strict=True) if noted else ()
+        return {key: noted[key] for key, found in here if found is None}
 
     def were_used(self, blocks: Collection[int]) -> bool:
         return not self._freed.isdisjoint(blocks)
@@ -295,12 +297,11 @@ class VllmDevice(Device):
 
     def _note_from_now_on(self) -> None:
         hand_out, free = self._pool.get_new_blocks, self._pool.free_blocks
-        find = self._pool.cached_block_hash_to_block.get_one_block
 
         def noting(num_blocks: int) -> list[KVCacheBlock]:
             leaving = self._next_chunks(num_blocks)
             new: list[KVCacheBlock] = hand_out(num_blocks)
-            self._notes.update({name[:-GROUP_ID_BYTES]: blocks for name, blocks in leaving if find(name) is None})
+            self._notes.update(leaving)
             return new
 
         def noting_freed(blocks: Iterable[KVCacheBlock]) -> None:
@@ -310,19 +311,19 @@ class VllmDevice(Device):
 
         self._pool.get_new_blocks, self._pool.free_blocks = noting, noting_freed
 
-    def _next_chunks(self, num_blocks: int) -> list[tuple[BlockHashWithGroupId, Sequence[int]]]:
-        """The chunks in the blocks that are handed out next: a name of each, and all its blocks."""
+    def _next_chunks(self, num_blocks: int) -> dict[bytes, Sequence[int]]:
+        """The chunks in the blocks that are handed out next, each with all its blocks."""
         block, suffixes = self._pool.free_block_queue.fake_free_list_head, self._prefix_suffixes
-        waiting = list[tuple[BlockHashWithGroupId, int]]()
+        waiting = dict[bytes, int]()
         for _ in range(min(num_blocks, self.num_waiting)):
             block = block.next_free_block
             if (name := block.block_hash) is not None and name.endswith(suffixes):
-                waiting.append((name, block.block_id))
+                waiting[name[:-GROUP_ID_BYTES]] = block.block_id
         if len(self._chunk_groups) == 1:
             alone = self._alone
-            return [(name, alone[id]) for name, id in waiting]
-        found = self.find_all([name[:-GROUP_ID_BYTES] for name, _ in waiting])
-        return [(name, here) for (name, _), here in zip(waiting, found, strict=True) if here is not None]
+            return {key: alone[id] for key, id in waiting.items()}
+        found = zip(waiting, self.find_all(list(waiting)), strict=True)
+        return {key: here for key, here in found if here is not None}
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks
