@@ -133,7 +133,7 @@ class AtomDevice(Device):
     def handed_out(self) -> Mapping[bytes, Sequence[int]]:
         if not self._notes.are_taken:
             self._note_from_now_on()
-        return {key: blocks for key, blocks in self._notes.take().items() if self.block(key) is None}
+        return self._notes.take(self.find_all)
 
     def _note_from_now_on(self) -> None:
         allocate = self._pool.allocate

@@ -284,9 +284,7 @@ class VllmDevice(Device):
             return None
         if not self._notes.are_taken:
             self._note_from_now_on()
-        noted = self._notes.take()
-        here = zip(noted, self.find_all(list(noted)), strict=True) if noted else ()
-        return {key: noted[key] for key, found in here if found is None}
+        return self._notes.take(self.find_all)
 
     def were_used(self, blocks: Collection[int]) -> bool:
         return not self._freed.isdisjoint(blocks)
@@ -313,17 +311,12 @@ class VllmDevice(Device):
 
     def _next_chunks(self, num_blocks: int) -> dict[bytes, Sequence[int]]:
         """The chunks in the blocks that are handed out next, each with all its blocks."""
-        block, suffixes = self._pool.free_block_queue.fake_free_list_head, self._prefix_suffixes
-        waiting = dict[bytes, int]()
-        for _ in range(min(num_blocks, self.num_waiting)):
-            block = block.next_free_block
-            if (name := block.block_hash) is not None and name.endswith(suffixes):
-                waiting[name[:-GROUP_ID_BYTES]] = block.block_id
+        order = islice(self._evicted_after(None), num_blocks)  # without checkpoints each block comes once
         if len(self._chunk_groups) == 1:
             alone = self._alone
-            return {key: alone[id] for key, id in waiting.items()}
-        found = zip(waiting, self.find_all(list(waiting)), strict=True)
-        return {key: here for key, here in found if here is not None}
+            return {key: alone[block] for block, key in order if key is not None}
+        keys = [key for _, key in order if key is not None]
+        return {key: here for key, here in zip(keys, self.find_all(keys), strict=True) if here is not None}
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Hold:
         everywhere = self._pool.blocks

@@ -77,9 +77,7 @@ class QueueDevice(Device):
             self._notes.add(key, (block,))
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        if not self._hands_out_first:
-            return None
-        return {key: blocks for key, blocks in self._notes.take().items() if self.block(key) is None}
+        return self._notes.take(self.find_all) if self._hands_out_first else None
 
     @property
     def num_blocks(self) -> int:

@@ -232,7 +232,7 @@ class RadixDevice(Device):
                     yield page, key_of(page)
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        return self._notes.take() if self._hands_out_first else None
+        return self._notes.take(self.find_all) if self._hands_out_first else None
 
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         if self._key.get(block) != key:

@@ -341,12 +341,12 @@ class BlockPool:
         return departed
 
     def take_evicted(self) -> Mapping[bytes, Sequence[int]]:
-        """The blocks of the chunks that were evicted since this was asked last, by the keys of the chunks. From the
-        first call on they are kept, and `take_departed` has none.
+        """The blocks of the chunks that were evicted since this was asked last and are not back, by the keys of the
+        chunks. From the first call on they are kept, and `take_departed` has none.
         """
         if not self._notes.are_taken:
             self.log_departures()
-        return self._notes.take()
+        return self._notes.take(lambda keys: [self.find(key) for key in keys])
 
     def take_events(self) -> list[BoundaryEvent]:
         """Changes since this was asked last: what can be hit now, and what no longer can; see the log."""
@@ -559,7 +559,7 @@ class BlockPool:
         """A request has used the first `count` chunks with these keys in the pool beside. They are duplicates, from the
         deepest up to one that is known as such or absent: above that nothing has left the pool beside since.
         """
-        depth = self._forest.resident_run(keys, 0, count) if self.is_shared else 0
+        depth = self._forest.resident_run(keys, 0, count)
         chunk = self._forest.find(keys[depth - 1]) if depth else self.root
         while chunk != self.root and self._state[chunk] == CACHED and chunk not in self._duplicates:
             self._overlapping.discard(chunk)

@@ -6,7 +6,7 @@
 If nobody takes them any more, at most as many are kept as there are blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class Notes:
@@ -32,6 +32,10 @@ class Notes:
         while len(noted) > self._most:
             del noted[next(iter(noted))]
 
-    def take(self) -> Mapping[bytes, Sequence[int]]:
+    def take(self, find_all: Callable[[Sequence[bytes]], Iterable[object]]) -> Mapping[bytes, Sequence[int]]:
+        """The notes since this was asked last, of chunks that `find_all` does not find: the others are there a second
+        time, or have come back.
+        """
         noted, self._blocks = self._blocks or {}, {}
-        return noted
+        found = zip(noted.items(), find_all(list(noted)), strict=True) if noted else ()
+        return {key: blocks for (key, blocks), here in found if here is None}
