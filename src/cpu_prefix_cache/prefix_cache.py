@@ -525,9 +525,7 @@ class CPUPrefixCache:
         at = boundary // self.planner.grid_tokens
         stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
         store = self._ledger.writing.get(request.keys[at]) if self._ledger.writing and at < stop else None
-        if store is None or store.owner is not None or not self.pool.is_shared:
-            return None
-        if self._device.find(request.keys[at]) is not None:
+        if store is None or not self.pool.is_shared or self._device.find(request.keys[at]) is not None:
             return None
         end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens

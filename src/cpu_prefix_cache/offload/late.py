@@ -127,8 +127,8 @@ class Late(Offload):
         device_blocks: Sequence[int] = (),
         read: Sequence[int | None] = (),
     ) -> list[Transfer]:
-        """Store what of that is not covered. A load that fills `device_blocks` and reads the host
-        chunks `read` follows the stores; compute follows those that read other blocks too.
+        """Store those of the chunks `leaving` that are not covered. A load that fills `device_blocks` and reads the
+        host chunks `read` follows the stores; compute follows those that read other blocks too.
         """
         if not leaving:
             return []
