@@ -62,7 +62,7 @@ class Blocks:
 
 
 class BlocksDevice(QueueDevice):
-    """What the host cache asks about device blocks."""
+    """Answers to the host cache about device blocks."""
 
     def __init__(self, blocks):
         super().__init__(num_blocks=len(blocks.users), hands_out_first=True)

@@ -81,7 +81,7 @@ class Move:
 
 
 class WithTier(PrefixCacheMachine):
-    """What a tier adds to a machine. A subclass says in `new_slots` what the device is, after a restart too."""
+    """Parts that a tier adds to a machine. A subclass says in `new_slots` what the device is, after a restart too."""
 
     cache: TieredCache
 
@@ -393,7 +393,7 @@ class WithTier(PrefixCacheMachine):
         return transfer is not None and not transfer.is_cancelled
 
     def right(self, label: Label) -> Any:
-        """What a host block with these bytes holds."""
+        """Contents of a host block with these bytes."""
         piece = self.planner.pieces[label.group]
         if label.block == CHUNK:
             content = tuple((self.epoch, label.key, piece.group.name, part) for part in range(piece.device_blocks))
@@ -558,7 +558,7 @@ class WithTier(PrefixCacheMachine):
 
     @invariant()
     def records_are_right(self) -> None:
-        """Of those that could be served, now or after a restart: where all ranks have one, so the highest floor counts.
+        """Check those that could be served, now or after a restart: where all ranks have one, the highest floor counts.
 
         What is known before the ranks have reported is taken in later, and only if no reset came first.
         """
@@ -572,7 +572,7 @@ class WithTier(PrefixCacheMachine):
 
     @invariant()
     def the_tier_has_what_it_says(self) -> None:
-        """But for slots that went bad."""
+        """Leave out slots that went bad."""
         pool, generations = self.cache.below.pool, self.cache.below._generations
         for name in ALL_NAMES:
             for key in (name, checkpoint_key(name)):
@@ -595,7 +595,7 @@ class WithTier(PrefixCacheMachine):
 
     @invariant()
     def promotions_are_bounded(self) -> None:
-        """What is being read, and what was read and waits to be admitted (edges 7 and 30 of the study)."""
+        """Count what is being read, and what was read and waits to be admitted (edges 7 and 30 of the study)."""
         pool, stores = self.cache.pool, [store for store, *_ in self.cache._slices.values()]
         moving = sum(1 for store in stores for node in store.nodes for _ in pool.all_blocks_of(node))
         assert moving + sum(want.blocks for want in self.cache._wants.values()) <= self.budget
@@ -638,7 +638,7 @@ class WithTier(PrefixCacheMachine):
 
 
 class WithStore(WithTier):
-    """What changes where the tier is a store that others write, too."""
+    """Changes where the tier is a store that others write, too."""
 
     ask_seconds = ASK_SECONDS
     tiers: list[RankStore]
@@ -677,7 +677,7 @@ class WithStore(WithTier):
                         self.tiers[rank].others_write(label, self.right(label))
 
     def labels_at(self, name: bytes, has_checkpoint: bool) -> list[Label]:
-        """Of a chunk, and of the checkpoint at its end."""
+        """Labels of a chunk, and of the checkpoint at its end."""
         keys, pieces = chain(name.decode()), self.planner.pieces
         chunk = [(name, group, CHUNK) for group, piece in enumerate(pieces) if piece.in_chunk]
         beside = [(keys[at.chunk], at.group, at.block) for at in self.planner.checkpoint(len(name))]
@@ -736,7 +736,7 @@ class WithStore(WithTier):
 
     @invariant()
     def records_are_right(self) -> None:
-        """Of today's names. A rank that hears of a reset takes others, and no plan reads before it has heard."""
+        """Check today's names. A rank that hears of a reset takes others, and no plan reads before it has heard."""
         if self.is_told:
             super().records_are_right()
 

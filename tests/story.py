@@ -79,7 +79,7 @@ class Shelf:
 
     @property
     def order(self) -> list[str]:
-        """Who leaves next."""
+        """The order in which they leave."""
         return [self.pool.key(block).decode() for block in self.pool.soonest_evicted()]
 
 

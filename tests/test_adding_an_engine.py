@@ -134,7 +134,7 @@ def test_a_copier_that_damages_bytes_is_seen():
 
 
 class Trial:
-    """What `check_device` has to know of the engine's blocks, as docs/adding_an_engine.md shows it."""
+    """Answers to `check_device` about the engine's blocks, as docs/adding_an_engine.md shows it."""
 
     chunk_blocks = 1
 

@@ -120,7 +120,7 @@ class Engine:
             self.blocks.forget(block)
 
     def right(self, id):
-        """Of each chunk of the request, whether its block holds it."""
+        """Whether its block holds it, of each chunk of the request."""
         pairs = zip(self.keys[id], self.tables[id], strict=True)
         return [torch.equal(self.kv[:, :, block], contents(key)) for key, block in pairs]
 
@@ -243,7 +243,7 @@ def test_what_the_device_has_is_not_loaded_again():
 
 
 def allocating(blocks):
-    """What a load fills, as a function: here the request's own blocks."""
+    """The blocks that a load fills, as a function: here the request's own blocks."""
     return lambda start, boundary: blocks[start // GRID : boundary // GRID]
 
 
@@ -548,7 +548,7 @@ class HybridEngine:
         self.pool.commit([node], [checkpoint_key(keys[-1])], chunks[-1], touch)
 
     def places(self, keys, tables):
-        """Of every group the block of each token in which it is needed: a view of its bytes, and what they should be"""
+        """Blocks of every group for each token in which it is needed: a view of its bytes, and what they should be"""
         for name, tensor, table in zip(self.NAMES, self.tensors, tables, strict=True):
             for at, block in enumerate(table):
                 if block >= 0:
@@ -561,7 +561,7 @@ class HybridEngine:
 
 
 def loaded_by_hybrid(n0, **options):
-    """What is right on the device after [n0, 16) was loaded into a table for each group."""
+    """Places that are right on the device after [n0, 16) was loaded into a table for each group."""
     engine, keys = HybridEngine(**options), keys_of("abcd")
     chunks, node, tables = engine.takes(keys)
     assert engine.host.start("r", keys, 17, 0, tables) == Run()

@@ -1,4 +1,4 @@
-"""What a load overwrites it saves, also where an engine frees the blocks of a chunk group by group."""
+"""Loads save what they overwrite, also where an engine frees the blocks of a chunk group by group."""
 
 from collections.abc import Sequence
 

@@ -105,7 +105,7 @@ class SharesWhateverIsThere(SharesUnfinished):
 
 
 class ReleasesToTheEnd(SmallEngine):
-    """What waited when it was held waits last when it comes back."""
+    """Puts last what waited when it was held."""
 
     def release(self, hold):
         for block, key in hold.waited:

@@ -137,7 +137,7 @@ def test_a_step_that_can_store_nothing_costs_nothing():
 
 
 def test_a_boundary_in_decode_costs_no_more_after_many_checkpoints():
-    """Those that the host has are looked at again at the end of the request, and not at each boundary."""
+    """Checkpoints that the host has are looked at again at the end of the request, and not at each boundary."""
 
     def work(chunks):
         engine = Checkpointing(FULL, STATE, host=3_000, device=3_000, checkpoint_interval=GRID_OF_CHECKPOINTS)

@@ -59,7 +59,7 @@ def served(tree, folder, stories):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What the engine answers as it is, by block size and seed: nothing else of a story changes an answer."""
+    """Answers of the engine as it is, by block size and seed: nothing else of a story changes an answer."""
     kinds = sorted({(each["size"], each["seed"]) for each in STORIES.values()})
     answers = served(
         ENGINES / "nano-vllm", tmp_path_factory.mktemp("alone"), [story(size=size, seed=seed) for size, seed in kinds]

@@ -370,7 +370,7 @@ def test_of_mla_a_token_takes_as_many_host_bytes_on_any_number_of_ranks(tmp_path
 def test_a_kind_of_state_that_is_not_known_is_refused_and_not_guessed_at(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class LikeFullAttention(FullAttentionSpec):
-        """What it keeps of its blocks nobody knows."""
+        """Keeps of its blocks nobody knows what."""
 
     spec = LikeFullAttention(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=ATTENTION.dtype)
     config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)

@@ -1,4 +1,4 @@
-"""What vLLM says reaches whom it concerns: configuration, ranks, blocks that have gone bad."""
+"""Settings and reports of vLLM reach whom they concern: configuration, ranks, blocks that have gone bad."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def configure(folder, **parallel):
 
 
 def outside(code: str) -> str:
-    """What a program prints, run where nothing of ours is imported yet, and nothing may touch a GPU."""
+    """Output of a program, run where nothing of ours is imported yet, and nothing may touch a GPU."""
     before = """
 import sys, torch, vllm.v1.core.sched.scheduler
 def refuse():
@@ -99,7 +99,7 @@ def test_a_release_within_the_tested_range_is_not_warned_of(tmp_path, log, monke
 
 
 def warnings_of(folder, log, monkeypatch, number):
-    """What both halves of an engine warn of when they begin with such a vLLM."""
+    """Warnings of both halves of an engine when they begin with such a vLLM."""
     config = configure(folder)
     config.cache_config.num_gpu_blocks = BLOCKS
     monkeypatch.setattr(vllm, "__version__", number)
@@ -113,7 +113,7 @@ def warnings_of(folder, log, monkeypatch, number):
 
 
 def test_the_ranks_of_a_tensor_parallel_group_ask_it_for_the_region(tmp_path, monkeypatch):
-    """And those that have KV of their own have a region each."""
+    """Ranks that have KV of their own have a region each."""
     asked, made = [], []
 
     def region_of_the_group(num_bytes, **_):

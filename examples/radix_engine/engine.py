@@ -16,7 +16,7 @@ from tiny_model import TinyModel
 
 
 class NoDevice:
-    """What the tree and the list of free pages tell a host cache. Here there is none."""
+    """Reports of the tree and the list of free pages to a host cache. Here there is none."""
 
     def __init__(self, cache):
         self.give_back = cache.free  # pages of a request that are not in the tree
@@ -29,7 +29,7 @@ class NoDevice:
 
 
 class NoHost:
-    """What the engine tells a host cache. Here there is none."""
+    """Reports of the engine to a host cache. Here there is none."""
 
     is_busy = False  # copies are under way
 

@@ -1,4 +1,4 @@
-"""What the pool expects of an eviction policy."""
+"""Contract between the pool and an eviction policy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class EvictionPolicy(Protocol):
         return
 
     def retired(self, blocks: Sequence[int]) -> None:
-        """What is being written to `blocks` will not be inserted. Not all of them need to have been announced."""
+        """Nothing that is being written to `blocks` will be inserted. Not all of them need to have been announced."""
         return
 
     def soonest_evicted(self) -> Iterator[int]:

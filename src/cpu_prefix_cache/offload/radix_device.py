@@ -117,7 +117,7 @@ class RadixDevice(Device):
 
     @abstractmethod
     def last_use(self, node: Node) -> Any:
-        """What the engine compares to choose among leaves: that with the smallest is evicted first.
+        """The value by which the engine chooses among leaves: that with the smallest is evicted first.
 
         It grows when a node is used. An engine in which it can fall calls `placed` again then.
         """

@@ -1,4 +1,4 @@
-"""What a CPUPrefixCache demands of a Device, as a Hypothesis machine that an engine's author runs on his own.
+"""Demands of a CPUPrefixCache on a Device, as a Hypothesis machine that an engine's author runs on his own.
 
     def test_my_device():
         check_device(lambda: MyTrial(num_blocks=12))
@@ -93,7 +93,7 @@ class _Hold(NamedTuple):
 
 
 class _Machine(RuleBasedStateMachine):
-    """What is known beside the device: what each block holds, who uses it, and since when it waits.
+    """Knowledge beside the device: what each block holds, who uses it, and since when it waits.
 
     What a block holds is a digest of the tokens up to its end, and the key of a chunk is the digest of its last block.
     So chunks that part within a chunk can share the blocks before.
@@ -356,7 +356,7 @@ class _Machine(RuleBasedStateMachine):
         return [self.contents.get(block) for block in blocks] == self.chunks[key]
 
     def keys(self, tokens: list[int]) -> list[bytes]:
-        """Of each chunk, which is remembered with its contents."""
+        """The key of each chunk, which is remembered with its contents."""
         contents = [blake2b(bytes(tokens[: at + 1]), digest_size=16).digest() for at in range(len(tokens))]
         chunks = [contents[at : at + self.width] for at in range(0, len(contents), self.width)]
         self.chunks |= {chunk[-1]: chunk for chunk in chunks}
@@ -364,7 +364,7 @@ class _Machine(RuleBasedStateMachine):
 
 
 def _other(key: bytes | None) -> bytes | None:
-    """What a block with this key does not come with."""
+    """A key that no block with this one comes with."""
     return None if key is not None else bytes(16)
 
 
