@@ -17,7 +17,7 @@ from tests.threads import eventually
 
 MIB = 1 << 20
 UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")  # a process in a namespace of pids of its own
-# A process that has a region of 64 MiB, of which it takes as many MiB as it is asked for, a line each. `ahead` it takes
+# A process that has a region of 64 MiB, of which it takes as many MiB as each line requests. `ahead` it takes
 # them by the threads that take pages ahead, and nothing else.
 OTHER = """
 import sys
@@ -45,9 +45,16 @@ for line in sys.stdin:
 def folder(tmp_path, monkeypatch):
     """Where claims are kept in this test."""
     monkeypatch.setattr(claims, "SHARED", tmp_path)
+    monkeypatch.setattr(mapping, "_with_huge_pages", apart)
     claims._folder.cache_clear()
     yield tmp_path / f"cpu-prefix-cache-{os.geteuid()}"
     claims._folder.cache_clear()
+
+
+def apart(region):
+    """A region that the kernel does not show as one with what another test has left, and claimed elsewhere."""
+    region.madvise(mmap.MADV_DONTDUMP)
+    return region
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def promised():
     return sum(each.num_bytes for each in claims.promises())
 
 
-def test_what_others_have_claimed_is_not_given_again_until_they_have_taken_it(other, monkeypatch):
+def test_memory_that_others_have_claimed_is_not_given_again_until_they_have_taken_it(other, monkeypatch):
     monkeypatch.setattr(limits, "_available_bytes", lambda: 10_000 * MIB)
     monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
     before = limits.usable_bytes()
@@ -180,8 +187,8 @@ def test_only_the_pages_of_the_region_count():
 # Containers that share /dev/shm, each with a namespace of pids of its own
 
 
-def test_of_another_pid_namespace_only_what_is_taken_ahead_is_promised(other, monkeypatch):
-    """What is taken on its first use counts as used already, and would count twice."""
+def test_claims_of_another_pid_namespace_count_only_memory_taken_ahead(other, monkeypatch):
+    """Memory that is taken on its first use counts as used already, and would count twice."""
     monkeypatch.setattr(claims, "_pid_namespace", lambda: 1)
     ask(other(), 8)
     assert promised() == 0
@@ -233,7 +240,7 @@ def test_a_region_that_the_system_cut_short_is_owed_nothing_more(monkeypatch):
     arena.close()
 
 
-def test_what_any_rank_has_taken_of_a_shared_region_is_taken():
+def test_pages_that_any_rank_has_taken_of_a_shared_region_are_taken():
     file, region = mapping.make_shared(16 * MIB)
     assert promised() == 16 * MIB
     child = os.fork()
