@@ -1,18 +1,18 @@
-"""What we use of vLLM, release by release: what its modules have to import, and of classes the methods with their
-parameters, and the fields.
-
-    python -m tests_vllm.contract vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl > tests_vllm/contracts/0.33.0.json
-
-reads it out of a wheel, or out of a folder in which vLLM is installed, without importing anything. The files are facts
-to hold our connector against (`test_contract.py`), also where a release cannot run: on this machine, without a GPU.
+"""Facts of vLLM that we rely on: the names that its modules have to import, and of classes the fields, and the methods
+with their parameters. They are read out of a wheel, or out of a folder in which vLLM is installed, without importing
+anything. `releases.py` keeps them, release by release; `test_contract.py` holds our connector against them, also where
+a release cannot run: on this machine, without a GPU.
 """
 
 import ast
-import json
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+# Pairs: a module and a public name of it; a class and a field of it, or a method, as "name(self, parameter)" or, if it
+# has to be overridden, "abstract name(self, parameter)".
+Contract = frozenset[tuple[str, str]]
+ABSTRACT = "abstract "
 
 USED = {
     "vllm/logger.py": [],
@@ -35,8 +35,15 @@ USED = {
     "vllm/v1/outputs.py": ["KVConnectorOutput"],
     "vllm/v1/request.py": ["Request", "RequestStatus"],
     "vllm/v1/kv_cache_interface.py": [
-        *("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "UniformTypeKVCacheSpecs"),
-        *("AttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
+        "KVCacheConfig",
+        "KVCacheGroupSpec",
+        "KVCacheTensor",
+        "UniformTypeKVCacheSpecs",
+        "AttentionSpec",
+        "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec",
+        "MambaSpec",
     ],
 }
 
@@ -49,16 +56,15 @@ def sources(where: Path) -> dict[str, str]:
         return {name: wheel.read(name).decode() for name in USED}
 
 
-def contract(texts: dict[str, str]) -> dict:
-    """Class by class: `methods` with the names of their parameters, whether they are `abstract`, and `fields`. And
-    under `names`, module by module, what can be imported from it."""
-    found: dict[str, dict] = {"names": {}}
-    for name, text in texts.items():
-        tree = ast.parse(text)
+def contract(texts: dict[str, str]) -> Contract:
+    """The facts in the texts of the files we use."""
+    found: set[tuple[str, str]] = set()
+    for name, source in texts.items():
+        tree = ast.parse(source)
         classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        found |= {each: described(classes[each]) for each in USED[name]}
-        found["names"][module_of(name)] = sorted(defined(tree, reexports=name.endswith("__init__.py")))
-    return found
+        found |= {(owner, member) for owner in USED[name] for member in described(classes[owner])}
+        found |= {(module_of(name), each) for each in defined(tree, reexports=name.endswith("__init__.py"))}
+    return Contract(found)
 
 
 def module_of(file: str) -> str:
@@ -76,16 +82,17 @@ def defined(tree: ast.Module, reexports: bool) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def described(node: ast.ClassDef) -> dict:
+def described(node: ast.ClassDef) -> set[str]:
     methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     fields = {each.id for each in assigned(node.body) if isinstance(each, ast.Name)}
     inside = assigned(each for method in methods.values() for each in ast.walk(method))
     fields |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
-    return {
-        "methods": {name: parameters(method) for name, method in sorted(methods.items())},
-        "abstract": sorted(name for name, method in methods.items() if has_decorator(method, "abstractmethod")),
-        "fields": sorted(fields),
-    }
+    return fields | {signature(method) for method in methods.values()}
+
+
+def signature(method: ast.FunctionDef) -> str:
+    before = ABSTRACT if has_decorator(method, "abstractmethod") else ""
+    return f"{before}{method.name}({', '.join(parameters(method))})"
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
@@ -107,6 +114,31 @@ def has_decorator(method: ast.FunctionDef, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in method.decorator_list)
 
 
-if __name__ == "__main__":
-    json.dump(contract(sources(Path(sys.argv[1]))), sys.stdout, indent=1)
-    print()
+# Members
+
+
+def members(contract: Contract, owner: str) -> set[str]:
+    return {member for each, member in contract if each == owner}
+
+
+def name_of(member: str) -> str:
+    return member.removeprefix(ABSTRACT).partition("(")[0]
+
+
+def names(contract: Contract, owner: str) -> set[str]:
+    """The fields and methods of a class, or the public names of a module."""
+    return {name_of(member) for member in members(contract, owner)}
+
+
+def methods(contract: Contract, owner: str) -> dict[str, list[str]]:
+    """The parameters of each method."""
+    found = [each for each in members(contract, owner) if "(" in each]
+    return {name_of(each): listed(each.partition("(")[2].removesuffix(")")) for each in found}
+
+
+def listed(parameters: str) -> list[str]:
+    return parameters.split(", ") if parameters else []
+
+
+def abstract(contract: Contract, owner: str) -> set[str]:
+    return {name_of(each) for each in members(contract, owner) if each.startswith(ABSTRACT)}

@@ -1,8 +1,7 @@
-"""Our connector against every release it says it runs with: what we override is there, what we must is overridden."""
+"""Our connector against every release it names: overridden methods exist, and abstract ones are overridden."""
 
 import ast
 import inspect
-import json
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,45 +17,76 @@ import cpu_prefix_cache_vllm
 from connector.vllm import CPUPrefixCacheConnector, versions
 from connector.vllm.metrics import CacheStats
 from cpu_prefix_cache import ConfigurationError
-from tests_vllm.contract import contract, sources
+from tests_vllm.contract import Contract, abstract, contract, methods, names, sources
+from tests_vllm.releases import recorded
 
-FOLDER = Path(__file__).parent / "contracts"
-RELEASES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+RELEASES = recorded()
 BASES = ("KVConnectorBase_V1", "SupportsHMA")
 OURS = {name for name in vars(CPUPrefixCacheConnector) if not name.startswith("_")}
 
-# What both halves touch, beside the connector's own class.
+# Touched by both halves, beside the connector's own class.
 TOUCHED = {
     "VllmConfig": {
-        *("attention_config", "cache_config", "compilation_config", "device_config", "kv_events_config"),
-        *("kv_transfer_config", "lora_config", "model_config", "parallel_config", "scheduler_config"),
+        "attention_config",
+        "cache_config",
+        "compilation_config",
+        "device_config",
+        "kv_events_config",
+        "kv_transfer_config",
+        "lora_config",
+        "model_config",
+        "parallel_config",
+        "scheduler_config",
         "speculative_config",
     },
     "CacheConfig": {"cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"},
     "SchedulerConfig": {"async_scheduling", "max_num_batched_tokens"},
     "ParallelConfig": {
-        *("rank", "world_size", "local_world_size", "tensor_parallel_size", "pipeline_parallel_size"),
-        *("decode_context_parallel_size", "prefill_context_parallel_size"),
-        *("distributed_executor_backend", "data_parallel_index"),
+        "rank",
+        "world_size",
+        "local_world_size",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "distributed_executor_backend",
+        "data_parallel_index",
     },
     "SpeculativeConfig": {"draft_model_config", "num_speculative_tokens", "use_eagle_block_drop"},
     "GroupCoordinator": {"world_size", "cpu_group", "broadcast_object"},
     "KVConnectorFactory": {"register_connector"},
     "BlockPool": {
-        *("touch", "free_blocks", "cached_block_hash_to_block", "reset_prefix_cache"),
-        *("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
+        "touch",
+        "free_blocks",
+        "cached_block_hash_to_block",
+        "reset_prefix_cache",
+        "blocks",
+        "free_block_queue",
+        "num_gpu_blocks",
+        "null_block",
     },
     "BlockHashToBlockMap": {"get_one_block"},
     "KVCacheBlock": {"block_hash", "block_id", "ref_cnt", "prev_free_block", "next_free_block"},
     "FreeKVCacheBlockQueue": {
-        *("iter_blocks_after", "num_free_blocks", "fake_free_list_head", "fake_free_list_tail"),
+        "iter_blocks_after",
+        "num_free_blocks",
+        "fake_free_list_head",
+        "fake_free_list_tail",
     },
     "KVCacheBlocks": {"get_block_ids"},
     "SchedulerOutput": {"num_scheduled_tokens", "preempted_req_ids", "total_num_scheduled_tokens"},
     "KVConnectorOutput": {"invalid_block_ids", "kv_connector_worker_meta", "finished_recving", "failed_recving"},
     "Request": {
-        *("request_id", "block_hashes", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
-        *("num_output_tokens", "status", "skip_reading_prefix_cache", "kv_transfer_params", "resumable"),
+        "request_id",
+        "block_hashes",
+        "num_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_output_tokens",
+        "status",
+        "skip_reading_prefix_cache",
+        "kv_transfer_params",
+        "resumable",
         "lora_request",
     },
     "RequestStatus": {"WAITING_FOR_REMOTE_KVS"},
@@ -69,7 +99,14 @@ TOUCHED = {
     "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
     "MambaSpec": {"shapes", "dtypes", "mamba_cache_mode"},
     "BlockStored": {
-        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "medium", "locality"),
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "lora_name",
+        "medium",
+        "locality",
     },
     "BlockRemoved": {"block_hashes", "medium", "locality"},
     "KVConnectorStats": {"data"},
@@ -80,18 +117,17 @@ FOLDERS = [Path(package.__file__).parent for package in (connector.vllm, cpu_pre
 OUR_SOURCES = {str(path): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")}
 
 
-def has(number: str, name: str) -> set[str]:
-    found = RELEASES[number][name]
-    return {*found["methods"], *found["fields"]}
+def has(number: str, owner: str) -> set[str]:
+    return names(RELEASES[number], owner)
 
 
-def methods(release: dict) -> dict[str, list[str]]:
-    return {name: names for base in BASES for name, names in release[base]["methods"].items()}
+def methods_of_bases(release: Contract) -> dict[str, list[str]]:
+    return {name: parameters for base in BASES for name, parameters in methods(release, base).items()}
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_what_we_override_is_there_with_the_same_parameters(number):
-    theirs = methods(RELEASES[number])
+def test_overridden_methods_exist_with_the_same_parameters(number):
+    theirs = methods_of_bases(RELEASES[number])
     for name in OURS:
         assert name in theirs, f"vLLM {number} has no {name}"
         ours = getattr(CPUPrefixCacheConnector, name)
@@ -100,30 +136,29 @@ def test_what_we_override_is_there_with_the_same_parameters(number):
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_what_must_be_overridden_is(number):
-    release = RELEASES[number]
-    assert {name for base in BASES for name in release[base]["abstract"]} <= OURS
+def test_abstract_methods_are_overridden(number):
+    assert {name for base in BASES for name in abstract(RELEASES[number], base)} <= OURS
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_what_we_touch_is_there(number):
+def test_touched_names_exist(number):
     for name, touched in TOUCHED.items():
         assert touched <= has(number, name), name
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_what_we_import_is_there(number):
-    """But for what is imported only where it is."""
-    names = RELEASES[number]["names"]
+def test_imported_names_exist(number):
+    """Imports at the top of a file: names that not every release has are imported where they are used."""
+    modules = {owner for owner, _ in RELEASES[number]}
     for file, text in OUR_SOURCES.items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ImportFrom) and node.module.startswith("vllm"):
                 for each in node.names:
-                    known = f"{node.module}.{each.name}" in names or each.name in names.get(node.module, ())
+                    known = f"{node.module}.{each.name}" in modules or each.name in has(number, node.module)
                     assert known, f"{file} imports {each.name} of {node.module}"
 
 
-def test_what_is_said_to_be_touched_is():
+def test_names_listed_as_touched_are():
     everything = "\n".join(OUR_SOURCES.values())
     for name, touched in TOUCHED.items():
         assert not [each for each in touched if not re.search(rf"\.{each}\b|\b{each}=|\"{each}\"", everything)], name
@@ -131,11 +166,11 @@ def test_what_is_said_to_be_touched_is():
 
 @pytest.mark.parametrize("number", RELEASES)
 def test_statistics_have_what_the_logger_calls(number):
-    assert set(RELEASES[number]["KVConnectorStats"]["methods"]) <= set(dir(CacheStats))
+    assert set(methods(RELEASES[number], "KVConnectorStats")) <= set(dir(CacheStats))
 
 
 def test_the_release_that_runs_here_is_the_one_on_file():
-    """Or the files say nothing of what they say they do."""
+    """Files that differ from those they were recorded from would prove nothing."""
     here = Path(vllm.__file__).parents[1]
     assert contract(sources(here)) == RELEASES[vllm.__version__.partition("+")[0]]
 
@@ -145,11 +180,10 @@ def test_each_tested_release_is_on_file():
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_a_release_has_what_it_is_said_to_have_added_and_nothing_of_later_ones(number):
-    release, names = RELEASES[number], RELEASES[number]["names"]
+def test_a_release_has_its_listed_additions_and_none_of_later_ones(number):
     for added in versions.ADDED:
         owner = added.owner.__name__
-        found = added.name in (has(number, owner) if owner in release else names[owner])
+        found = added.name in has(number, owner)
         assert found == (versions.release_of(number) >= added.since), f"{owner}.{added.name}"
 
 
