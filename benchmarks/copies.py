@@ -28,14 +28,16 @@ import triton
 from common import percentile, print_environment
 from copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
 from cpu_prefix_cache import Direction, TransferPlan
-from cpu_prefix_cache.bench.measure import name_of
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
+from cpu_prefix_cache.tools.bench.measure import name_of
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
 FRAGMENTS = (4, 8, 16, 18, 32, 64)  # KiB
 STORE, LOAD = Direction.STORE, Direction.LOAD
 POISON = 0xAB
@@ -97,7 +99,7 @@ def sustained(method: Method, directions: Sequence[Direction], seconds: float = 
     return len(directions) * count * method.num_bytes / (max(ends) - start) / 1e9
 
 
-# What runs here
+# Copiers that run here
 
 
 def peers(arena: HostArena, pinned: torch.Tensor) -> dict[str, Callable[[Scene], Method]]:
@@ -504,7 +506,7 @@ def main() -> int:
             begin = time.perf_counter()
             try:
                 section(arena, pinned, options)
-            except Exception:  # shown, so that one run of someone else's machine says all that it can
+            except Exception:  # shown, so that one run on someone else's machine prints all that it can
                 traceback.print_exc(file=sys.stdout)
                 line(f"the section {name} failed", False)
             print(f"     [{name}: {time.perf_counter() - begin:.0f} s]", flush=True)

@@ -6,7 +6,7 @@ python benchmarks/copies_figure.py rates.csv figure.png [--host-blocks random]
 import argparse
 import csv
 
-from cpu_prefix_cache.bench.rates import Rate, draw
+from cpu_prefix_cache.tools.bench.rates import Rate, draw
 
 TITLES = {"random": "host blocks of 2 MiB at random", "pool": "host blocks of 256 KiB as the pool hands them out"}
 

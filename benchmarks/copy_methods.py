@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 
 from cpu_prefix_cache import Direction, GroupCopy
-from cpu_prefix_cache.bench.measure import OneGroup
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import CudaEvent, Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.cuda import STREAM_ORDER
 from cpu_prefix_cache.memory.driver import accelerator_driver
+from cpu_prefix_cache.tools.bench.measure import OneGroup
 
 DEVICE = torch.device("cuda", 0)
 ANY_ORDER = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY, which SimpleCPUOffload uses for loads
@@ -153,7 +153,13 @@ class Kernel:
         scene, words = self._scene, self._scene.fragment // 8
         with torch.cuda.stream(self._streams[direction]):
             _copy_blocks[(16,)](
-                *(self._bases, self._there, self._here, self._host, scene.count, scene.num_blocks, words),
+                self._bases,
+                self._there,
+                self._here,
+                self._host,
+                scene.count,
+                scene.num_blocks,
+                words,
                 STORE=direction is Direction.STORE,
                 BLOCK=min(4096, triton.next_power_of_2(words)),
                 num_warps=8,

@@ -4,7 +4,7 @@
     load       plan the load of those chunks
     allocate   512 blocks, evicting as many
     commit     512 blocks
-    reset      all of the pool, and what the same calls take after it, which drop what it left
+    reset      all of the pool, and the same calls after it
 
 Blocks are stored from two loads: new chunks only, and a mix in which every second prompt is used again and every fifth
 was evicted before, so that ARC has as many ghosts as blocks.
@@ -37,13 +37,15 @@ from cpu_prefix_cache import (
     POLICIES,
     BlockPool,
     CPUPrefixCache,
-    Group,
-    GroupKind,
     HybridChunkPlanner,
+    PrefixGroup,
     RankReport,
     Request,
+    StateGroup,
+    WindowGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from property_tests.engines import cache_options
 
 CHAIN = 8_192
 RUN = 512
@@ -109,9 +111,11 @@ def main() -> None:
 
 
 def build(blocks: int, policy: str) -> CPUPrefixCache:
-    group = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=2**21)
+    group = PrefixGroup(name="attention", block_tokens=16, block_bytes=2**21)
     planner = HybridChunkPlanner([group], max_model_len=1 << 20)
-    return CPUPrefixCache(planner, CountingDevice(), host_blocks=blocks, policy=policy, offload="eager")
+    return CPUPrefixCache(
+        planner, CountingDevice(), host_blocks=blocks, **cache_options(policy=policy, offload="eager")
+    )
 
 
 def fill(pool: BlockPool, rng: random.Random, chains: int) -> list[list[bytes]]:
@@ -149,12 +153,12 @@ def measure_lookups(cache: CPUPrefixCache, rng: random.Random, chains: list[list
 
 
 def measure_hybrid_lookups(rng: random.Random, chains: int, policy: str) -> None:
-    full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=2**20)
-    window = Group(name="window", kind=GroupKind.WINDOW, window_tokens=1024, block_tokens=16, block_bytes=2**20)
-    state = Group(name="state", kind=GroupKind.STATE, block_tokens=16, block_bytes=2**25)
+    full = PrefixGroup(name="full", block_tokens=16, block_bytes=2**20)
+    window = WindowGroup(name="window", window_tokens=1024, block_tokens=16, block_bytes=2**20)
+    state = StateGroup(name="state", block_tokens=16, block_bytes=2**25)
     planner = HybridChunkPlanner([full, window, state], max_model_len=1 << 20)
     cache = CPUPrefixCache(
-        planner, CountingDevice(), host_blocks=chains * (CHAIN + 200), policy=policy, offload="eager"
+        planner, CountingDevice(), host_blocks=chains * (CHAIN + 200), **cache_options(policy=policy, offload="eager")
     )
     print(f"\nhybrid lookup of {CHAIN:,} keys, cold")
     for name, depth in (("checkpoint at the end", CHAIN), ("4,000 chunks before", CHAIN - 4_000), ("none", 0)):
@@ -210,7 +214,10 @@ def split(keys: bytes) -> list[bytes]:
 
 
 def measure_churn(name: str, pool: BlockPool, prompts: Iterator[list[bytes]]) -> None:
-    blocks, touches, allocations, commits = 0, [], [], []
+    blocks = 0
+    touches = []
+    allocations = []
+    commits = []
     for keys in prompts:
         have = pool.resident_run(keys, 0, RUN)
         deepest = pool.find(keys[have - 1]) if have else pool.root

@@ -73,7 +73,9 @@ def measure_loops(tokens: list[int], chunk: int, runs: int) -> None:
 
 def reading(data: bytes, width: int) -> list[bytes]:
     """BytesIO.read, as in ChainHasher"""
-    key, digest, read = bytes(16), xxhash.xxh3_128_digest, BytesIO(data).read
+    key = bytes(16)
+    digest = xxhash.xxh3_128_digest
+    read = BytesIO(data).read
     return [key := digest(key + read(width)) for _ in range(0, len(data), width)]
 
 
@@ -94,7 +96,9 @@ def slicing(data: bytes, width: int) -> list[bytes]:
 
 def views(data: bytes, width: int) -> list[bytes]:
     """slices of a memoryview"""
-    key, digest, view = bytes(16), xxhash.xxh3_128_digest, memoryview(data)
+    key = bytes(16)
+    digest = xxhash.xxh3_128_digest
+    view = memoryview(data)
     return [key := digest(b"".join((key, view[at : at + width]))) for at in range(0, len(data), width)]
 
 

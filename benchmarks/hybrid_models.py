@@ -8,7 +8,7 @@ layers, heads and dimensions are those in the `config.json` of the published che
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, Piece
 from cpu_prefix_cache.model.report import conversation_bytes, describe, everything_bytes, group_waste
 
@@ -37,13 +37,12 @@ def attention(layers: int, heads: int, dim: int, tokens: int) -> int:
 
 
 def full(block_bytes: int, tokens: int = 16, name: str = "full", **options) -> Group:
-    return Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=block_bytes, **options)
+    return PrefixGroup(name=name, block_tokens=tokens, block_bytes=block_bytes, **options)
 
 
 def window(block_bytes: int, sees: int, tokens: int = 16, name: str = "window", **options) -> Group:
-    return Group(
+    return WindowGroup(
         name=name,
-        kind=GroupKind.WINDOW,
         block_tokens=tokens,
         block_bytes=block_bytes,
         window_tokens=sees,
@@ -52,7 +51,7 @@ def window(block_bytes: int, sees: int, tokens: int = 16, name: str = "window", 
 
 
 def state(page_bytes: int, tokens: int) -> Group:
-    return Group(name="state", kind=GroupKind.STATE, block_tokens=tokens, block_bytes=page_bytes)
+    return StateGroup(name="state", block_tokens=tokens, block_bytes=page_bytes)
 
 
 def delta_net(layers: int, state_bytes: int) -> int:
@@ -94,9 +93,8 @@ GEMMA_4B_SPLIT = [full(attention(5, 4, 256, 16))] + [
 # Llama-4-Scout: 48 layers, three of four attend within local chunks of 8,192; 8 KV heads of 128.
 LLAMA_4 = [
     full(attention(12, 8, 128, 16)),
-    Group(
+    ChunkLocalGroup(
         name="local",
-        kind=GroupKind.CHUNK_LOCAL,
         block_tokens=16,
         block_bytes=attention(36, 8, 128, 16),
         window_tokens=8_192,
@@ -168,7 +166,7 @@ def waste_table() -> str:
         far = planner.checkpoint(FAR_CHUNKS)
         lines += [
             f"| {model.name if at == 0 else ''} | {planner.grid_tokens if at == 0 else ''} | {piece.group.name} "
-            f"| {piece.group.kind.value} | {piece.num_bytes / KIB:,.0f} "
+            f"| {piece.group.kind} | {piece.num_bytes / KIB:,.0f} "
             f"| {piece.host_blocks} x {planner.host_block_bytes / KIB:,.1f} KiB "
             f"| {'1 a chunk' if piece.in_chunk else f'{sum(each.group == at for each in far)} a checkpoint'} "
             f"| {group_waste(planner, at):.1%} |"

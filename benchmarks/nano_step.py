@@ -26,8 +26,12 @@ from pathlib import Path
 from common import percentile, print_environment
 
 ROOT = Path(__file__).parents[1]
-ALONE, MODES, CHILD = "alone", ("lazy", "eager"), "--child"
-DEVICE_TOKENS, SEQUENCES, STEP_TOKENS = 65_536, 64, 8_192
+ALONE = "alone"
+MODES = ("lazy", "eager")
+CHILD = "--child"
+DEVICE_TOKENS = 65_536
+SEQUENCES = 64
+STEP_TOKENS = 8_192
 DOCUMENTS, REQUESTS = 200, 800
 
 
@@ -48,7 +52,9 @@ def engine(block_tokens: int):
     from nanovllm.engine.scheduler import Scheduler
 
     config = type("Config", (), {})()
-    config.max_num_seqs, config.max_num_batched_tokens, config.eos = SEQUENCES, STEP_TOKENS, -1
+    config.max_num_seqs = SEQUENCES
+    config.max_num_batched_tokens = STEP_TOKENS
+    config.eos = -1
     config.kvcache_block_size, config.num_kvcache_blocks = block_tokens, DEVICE_TOKENS // block_tokens
     nano.Sequence.block_size = block_tokens
     llm = LLMEngine.__new__(LLMEngine)

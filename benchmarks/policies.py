@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from common import print_environment
 from cpu_prefix_cache import POLICIES, BlockPool
-from cpu_prefix_cache.replay.one_tier import serve
-from cpu_prefix_cache.replay.outcome import Tally
-from cpu_prefix_cache.replay.traces import TraceRequest, read_traces
+from cpu_prefix_cache.tools.replay.one_tier import serve
+from cpu_prefix_cache.tools.replay.outcome import Tally
+from cpu_prefix_cache.tools.replay.traces import TraceRequest, read_traces
 
 MILLION = 1e6
 

@@ -24,7 +24,9 @@ class Node:
     __slots__ = ("last_use", "locks", "pages", "parent")
 
     def __init__(self, parent, page, now):
-        self.parent, self.pages, self.last_use = parent, [page], now
+        self.parent = parent
+        self.pages = [page]
+        self.last_use = now
         self.locks = 0
 
 

@@ -1,4 +1,4 @@
-"""Hit ratios of a generated load of exact repeats: every prompt is asked repeatedly, some much more often than others.
+"""Hit ratios of a generated load of exact repeats: every prompt comes repeatedly, some much more often than others.
 
     python benchmarks/repeats.py [--prompts 2000] [--requests 20000] [--exponent 1.0] [--a-second 1.0] [--longest 40]
     python benchmarks/repeats.py --write trace.jsonl     and then: cpu-prefix-cache replay trace.jsonl
@@ -18,10 +18,10 @@ from unittest import mock
 
 from cpu_prefix_cache import POLICIES, BlockPool
 from cpu_prefix_cache.eviction import kinds
-from cpu_prefix_cache.replay.one_tier import serve
-from cpu_prefix_cache.replay.outcome import Tally
-from cpu_prefix_cache.replay.trace_guesses import MOONCAKE_BLOCK_TOKENS
-from cpu_prefix_cache.replay.traces import TraceRequest
+from cpu_prefix_cache.tools.replay.one_tier import serve
+from cpu_prefix_cache.tools.replay.outcome import Tally
+from cpu_prefix_cache.tools.replay.trace_guesses import MOONCAKE_BLOCK_TOKENS
+from cpu_prefix_cache.tools.replay.traces import TraceRequest
 
 PARTS = (32, 16, 8, 4, 2)  # capacities: the number of different blocks, divided by each of these
 

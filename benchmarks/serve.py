@@ -53,7 +53,7 @@ def parsed(cell: str) -> tuple[str, int]:
 
 @contextmanager
 def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """The engine of `NAME@GIB`, warm, with its host memory pinned; and what it says of itself at start."""
+    """The engine of `NAME@GIB`, warm, with its host memory pinned; and its own figures of the start."""
     name, host_gib = parsed(cell)
     settings = argparse.Namespace(**{**vars(args), "host_gib": host_gib, "log_stats": False})
     running = Engine(name, model, settings, script="serve_engine.py")
@@ -72,7 +72,7 @@ def serve(running: Engine, users: Sequence[Sequence[tuple[Any, int]]]) -> dict[s
 
 
 def job(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The requests for an engine, and what is to be said of them."""
+    """The requests for an engine, and a description of them."""
     requests, left_out = serve_trace.read(args.trace, args.block_tokens, args.max_answer, MAX_MODEL_LEN)
 
     def asked(request: serve_trace.Request) -> tuple[Any, int]:
@@ -100,7 +100,7 @@ def job(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def convoy(running: Engine, prompts: int, device_tokens: int) -> dict[str, Any]:
-    """Ask a prefix, evict it, ask one prompt on it and then, evicted again, `prompts` at once."""
+    """Send a prefix, evict it, send one prompt on it and then, evicted again, `prompts` at once."""
     prefix = running.new(CONVOY_TOKENS)
     serve(running, [[(prefix, 1)]])
     answers = {}

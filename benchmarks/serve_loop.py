@@ -1,4 +1,4 @@
-"""Requests sent to an asynchronous engine, and when its tokens came. Names no engine: `ask` is one.
+"""Requests sent to an asynchronous engine, and when its tokens came. Names no engine: the function `ask` is one.
 
 closed    each user sends a request when the one before has been answered
 open      each request is sent at its time, whatever has been answered

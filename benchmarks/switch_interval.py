@@ -12,7 +12,10 @@ import time
 
 from common import print_environment
 
-SLICES, ON_LINK, IN_PYTHON, NAP = 140, 570e-6, 50e-6, 80e-6
+SLICES = 140
+ON_LINK = 570e-6
+IN_PYTHON = 50e-6
+NAP = 80e-6
 
 
 def copy() -> float:

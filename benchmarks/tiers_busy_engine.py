@@ -22,18 +22,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpu_prefix_cache.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
 
 MARK = "busy: "
 MIB = 1 << 20
 FILE_BYTES, SLOT_BYTES = 1024 * MIB, 2 * MIB
-REQUESTS, PROMPT_TOKENS, VOCABULARY = 8, 64, 8_000
+REQUESTS = 8
+PROMPT_TOKENS = 64
+VOCABULARY = 8_000
 CONTEXT = 512  # tokens of a request, in `torch`
 CORES = 2
 STEPS = 20  # of a window
 CALM = 0.2  # of a core
 MOST_SECONDS = 240
-WITHOUT, HERE, ELSEWHERE = "without", "with", "elsewhere"
+WITHOUT = "without"
+HERE = "with"
+ELSEWHERE = "elsewhere"
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -167,7 +171,9 @@ def torch_layers(folder: Path) -> tuple[str, Callable[[], Any]]:
     from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
     torch.set_num_threads(1)
-    hidden, inner, heads = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_attention_heads"]
+    hidden = MODEL["hidden_size"]
+    inner = MODEL["intermediate_size"]
+    heads = MODEL["num_attention_heads"]
     width = hidden // heads
     layers = [
         [torch.randn(*shape) / 50 for shape in ((3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden))]
@@ -225,7 +231,9 @@ def calm(all_rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, dict[s
 def window(step: Callable[[], Any], reader: Any) -> dict[str, float]:
     """The medians of some steps, in ms, and how many cores others have used meanwhile."""
     reader.on()
-    began, used, own = time.perf_counter(), used_by_processes(), own_seconds()
+    began = time.perf_counter()
+    used = used_by_processes()
+    own = own_seconds()
     times = [timed(step) for _ in range(STEPS)]
     others = (used_by_processes() - used - (own_seconds() - own)) / (time.perf_counter() - began)
     return {

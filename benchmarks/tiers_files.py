@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from cpu_prefix_cache.bench.file_rates import FileUnderTest
-from cpu_prefix_cache.bench.slot_rates import Run
+from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.tools.bench.slot_rates import Run
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT_BYTES = (2 * MIB, 256 * KIB)
@@ -107,10 +107,22 @@ def fio(file: FileUnderTest, direction: str) -> float:
     """GB/s of fio with so many jobs, each of which moves its share of the file, at random places."""
     moved = file.moved_bytes // JOBS // file.slot_bytes * file.slot_bytes
     command = [
-        *("fio", "--name=tiers", f"--filename={file.blocks_file}", f"--rw=rand{direction}", f"--bs={file.slot_bytes}"),
-        *("--ioengine=psync", f"--direct={int(file.is_direct)}", f"--numjobs={JOBS}", f"--size={file.moved_bytes}"),
-        *(f"--io_size={moved}", "--group_reporting", "--randrepeat=0", "--output-format=json", "--thread"),
-        *("--allow_file_create=0", *([] if file.is_direct else ["--invalidate=1", "--end_fsync=1"])),
+        "fio",
+        "--name=tiers",
+        f"--filename={file.blocks_file}",
+        f"--rw=rand{direction}",
+        f"--bs={file.slot_bytes}",
+        "--ioengine=psync",
+        f"--direct={int(file.is_direct)}",
+        f"--numjobs={JOBS}",
+        f"--size={file.moved_bytes}",
+        f"--io_size={moved}",
+        "--group_reporting",
+        "--randrepeat=0",
+        "--output-format=json",
+        "--thread",
+        "--allow_file_create=0",
+        *([] if file.is_direct else ["--invalidate=1", "--end_fsync=1"]),
     ]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [job] = json.loads(output[output.index("{") :])["jobs"]

@@ -1,4 +1,4 @@
-"""Many engines on one store: what each of them finds where, what that saves, and what the store must bear.
+"""Many engines on one store: the hits of each by place, the time that they save, and the load on the store.
 
     python benchmarks/tiers_fleet.py TRACE [--engines 1,8,64,512] [--requests 32] [--store spread,one] [--json FILE]
 
@@ -12,8 +12,8 @@ of the time if nothing were ever found. So all fleets have the same load for eac
                spread     each engine's machine lends its memory and its own link of `--nic` GB/s
                none       nothing below host memory
 
-An engine computes as an H200 does Llama 3.1 8B, unless `--prefill-rate` and `--bytes-per-token` say otherwise. `saved`
-is prefill that did not come from the device, less loads and waits, by `replay/seconds_saved.py`.
+An engine computes as an H200 does Llama 3.1 8B, unless `--prefill-rate` and `--bytes-per-token` are given. `saved`
+is prefill that did not come from the device, less loads and waits, by `tools/replay/seconds_saved.py`.
 """
 
 import argparse
@@ -30,17 +30,33 @@ from pathlib import Path
 from typing import Any
 
 from common import print_environment
-from cpu_prefix_cache.replay.seconds_saved import Rates
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest, read_traces
+from cpu_prefix_cache.tools.replay.seconds_saved import Rates
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest, read_traces
 from tiers_fleet_parts import NAME_TOKENS, FleetEngine, SharedStore, Sizes
 from tiers_fleet_users import BALANCING, Balancer, arrivals_of, ideal_share, servable
 
-EVEN_DEPTH = 26_624  # of Llama 3.1 8B (replay/flops.py)
+EVEN_DEPTH = 26_624  # of Llama 3.1 8B (tools/replay/flops.py)
 HOST_BYTES = 54e9  # a second, measured: PCIe 5.0
 STORES = ("spread", "one", "none")
 COLUMNS = (
-    *("engines", "balancing", "store", "ideal", "device", "host", "from store", "saved", "busiest", "asked/s"),
-    *("calls/s", "names/s", "read GB/s", "written GB/s", "late", "names used", "reads used", "writes used"),
+    "engines",
+    "balancing",
+    "store",
+    "ideal",
+    "device",
+    "host",
+    "from store",
+    "saved",
+    "busiest",
+    "asked/s",
+    "calls/s",
+    "names/s",
+    "read GB/s",
+    "written GB/s",
+    "late",
+    "names used",
+    "reads used",
+    "writes used",
 )
 
 

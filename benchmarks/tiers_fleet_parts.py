@@ -1,10 +1,10 @@
 """Parts of tiers_fleet.py: an engine and a store without bytes, on a clock that is set.
 
-    SharedStore    keys in the order of their last use, up to a capacity; questions and bytes pass through lines
+    SharedStore    keys in the order of their last use, up to a capacity; queries and bytes pass through lines
     Line           a link or a server: what it is given passes one after the other, at its rate
     FleetEngine    device, host and what is remembered of the store: a TieredCache that decides as in service
 
-    a request of an engine    waits for its turn --> asks, and reads, as long as the cache says Pending --> is computed
+    a request of an engine    waits for its turn --> looks up, and reads, while the answer is Pending --> is computed
 
 Copies between device and host are done at once, and loads make the engine busy for as long as they take. What goes to
 the store or comes from there takes the time of the lines it passes: its machine's and the store's. A call that would
@@ -19,20 +19,20 @@ from typing import Any
 
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierReport, Told
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
-from cpu_prefix_cache.replay.below import ThreeTierEngine
-from cpu_prefix_cache.replay.seconds_saved import Rates
-from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest
-from cpu_prefix_cache.replay.two_tiers import RANK, Running
 from cpu_prefix_cache.slab.meter import Meter
 from cpu_prefix_cache.stores.asker import CALL_SECONDS, FIRST_PORTION
 from cpu_prefix_cache.stores.keyed_slots import CALL_VALUES, GET_SECONDS, PUT_SECONDS
-from cpu_prefix_cache.stores.settings import ASK_SECONDS, SharedTier
+from cpu_prefix_cache.stores.settings import ASK_SECONDS, REMEMBERED
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache.tools.replay.below import ThreeTierEngine
+from cpu_prefix_cache.tools.replay.seconds_saved import Rates
+from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.tools.replay.two_tiers import RANK, Running
 
 STEP_BLOCKS = 16  # of one step: 8,192 tokens
 NAME_TOKENS = 16  # of a block of vLLM: a chunk of a trace is many names in a store
@@ -42,7 +42,9 @@ class Line:
     """Passes `rate` units a second."""
 
     def __init__(self, rate: float) -> None:
-        self.rate, self.free_at, self.passed = rate, 0.0, 0.0
+        self.rate = rate
+        self.free_at = 0.0
+        self.passed = 0.0
 
     def end_of(self, amount: float, now: float) -> float:
         """When this will have passed, if it is given now."""
@@ -64,13 +66,18 @@ class SharedStore:
     def __init__(
         self, blocks: float, block_bytes: int, *, link: float, names: float, round_trip: float, block_names: int
     ) -> None:
-        self.blocks, self.block_bytes, self.block_names, self.round_trip = blocks, block_bytes, block_names, round_trip
-        self.reads, self.writes, self.server = Line(link), Line(link), Line(names)
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        self.block_names = block_names
+        self.round_trip = round_trip
+        self.reads = Line(link)
+        self.writes = Line(link)
+        self.server = Line(names)
         self.keys: OrderedDict[bytes, None] = OrderedDict()
         self.calls = self.again = 0  # calls of any kind; values that were put though they were there
 
     def ask(self, keys: Sequence[bytes], now: float) -> tuple[int, float]:
-        """How many of these are there from the first on, and when that is known: as `stores/asker.py` asks."""
+        """How many of these are there from the first on, and when that is known: as `stores/asker.py` queries."""
         chunks = next((at for at, key in enumerate(keys) if key not in self.keys), len(keys))
         there, total = chunks * self.block_names, len(keys) * self.block_names
         asked, calls = 0, 0
@@ -137,7 +144,9 @@ class FleetEngine(ThreeTierEngine):
     """Serves the requests of its `queue`, one after the other. `work` is what computing all of them would take."""
 
     def __init__(self, trace: Trace, sizes: Sizes, rates: Rates, store: SharedStore) -> None:
-        self.block_bytes, self.store, self.rates = rates.block_bytes, store, rates
+        self.block_bytes = rates.block_bytes
+        self.store = store
+        self.rates = rates
         self.queue = deque[TraceRequest]()
         self.seen, self.work = Seen(), Work()
         self.now, self._free_at = 0.0, 0.0
@@ -149,14 +158,13 @@ class FleetEngine(ThreeTierEngine):
         self._told: list[tuple[float, Told]] = []
         self._metered = 0.0  # when something was begun, or had ended
         self._meter = Meter(lambda: self._metered)
-        remembered = BelowTier(SharedTier.num_remembered(sizes.host), sizes.offload)
+        remembered = BelowTier(REMEMBERED * sizes.host, sizes.offload)
         device = DeviceTier(sizes.device, "eager", horizon=2 * STEP_BLOCKS)
         super().__init__(trace, HostTier(sizes.host), device, remembered, rates)
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> TieredCache:
-        self.tiered = TieredCache(
-            *(planner, device), slots=self._slots, below_offload=self._mode, ask_seconds=ASK_SECONDS, **options
-        )
+        below = TierOptions(self._slots, self._mode, ask_seconds=ASK_SECONDS)
+        self.tiered = TieredCache(planner, device, below=below, **options)
         return self.tiered
 
     def wake(self, now: float) -> float:
@@ -191,7 +199,7 @@ class FleetEngine(ThreeTierEngine):
         return answer
 
     def _served_by(self, prompt: Request, answer: Answer, request: TraceRequest) -> Iterator[float]:
-        """Serve a request, as `serve` does. Each step takes as long as is said."""
+        """Serve a request, as `serve` does. Each step takes the time that is yielded."""
         on_device, waited = self._on_device, self.now - self._began
         seen, below = self.seen, self.tiered.tier_statistics().hit_tokens
         self._prompt = None
@@ -267,7 +275,7 @@ class FleetEngine(ThreeTierEngine):
         self._calls.append(_Call(plan, end, size, True, refused))
 
     def _report_ended(self) -> int:
-        """Say what is over by now. How much that is."""
+        """Report all calls that are over by now. Returns their number."""
         ended = sorted((call for call in self._calls if call.end <= self.now), key=lambda call: call.end)
         self._calls = [call for call in self._calls if call.end > self.now]
         told = tuple(told for end, told in self._told if end <= self.now)

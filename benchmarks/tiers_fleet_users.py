@@ -1,4 +1,4 @@
-"""Parts of tiers_fleet.py: who asks, when, and which engine serves it.
+"""Parts of tiers_fleet.py: users, the times of their requests, and the engine that serves each.
 
 Each engine brings users of its own: some conversations of a trace, drawn at random, each to at most TURNS requests,
 under keys of their own. They come in the trace's order, each when those before it could be computed.
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from cpu_prefix_cache.model.prefill_work import Work
-from cpu_prefix_cache.replay.seconds_saved import Rates
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.tools.replay.seconds_saved import Rates
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 from tiers_fleet_parts import FleetEngine
 
 LONGEST = 131_072  # tokens of a prompt, as of Llama 3.1
@@ -28,7 +28,9 @@ class Balancer:
     """Sends requests to `engines`; `kind` is one of BALANCING."""
 
     def __init__(self, engines: Sequence[FleetEngine], kind: str) -> None:
-        self._engines, self._kind, self._chance = engines, kind, random.Random(SEED)
+        self._engines = engines
+        self._kind = kind
+        self._chance = random.Random(SEED)
 
     def choose(self, request: TraceRequest) -> FleetEngine:
         if self._kind == "random":

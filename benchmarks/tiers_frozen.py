@@ -3,15 +3,15 @@
     PYTHONPATH=src:examples python -m benchmarks.tiers_frozen [--json FILE]
 
 A real redis-server on this machine, and an engine that computes in its sleep: each step of 10 ms computes 600 tokens.
-Prompts are a document of 2,048 tokens and a question. Who has the document:
+Prompts are a document of 2,048 tokens and a question. Places of the document:
 
     hot      the host: 40 documents, 80 % of the requests
     known    the store, and this process knows it, but the host has room for a third of them: 10 %
-    unseen   the store alone, each asked for once: another process has stored them, so the store is asked: 10 %
+    unseen   the store alone, each requested once: another process has stored them, so the store is queried: 10 %
 
-Printed for the time before, while the server is away, and after: what one step spends in calls of the HostCache
-(start, begin_step, end_step, end), in seconds of the clock and of the processor; how long requests waited, and how long
-beyond the deadline they were told; and how many tokens of prompts the host had. Loaded blocks are compared.
+Printed for the time before, while the server is away, and after: the time of one step in calls of the HostCache (start,
+begin_step, end_step, end), in seconds of the clock and of the processor; how long requests waited, and how long beyond
+the deadline they got their answer; and how many tokens of prompts the host had. Loaded blocks are compared.
 """
 
 import argparse
@@ -41,13 +41,20 @@ BLOCK_TOKENS, DOCUMENT_BLOCKS = 32, 64
 QUESTION = BLOCK_TOKENS + 1
 PROMPT = BLOCK_TOKENS * DOCUMENT_BLOCKS + QUESTION
 BLOCK_BYTES = 8 << 10
-HOT, KNOWN, UNSEEN = 40, 60, 320  # documents
+# Documents
+HOT = 40
+KNOWN = 60
+UNSEEN = 320
 HOST_DOCUMENTS = HOT + KNOWN // 3
 DEVICE_DOCUMENTS = 48
 STEP_SECONDS, STEP_TOKENS = 0.01, 600
 REQUESTS_A_SECOND = 100
 MOST_MS = 1e3 * ASK_SECONDS + 5
-WARM, BEFORE, AWAY, AFTER = 8.0, 6.0, 4.0, 12.0  # seconds
+# Seconds
+WARM = 8.0
+BEFORE = 6.0
+AWAY = 4.0
+AFTER = 12.0
 
 
 class Request:
@@ -88,7 +95,7 @@ class Phase:
 
 
 class Engine:
-    """Starts whoever can be started, and computes the oldest first. Its device keeps no prefixes: the host is asked."""
+    """Starts each request as it fits, and computes the oldest first. Only the host keeps prefixes."""
 
     def __init__(self, url: str, ask_seconds: float = ASK_SECONDS) -> None:
         num_blocks = DEVICE_DOCUMENTS * (DOCUMENT_BLOCKS + 2)
@@ -192,7 +199,9 @@ class Traffic:
     """Requests, 100 a second, and what the engine did with them in each phase."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self._random, self._next = engine, random.Random(0), 0
+        self.engine = engine
+        self._random = random.Random(0)
+        self._next = 0
         self._unseen = iter(range(HOT + KNOWN, HOT + KNOWN + UNSEEN))
 
     def run(self, seconds: float, each_step: Callable[[], None] = lambda: None) -> Phase:
@@ -323,7 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.CRITICAL)  # each transfer that fails is told with its traceback
+    logging.basicConfig(level=logging.CRITICAL)  # each transfer that fails is logged with its traceback
     print_environment(["cpu-prefix-cache", "torch", "redis"])
     if "redis" in (lacks := missing()):
         raise SystemExit(f"not measured: {lacks['redis']}")

@@ -20,22 +20,26 @@ import torch
 from cpu_prefix_cache import BlockPool
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
-from cpu_prefix_cache.replay.below import ThreeTierEngine, replay_host_and_tier
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.outcome import Tally
-from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import Trace, read_traces
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.tools.replay.below import ThreeTierEngine, replay_host_and_tier
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.outcome import Tally
+from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.traces import Trace, read_traces
 from tiers_files import verdict
 
 BLOCK_BYTES = 4096
-DEVICE, HOST, FILE = 1_000, 2_000, 20_000
+DEVICE = 1_000
+HOST = 2_000
+FILE = 20_000
 HORIZON = 200  # of the device's lazy stores
 BAD_SHARE = 0.02
 BARS = {0.0: 0.580, BAD_SHARE: 0.48}
-REPLAY_HOST, REPLAY_FILE, REPLAY_BAR = 3_000, 30_000, 0.624
+REPLAY_HOST = 3_000
+REPLAY_FILE = 30_000
+REPLAY_BAR = 0.624
 SEED = 5
 
 

@@ -136,7 +136,9 @@ class VllmFiles:
         )
         events = SimpleNamespace(enable_kv_cache_events=False)
         spec = SimpleNamespace(config=config, kv_events_config=events, blocks_per_chunk=1)
-        self._folder, self._job_type, self._next = options["folder"], TransferJob, 0
+        self._folder = options["folder"]
+        self._job_type = TransferJob
+        self._next = 0
         self._tier = FileSystemTierManager(spec, region.data, "fs", str(self._folder))
         self._keys = [make_offload_key(number.to_bytes(32, "little"), 0) for number in range(options["blocks"])]
         self.is_direct = self._tier._use_o_direct
@@ -177,7 +179,9 @@ class LMCacheFiles:
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
         from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-        self._folder, self._count, self.is_direct = options["folder"], options["blocks"], options["direct"]
+        self._folder = options["folder"]
+        self._count = options["blocks"]
+        self.is_direct = options["direct"]
         config = LMCacheEngineConfig.from_defaults(
             local_cpu=False,
             local_disk=str(self._folder),

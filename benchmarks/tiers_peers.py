@@ -13,17 +13,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
 from tiers_files import MIB, rotated, verdict
 from tiers_peer import MARK, REGION_BLOCKS
 
 SLOT_BYTES = 2 * MIB
 HERE = Path(__file__).parent
-WRITE, READ, WARM = "write", "read", "warm"
+WRITE = "write"
+READ = "read"
+WARM = "warm"
 
 
 class CannotRun(Exception):
-    """The message says why."""
+    """The message gives the reason."""
 
 
 class Contestant(NamedTuple):

@@ -9,7 +9,7 @@
 
 They take turns: the server is emptied, and one puts and gets all blocks; each time another one first. The first round
 is not counted. What was got is compared with what was put. PYTHON is that of an environment with lmcache 0.5.6.
-The server's processor time is told in hundredths of a second, so it is a mean of all runs.
+The server's processor time is reported in hundredths of a second, so it is a mean of all runs.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from typing import Any
 import redis
 
 from benchmarks.common import print_environment
-from cpu_prefix_cache.bench.slot_rates import Run
-from cpu_prefix_cache.bench.store_rates import StoreUnderTest
 from cpu_prefix_cache.stores.opening import open_store
+from cpu_prefix_cache.tools.bench.slot_rates import Run
+from cpu_prefix_cache.tools.bench.store_rates import StoreUnderTest
 from tests_stores.servers import RedisServer
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -2,7 +2,7 @@
 
     python benchmarks/tokens_per_gib.py
 
-Each model is what its published config.json says of its KV, with 16-bit KV and states. `cpu-prefix-cache size --model`
+Each model has the KV of its published config.json, with 16-bit KV and states. `cpu-prefix-cache size --model`
 reads such a file as it is.
 """
 
@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache import Group, HybridChunkPlanner
 from cpu_prefix_cache.model.report import conversation_bytes
-from cpu_prefix_cache.replay.models import checkpoint_bytes, prefix_bytes_per_token, read_model
+from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token, read_model
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 PROMPTS = (8_192, 32_768)  # tokens
 
 LLAMA = dict(model_type="llama", num_key_value_heads=8, head_dim=128)

@@ -1,9 +1,9 @@
 """Every kind of causal model that transformers has, small and random, beside `model.generate`.
 
-Each is built from its configuration's defaults with small sizes. Three prompts are asked cold, other prompts drive them
-out of the device, and they are asked again: then they come from the host. The tokens must be those of `generate`, and
-the logits of every step within 1e-4 of their deviation (what is refused says why, by its own sentence). Windows have 32
-tokens, prompts 100 and more.
+Each is built from its configuration's defaults with small sizes. Three prompts are answered cold, other prompts drive
+them out of the device, and they are repeated: then they come from the host. The tokens must be those of `generate`, and
+the logits of every step within 1e-4 of their deviation (a refusal gives its reason in a sentence of its own). Windows
+have 32 tokens, prompts 100 and more.
 
     right        cold and hit are as `generate`
     refused      ConfigurationError when the generator is made
@@ -34,11 +34,18 @@ from connector.transformers import PrefixCachedGenerator
 from cpu_prefix_cache import ConfigurationError
 from random_models import initialise
 
-VOCABULARY, LENGTH, WINDOW, LAYERS, NEW_TOKENS = 320, 512, 32, 4, 8
+VOCABULARY = 320
+LENGTH = 512
+WINDOW = 32
+LAYERS = 4
+NEW_TOKENS = 8
 LARGEST = 30_000_000  # parameters
 TOLERANCE = 1e-4
 PROMPTS = (105, 109, 120)
-RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
+RIGHT = "right"
+REFUSED = "refused"
+WRONG = "wrong"
+NOT_BUILT = "not built"
 
 # Sizes by the names that configurations have for them.
 SMALL: dict[str, Any] = {
@@ -77,7 +84,7 @@ SMALL: dict[str, Any] = {
 # Latent attention: heads are as wide as their rotated part, and all have keys of their own.
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "forced_eos_token_id"))
-# What these need beside it.
+# Needs of these beside it.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16},
     "blenderbot": {"encoder_no_repeat_ngram_size": 0},
@@ -167,7 +174,7 @@ class Recorder(LogitsProcessor):
 
 
 def families() -> Iterator[str]:
-    """The kinds of models that AutoModelForCausalLM makes; of one that sees or hears its text part alone."""
+    """The kinds of models that AutoModelForCausalLM makes; of one that takes images or sound its text part alone."""
     for family, config in CONFIG_MAPPING.items():
         if config in MODEL_FOR_CAUSAL_LM_MAPPING and "text_config" not in config.sub_configs:
             yield family
@@ -224,7 +231,7 @@ def error(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def compare(model: PreTrainedModel, generator: PrefixCachedGenerator) -> str:
-    """Say what is wrong; nothing if all is right."""
+    """Returns the first difference; an empty text if there is none."""
     prompts = {seed: prompt(seed, length) for seed, length in enumerate(PROMPTS)}
     references = {seed: expected(model, ids) for seed, ids in prompts.items()}
     for time in ("cold", "hit"):

@@ -2,7 +2,7 @@
 
     {"ask": [[[seed, length], ...], ...], "max_tokens": 1, "together": false, "params": {}}
 
-asks prompts, each a list of random pieces of `length` tokens, one after the other or all at once, with these
+sends prompts, each a list of random pieces of `length` tokens, one after the other or all at once, with these
 kv_transfer_params. The reply is
 
     {"seconds": [...], "cached": [...]}
@@ -69,7 +69,9 @@ def beside(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         step(engine)
     alone = [step(engine)[0] for _ in range(steps)]
     prompt = tokens_of(command["beside"])
-    start, times, cached = time.perf_counter(), [], None
+    start = time.perf_counter()
+    times = []
+    cached = None
     engine.add_request("beside", prompt, sampled(1))
     while cached is None:
         seconds, outputs = step(engine)

@@ -3,9 +3,9 @@
     python benchmarks/vllm_reload.py [--parts ttft,rounds] [--shape llama] [--waves ...] [--json FILE]
     python benchmarks/vllm_reload.py --parts idle,stores,full --waves "none;ours-eager;none;ours-lazy;none;offloading"
 
-Engines are processes that run side by side and are measured in turn. `--waves` says which run together, as host memory
-allows. On a GPU with the contexts of several processes, steps may take 3 % less time (docs/design.md): to measure small
-differences, run each engine alone. Weights are random, and only times are measured; tests_vllm and
+Engines are processes that run side by side and are measured in turn. `--waves` gives those that run together, as host
+memory allows. On a GPU with the contexts of several processes, steps may take 3 % less time (docs/design.md): to
+measure small differences, run each engine alone. Weights are random, and only times are measured; tests_vllm and
 tests_gpu/vllm_equality.py test that bytes are right.
 
     none                      vLLM without a connector: what the device has evicted is computed again
@@ -118,7 +118,7 @@ class Engine:
     def __init__(
         self, name: str, model: Path, args: argparse.Namespace, script: str = "vllm_engine.py", **more: Any
     ) -> None:
-        """`more` options of our connector are said by who starts one engine by itself."""
+        """`more` are options of our connector, for a caller that starts one engine by itself."""
         options: dict[str, Any] = dict(
             model=str(model),
             load_format="dummy",
@@ -175,7 +175,7 @@ class Engine:
         return [(next(self._new), length)]
 
     def sweep(self, tokens: int) -> None:
-        """Ask other prompts with as many tokens as the device holds, so that it evicts all earlier ones."""
+        """Send other prompts with as many tokens as the device holds, so that it evicts all earlier ones."""
         self.ask([self.new(SWEEP) for _ in range(tokens // SWEEP + 1)])
         time.sleep(1)
 
@@ -257,7 +257,11 @@ def ttft(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
 def together(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     length = 32_768
     for engine in [engine for engine in running if engine.name.startswith("ours")]:
-        alone, eight, on_device, loaded_alone, loaded = [], [], [], [], []
+        alone = []
+        eight = []
+        on_device = []
+        loaded_alone = []
+        loaded = []
         for _ in range(args.prompts):
             prompts = [engine.new(length) for _ in range(2)]
             engine.ask(prompts)
@@ -293,7 +297,7 @@ def rounds(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
 
 
 def cold(engine: Engine, num_prompts: int, **params: bool) -> dict[str, list[float]]:
-    """Ask one new prompt, then several at once. Returns the seconds of both."""
+    """Send one new prompt, then several at once. Returns the seconds of both."""
     one = engine.ask([engine.new(4_096)], **params)
     many = engine.ask([engine.new(1_024) for _ in range(num_prompts)], max_tokens=64, together=True, **params)
     return {"ttft": one["seconds"], "run": many["seconds"]}

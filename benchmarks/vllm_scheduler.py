@@ -21,7 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from common import percentile, print_environment
-from cpu_prefix_cache.replay.traces import read_traces
+from cpu_prefix_cache.tools.replay.traces import read_traces
 from vllm_simulated import MAX_MODEL_LEN, OURS, SIMPLE, Engine, Kind, Sizes, model_folder
 
 KINDS: dict[str, Kind] = {

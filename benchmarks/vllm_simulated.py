@@ -40,8 +40,12 @@ OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 Kind = tuple[dict[str, Any], dict[str, Any]] | None  # the connector and its own options; None: no connector
 CALLS = (
-    *("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
-    *("update_connector_output", "request_finished_all_groups", "has_pending_push_work"),
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "has_pending_push_work",
 )
 
 

@@ -2,12 +2,12 @@
 
     python benchmarks/vllm_tier.py FOLDER [FOLDER ...] [--json FILE]
 
-For each folder an engine with a tier there is asked prompts; others follow, until device and host have evicted them;
-then they are asked again, with 32 new tokens:
+For each folder an engine with a tier there gets prompts; others follow, until device and host have evicted them; then
+they come again, with 32 new tokens:
 
     computed     nothing was known
     tier         the KV was in files only
-    host         asked once more: device memory no longer has it, the host does
+    host         once more: device memory no longer has it, the host does
     device       and once more, at once
 
 and each but the last beside requests that decode: the median and the longest time between two of their tokens before
@@ -30,13 +30,15 @@ from vllm_reload import GIB, PIN_SECONDS_PER_GIB, SWEEP, TAIL, Engine, all_ms, m
 TOKEN_BYTES = 131_072  # of the shape of Llama 3.1 8B
 BLOCK_TOKENS = 16
 WRITE_SECONDS = 1.0  # after each prompt that evicts others, for what the tier writes
-DECODING, DECODING_TOKENS, STEPS = 8, 256, 50
+DECODING = 8
+DECODING_TOKENS = 256
+STEPS = 50
 TIER = "vllm:cpu_prefix_cache_tier_"
 COUNTERS = ("hit_tokens", "transferred_bytes", "requests", "refused_slots", "unsaved_chunks")
 
 
 def evict(engine: Engine, args: argparse.Namespace) -> None:
-    """Ask so many others that neither device nor host has the KV of an earlier prompt."""
+    """Send so many others that neither device nor host has the KV of an earlier prompt."""
     tokens = args.host_gib * GIB // TOKEN_BYTES + args.device_blocks * BLOCK_TOKENS
     for _ in range(math.ceil(tokens / SWEEP)):
         engine.ask([engine.new(SWEEP)])

@@ -88,7 +88,9 @@ class BlocksDevice(QueueDevice):
 
 class Request:
     def __init__(self, id, prompt, num_output):
-        self.id, self.tokens, self.end = id, list(prompt), len(prompt) + num_output
+        self.id = id
+        self.tokens = list(prompt)
+        self.end = len(prompt) + num_output
         self.num_prompt = len(prompt)
         self.keys = []  # of full chunks of its tokens; grows as it is computed
         self.table, self.computed = [], 0  # device blocks; tokens with KV
@@ -106,7 +108,9 @@ class Engine:
         self.step_tokens, self.max_running = step_tokens, max_running
         self.blocks, self.model = Blocks(num_blocks), TinyModel(num_blocks, BLOCK_TOKENS)
         self.hasher = ChainHasher(BLOCK_TOKENS)
-        self.waiting, self.running, self.loading = deque(), [], {}  # loading: by id
+        self.waiting = deque()
+        self.running = []
+        self.loading = {}  # by id
         layout = Prefix(keys_and_values(self.model.kv, block_dim=2), block_tokens=BLOCK_TOKENS)
         self.host = HostCache(BlocksDevice(self.blocks), [layout], max_step_tokens=step_tokens, **options)
 
@@ -211,7 +215,7 @@ class Engine:
         request.computed = computed
 
     def _end(self, request, preempted=False):
-        """Finished, aborted or preempted, running or loading: tell the host cache, then free its blocks."""
+        """Finished, aborted or preempted, running or loading: report it to the host cache, then free its blocks."""
         self.host.end(request.id, request.computed, preempted=preempted)
         if self.loading.pop(request.id, None) is None:
             self.running.remove(request)

@@ -8,12 +8,12 @@ With --tier file:PATH:SIZE, what host memory cannot hold is kept in files in the
 prefixes of the first.
 
 Exit status: 0 all answers agree (in half precision differences are allowed, and printed); 1 they do not; 2 it cannot be
-done, and one sentence says why; 3 with --corrupt, if there was nothing to corrupt or the damage was not detected; 130
-interrupted. However a run ends, the rounds that finished are printed, and written to --json.
+done, and one sentence gives the reason; 3 with --corrupt, if there was nothing to corrupt or the damage was not
+detected; 130 interrupted. However a run ends, the rounds that finished are printed, and written to --json.
 
     offline_generation.py            this file: how a run ends
     offline_generation_run.py        a run: two engines, with and without the cache, answer the same prompts
-    offline_generation_options.py    what can be asked for
+    offline_generation_options.py    the options
     offline_generation_inputs.py     the model, its tokenizer and the prompts
     offline_generation_checks.py     an answer compared with that of the other engine; a damaged piece
     offline_generation_report.py     what is printed and written

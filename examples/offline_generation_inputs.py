@@ -1,7 +1,7 @@
-"""What the example works on: the model, its tokenizer, and the prompts of each round.
+"""Inputs of the example: the model, its tokenizer, and the prompts of each round.
 
 Prompts are read, encoded and checked before the first one is answered: a prompt that would be refused later would cost
-the answers before it. `prompts_of` returns the rounds that differ; a longer run asks them again in turn.
+the answers before it. `prompts_of` returns the rounds that differ; a longer run repeats them in turn.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def load_model(options: argparse.Namespace) -> tuple[PreTrainedModel, Any, str]:
         logging.set_verbosity_error()  # on a CPU linear attention has no faster kernels than those it would warn of
         return build_model(options.arch).to(options.device), None, options.arch
     model = _load("model", AutoModelForCausalLM, options.model, dtype="auto").to(options.device)
-    model.generation_config.do_sample = False  # of two samples nobody could say whether they agree
+    model.generation_config.do_sample = False  # two samples could not be compared
     if not options.byte_tokens:
         return model, _load("tokenizer", AutoTokenizer, options.model), options.model
     vocabulary = model.config.get_text_config().vocab_size
@@ -64,7 +64,7 @@ def _load(part: str, kind: Any, name: str, **arguments: Any) -> Any:
 def prompts_of(
     options: argparse.Namespace, texts: list[tuple[str, str]] | None, generator: PrefixCachedGenerator
 ) -> tuple[list[list[Prompt]], str]:
-    """The prompts of the rounds that differ, and what they are. `texts`, if given, are asked in every round.
+    """The prompts of the rounds that differ, and their description. `texts`, if given, come in every round.
 
     Raises ConfigurationError for a prompt that the generator would refuse.
     """

@@ -1,4 +1,4 @@
-"""The options of the example: what can be asked for, checked before anything is loaded."""
+"""The options of the example, checked before anything is loaded."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from builtin_models import ARCHITECTURES
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError, GroupKind
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.stores.settings import parse_tier
+from cpu_prefix_cache.stores.dialect import parse_tier
 from offline_generation_report import check_json
 
 PIECES = {  # --corrupt -> the kinds of group that have such a piece
-    "chunk": (GroupKind.PREFIX,),
-    "window": (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL),
-    "state": (GroupKind.STATE,),
+    "chunk": ("prefix",),
+    "window": ("window", "chunk-local"),
+    "state": ("state",),
 }
 
 

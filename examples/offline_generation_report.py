@@ -1,4 +1,4 @@
-"""What the example prints and writes: the table line by line as rounds finish, the verdict, the picture, the JSON file.
+"""Output of the example: the table line by line as rounds finish, the verdict, the picture, the JSON file.
 
 Each line is flushed, so that what is printed is not lost when the run is cut off, and a reader who has gone away is
 noticed at once.
@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 
 def _discard_stdout() -> None:
-    """What is still to be printed goes nowhere, or Python would try again at its end, and complain."""
+    """Sends later output nowhere, or Python would try again at its end, and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -163,7 +163,7 @@ def _results(
         "groups": [
             {
                 "name": group.name,
-                "kind": group.kind.value,
+                "kind": group.kind,
                 "layers": layers,
                 "block_tokens": group.block_tokens,
                 "bytes_per_block": group.block_bytes * group.device_blocks,

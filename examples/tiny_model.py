@@ -6,7 +6,9 @@ import torch
 class TinyModel:
     """Random weights. Its KV is [K and V, layers, blocks, block_tokens, width], and nothing but NaN at first."""
 
-    layers, width, vocabulary = 2, 8, 50
+    layers = 2
+    width = 8
+    vocabulary = 50
 
     def __init__(self, num_blocks, block_tokens):
         draw = torch.Generator().manual_seed(0)
@@ -33,7 +35,9 @@ class TinyModel:
 
 def answer_alone(prompt, num_output):
     """Tokens and logits, [num_output, vocabulary], of an answer from the model and nothing else."""
-    tokens, logits, table = list(prompt), [], list(range(len(prompt) + num_output))
+    tokens = list(prompt)
+    logits = []
+    table = list(range(len(prompt) + num_output))
     model = TinyModel(len(table), block_tokens=1)
     for start in (0, *range(len(prompt), len(prompt) + num_output - 1)):
         logits.append(model.forward(tokens, start, table))

@@ -1,8 +1,8 @@
-"""Mutation testing: put one fault into a copy of the tree, run the tests, print who was not seen.
+"""Mutation testing: put one fault into a copy of the tree, run the tests, print each fault that was not seen.
 
     python -m mutants --seed 1 --count 300
 
-`subjects.py` says which code is judged by which tests, `faults.py` finds what can be done wrong to each statement,
+`subjects.py` names the code and the tests that judge it, `faults.py` finds the possible faults of each statement,
 `sample.py` draws from that and finds a list again after code has moved, `trial.py` runs the tests that cover a fault.
 
 Written here because no library samples, drops statements and knows a mutant again in another file: mutmut, the nearest

@@ -1,4 +1,4 @@
-"""What can be done wrong to each statement of a file: one change each, kept as a replacement of a span of bytes.
+"""Possible faults of each statement of a file: one change each, kept as a replacement of a span of bytes.
 
 A fault is known by its content, not by its place: the qualified name of the function, the statement (its header, if it
 has a body) in `ast`'s own spelling, what is changed, and which of the equal ones in the file it is.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 Content = tuple[str, str, str, str, str, int]  # file, function, statement, kind, change, nth
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# What judges the code and is not part of it, and statements that only say something.
+# Code that only judges the code, and statements that only print.
 CHECKS = ("check_valid", "_check_resumable", "__repr__")
 WORDS = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Pass)
 EXITS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
@@ -153,7 +153,7 @@ def _header(statement: ast.stmt) -> str:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """What a statement computes itself: no annotation, no decorator, no statement of its body."""
+    """Expressions that a statement computes itself: no annotation, no decorator, no statement of its body."""
     if isinstance(statement, Function):
         yield from statement.args.defaults
         yield from (default for default in statement.args.kw_defaults if default is not None)
@@ -174,7 +174,7 @@ def _nodes(expression: ast.AST) -> Iterator[ast.AST]:
 
 
 def _of_statement(statement: ast.stmt, *, alone: bool) -> Iterator[tuple[str, str]]:
-    """What goes wrong with a statement as a whole: it is left out, or it counts the other way round."""
+    """Faults of a statement as a whole: it is left out, or it counts the other way round."""
     if isinstance(statement, ast.If) and not statement.orelse:
         yield ("exit removed" if isinstance(statement.body[-1], EXITS) else "dropped"), "pass"
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -190,7 +190,7 @@ def _of_statement(statement: ast.stmt, *, alone: bool) -> Iterator[tuple[str, st
 
 
 def _of_expression(node: ast.AST, *, inside: bool) -> Iterator[tuple[str, str]]:
-    """What goes wrong with one node of an expression; outside functions numbers alone, as the rest ends at import."""
+    """Faults of one node of an expression; outside functions numbers alone, as the rest ends at import."""
     if isinstance(node, ast.Constant):
         yield from _of_constant(node)
     if inside:

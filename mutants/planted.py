@@ -1,8 +1,8 @@
-"""`make planted`: puts each fault of a list into a copy of the tree and runs the tests that are said to notice it.
+"""`make planted`: puts each fault of a list into a copy of the tree and runs the tests that must notice it.
 
     python -m mutants.planted property_tests/faults/*.toml
 
-A list has one table a fault: what it says, the file, a text that is there once (`old`), what takes its place (`new`),
+A list has one table a fault: its name, the file, a text that is there once (`old`), what takes its place (`new`),
 and the tests that notice (`by`: files or single tests as pytest names them, each of which must fail). Faults whose text
 is not there any more are printed, and tests that pass; the exit status is 1 if there are any.
 """

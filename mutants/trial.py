@@ -38,11 +38,11 @@ from property_tests.search import search
 
 PROPERTIES = "property_tests/"
 MEASURED_SHARE = 0.1  # of a property test's examples, to see which functions it comes through
-MEMORY_BYTES = 6 * 10**9  # a fault may ask for any amount
+MEMORY_BYTES = 6 * 10**9  # a fault may allocate any amount
 WAIT_SECONDS = 120.0  # of the clock, beside 20 times the test's own: longer than a loaded machine takes
 BESIDE = "shared"  # a folder beside the tree, where tests look for the sources of engines
 
-# How coverage measures the programs that a test starts: pytest says in their environment which test it is.
+# How coverage measures the programs that a test starts: pytest names the test in their environment.
 PROGRAMS = """[run]
 data_file = {scratch}/coverage
 parallel = true
@@ -184,7 +184,7 @@ def _run(root: Path, tests: Sequence[str], limits: dict[str, float], share: floa
 
 
 def _limit_time(seconds: float) -> None:
-    """Of the processor, and far more of the clock. Nobody catches the signals: the process ends."""
+    """Limits processor time, and far more loosely the clock. Nobody catches the signals: the process ends."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS + 4 * seconds)
 
@@ -204,7 +204,7 @@ def _import_libraries(scratch: Path) -> None:
 
 
 def _combined(scratch: Path) -> coverage.CoverageData:
-    """What the tests ran in their own process, and in the programs that they started."""
+    """Lines that the tests ran in their own process, and in the programs that they started."""
     whole = coverage.Coverage(data_file=str(scratch / "coverage"), config_file=False)
     whole.load()
     whole.combine([str(scratch)])

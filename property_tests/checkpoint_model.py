@@ -1,7 +1,7 @@
-"""A pool with checkpoints said the slow, obvious way: nodes in a list, pieces that are asked of every node.
+"""A pool with checkpoints the slow, obvious way: nodes in a list, pieces that are searched in every node.
 
-A chunk is called by its prompt, "ab"; the checkpoint at its end by that and a "!", "ab!". Who hangs below whom, and who
-can be resumed from, is seen from the names. Nothing here is shared with what it is compared to.
+A chunk is called by its prompt, "ab"; the checkpoint at its end by that and a "!", "ab!". The names show parents, and
+the nodes that can be resumed from. Nothing here is shared with what it is compared to.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,6 +16,7 @@ class Piece:
     blocks: tuple[int, ...]
     writer: "Node"
     pins: int = 0
+    is_old: bool = False  # there was a reset since
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Node:
     has_writer: bool = True
     ever_cached: bool = False
     touch: int = 0
+    is_old: bool = False
     over: bool = False  # a chunk whose request has ended, or that has lost all that hung below it
 
     @property
@@ -45,7 +47,7 @@ class SlowHybridPool:
         self.nodes: list[Node] = []
         self.stamp = 0
 
-    # who is here
+    # nodes here
 
     def in_state(self, *states: str) -> list[Node]:
         return [node for node in self.nodes if node.state in states]
@@ -68,7 +70,7 @@ class SlowHybridPool:
         return max(able, key=len, default="")
 
     def below(self, node: Node) -> list[Node]:
-        """What hangs directly below, whether it can be found or not."""
+        """Children of the node, whether they can be found or not."""
         return [each for each in self.nodes if each.above is node]
 
     # pieces
@@ -146,7 +148,7 @@ class SlowHybridPool:
                 return gone
             gone += more
 
-    # what happens
+    # events
 
     def touch(self, node: Node | None) -> int:
         self.stamp += 1
@@ -155,7 +157,10 @@ class SlowHybridPool:
         return self.stamp
 
     def commit(self, node: Node, touch: int) -> None:
-        node.state, node.touch, node.has_writer, node.ever_cached = "cached", touch, False, True
+        node.state = "cached"
+        node.touch = touch
+        node.has_writer = False
+        node.ever_cached = True
         node.above = self.cached(node.name[:-1])
 
     def leave(self, gone: list[Node]) -> None:

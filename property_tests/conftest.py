@@ -1,6 +1,6 @@
 """One Hypothesis profile for all machines: small pools, many short stories, no clock.
 
-`EXAMPLES=8 python -m pytest property_tests` searches eight times as far, and says how many steps the machines ran.
+`EXAMPLES=8 python -m pytest property_tests` searches eight times as far, and prints how many steps the machines ran.
 """
 
 import os

@@ -13,12 +13,13 @@ from typing import Any
 
 from cpu_prefix_cache import (
     BlockPool,
+    CacheOptions,
     EngineSteps,
+    EngineTraits,
     HybridChunkPlanner,
     KVCacheCoordinator,
     PooledDevice,
     PoolExhausted,
-    Thresholds,
 )
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
@@ -26,8 +27,8 @@ from cpu_prefix_cache.pool.states import State
 
 
 def cache_options(**said: Any) -> dict[str, Any]:
-    """Options of a CPUPrefixCache, those of its values by their own names."""
-    for name, kind in (("steps", EngineSteps), ("thresholds", Thresholds)):
+    """Arguments of a CPUPrefixCache, the fields of its values by their own names."""
+    for name, kind in (("steps", EngineSteps), ("options", CacheOptions), ("engine", EngineTraits)):
         own = {each.name: said.pop(each.name) for each in fields(kind) if each.name in said}
         if own:
             said[name] = kind(**own)
@@ -149,7 +150,7 @@ class QueueSlots:
 
     What the cache holds keeps its place in `order`, and is passed over: the slow way to come back there.
 
-    An `unwritten` slot has its key before its bytes. It is not found (rule 12) if the cache may know the
+    An `unwritten` slot has its key before its bytes. It is not found (rule 11) if the cache may know the
     chunk from another request; a chunk that nobody has computed is found, and the cache must not store it.
     """
 
@@ -178,7 +179,7 @@ class QueueSlots:
         """Slots in the order in which they are used next."""
         return [slot for slot, waits in self.order.items() if waits]
 
-    # what the cache calls
+    # called by the cache
 
     @property
     def num_blocks(self) -> int:
@@ -243,7 +244,7 @@ class QueueSlots:
             here = [slot for slot, _ in rest].index(at)
             self.order = OrderedDict([*rest[:here], *((slot, True) for slot in last), *rest[here:]])
 
-    # what the engine calls
+    # called by the engine
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         return tuple(range(slot * self.width + 1, (slot + 1) * self.width + 1))

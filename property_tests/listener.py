@@ -1,4 +1,4 @@
-"""Who hears a log of boundaries from the beginning, and knows nothing else."""
+"""A listener that follows a log of boundaries from the beginning, and knows nothing else."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from cpu_prefix_cache import BoundariesStored, BoundaryEvent
 
 
 class Listener:
-    """What can be hit, as far as the log tells. Keys are those of `strategies.chain`: all the letters so far."""
+    """Boundaries that can be hit, according to the log. Keys are those of `strategies.chain`: all letters so far."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

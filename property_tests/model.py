@@ -1,7 +1,7 @@
-"""The pool and the lookup said the slow, obvious way. Nothing here is shared with what it is compared to.
+"""The pool and the lookup the slow, obvious way. Nothing here is shared with the code that it is compared to.
 
 A chunk's key is all the letters of its prompt up to it, so its parent's key is that without the last letter, and no
-links are needed to know who hangs below whom.
+links are needed to know its descendants.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +22,7 @@ class Chunk:
     pins: int = 0
     has_writer: bool = True
     goes_to: str = ""  # ARC: "T1" or "T2", once that is known
+    is_old: bool = False  # there was a reset since
 
 
 class SlowPool:
@@ -51,7 +52,10 @@ class SlowPool:
 
     def commit(self, chunks: Sequence[Chunk], names: Sequence[str], touch: int) -> None:
         for chunk, name in zip(chunks, names, strict=True):
-            chunk.state, chunk.name, chunk.touch, chunk.has_writer = "cached", name, touch, False
+            chunk.state = "cached"
+            chunk.name = name
+            chunk.touch = touch
+            chunk.has_writer = False
             chunk.parent = self.cached(name[:-1])
 
     def withdraw(self, name: str) -> None:
@@ -78,7 +82,7 @@ class SlowPool:
             self.chunks = [chunk for chunk in self.chunks if chunk not in gone]
 
     def eviction_order(self) -> list[str]:
-        """Of the childless, unpinned chunks the one of the oldest touch, again and again."""
+        """Evicts the childless, unpinned chunk of the oldest touch, again and again."""
         saved = [(chunk, chunk.touch) for chunk in self.chunks]
         order = [chunk.name for chunk in self._evictions()]
         self.chunks = [chunk for chunk, _ in saved]
@@ -91,7 +95,7 @@ class SlowPool:
         return len(names)
 
     def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
-        """Make room for `count` chunks more. `names`: all that are to come, if that is known."""
+        """Make room for `count` chunks more, as far as chunks can leave. `names`: all that are to come, if known."""
         return [chunk.name for chunk in islice(self._evictions(), count)]
 
     def announce(self, chunks: Sequence[Chunk]) -> None:
@@ -130,9 +134,10 @@ class Foretold(SlowPool):
         self.pool = pool
 
     def accepts(self, names: Sequence[str], count: int) -> int:
-        """What the pool says, if it leaves out no more than find no room."""
+        """The pool's answer, checked to leave out no more than find no room."""
         above = self.cached(names[0][:-1])
-        accepted: int = self.pool.accepted(above.block if above else self.pool.root, [name.encode() for name in names])
+        parent = above.block if above else self.pool.root
+        accepted: int = self.pool.choose(parent, [name.encode() for name in names]).accepted
         assert len(names) - count <= accepted <= len(names)
         return accepted
 
@@ -147,9 +152,9 @@ class Foretold(SlowPool):
 
 
 class SlowArc(SlowPool):
-    """ARC as in the paper, on lists of names, with the two departures said where they are made.
+    """ARC as in the paper, on lists of names, with two departures, marked where they are made.
 
-    T1 and T2 are whatever chunks say they go to, those that are being written included.
+    T1 and T2 hold the chunks that name them, those in writing included.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -179,7 +184,7 @@ class SlowArc(SlowPool):
                 self._has_been_used_again(name)
 
     def announce(self, chunks: Sequence[Chunk]) -> None:
-        for chunk, where in zip(chunks, self.coming, strict=True):
+        for chunk, where in zip(chunks, self.coming if chunks else (), strict=True):
             chunk.goes_to = where
         self.coming = []
 
@@ -211,15 +216,19 @@ class SlowArc(SlowPool):
         return strangers[room] if room < len(strangers) else len(names)
 
     def evict(self, count: int, names: Sequence[str] = ()) -> list[str]:
-        """One name after the other, as the paper has it for one page. Those before the last `count` find room."""
-        gone = []
+        """One name after the other, as the paper has it for one page. Those before the last `count` find room, and
+        behind one that finds none none comes.
+        """
+        gone: list[str] = []
         for at, name in enumerate(names):
+            if at >= len(names) - count and not self._can_replace():
+                return gone
             no_ghost = self.size("T1") == self.capacity
             where, ghost = self._learn(name)
             if at >= len(names) - count:
                 gone.append(self._replace(ghost == "B2", leaves_ghost=not no_ghost or where == "T2").name)
             self.coming.append(where)
-        while len(gone) < count:
+        while len(gone) < count and self._can_replace():
             gone.append(self._replace().name)
         return gone
 
@@ -242,8 +251,11 @@ class SlowArc(SlowPool):
         return "T1", ""
 
     def _evictions(self) -> Iterator[Chunk]:
-        while any(not chunk.pins and not self._children(chunk) for chunk in self.chunks if chunk.state == "cached"):
+        while self._can_replace():
             yield self._replace()
+
+    def _can_replace(self) -> bool:
+        return any(not chunk.pins and not self._children(chunk) for chunk in self.chunks if chunk.state == "cached")
 
     def _replace(self, was_in_b2: bool = False, leaves_ghost: bool = True) -> Chunk:
         t1 = self.size("T1")

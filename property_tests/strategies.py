@@ -1,4 +1,4 @@
-"""What the machines draw from: prompts over two letters, so that any two of them share a beginning or part early."""
+"""Prompts that the machines draw: over two letters, so that any two of them share a beginning or part early."""
 
 from collections.abc import Sequence
 from typing import Any

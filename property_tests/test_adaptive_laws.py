@@ -1,6 +1,4 @@
-"""What `adaptive` knows and does, said the slow way: what a bucket is worth, what a segment is, what was counted, and
-what is declined.
-"""
+"""The policy `adaptive` the slow way: the worth of buckets, segments, counts, and declined chunks."""
 
 import random
 from contextlib import suppress
@@ -29,7 +27,9 @@ rates = st.floats(-14, 2).map(lambda power: 10.0**power)
 @given(st.lists(rates, min_size=BINS, max_size=BINS))
 def test_the_worth_is_the_best_ratio_over_all_times_to_give_up(rates: list[float]) -> None:
     for begin, worth in enumerate(worths(rates)):
-        chance, seconds, ratios = 0.0, 0.0, []
+        chance = 0.0
+        seconds = 0.0
+        ratios = []
         for rate, width in list(zip(rates, WIDTHS, strict=True))[begin:]:
             still = 1 - chance
             ends_here = still * (1 - exp(-rate * width)) if rate * width > 1e-8 else still * rate * width
@@ -111,7 +111,7 @@ def test_a_level_is_depths_of_about_the_same_cost(even_depth: float, depth: int)
     seed=st.integers(0, 10**6),
     margin=st.sampled_from([1.0, 1.6, 2.5]),
 )
-def test_what_is_declined_is_worth_less_than_what_would_leave(
+def test_declined_chunks_are_worth_less_than_those_that_would_leave(
     name: str, story: list[str], blocks: int, seed: int, margin: float
 ) -> None:
     """Whatever the buckets are worth: one by one, the least of what is here and of the end of what comes goes. What is
@@ -129,8 +129,8 @@ def test_what_is_declined_is_worth_less_than_what_would_leave(
             touch = pool.touch(deepest, chain(prompt), float(now))
             pin = pool.pin() if deepest is None else pool.pin(deepest)
             parent, new = pool.root if deepest is None else deepest, keys[have:]
-            more = pool.accepted(parent, new)
-            accepted = pool.accepted(parent, new, margin=margin)
+            more = pool.choose(parent, new).accepted
+            accepted = pool.choose(parent, new, margin=margin).accepted
             assert accepted == slow_answer(pool, new, margin) <= more
             gone_first = [pool.key(block) for block in pool.soonest_evicted()]
             before = pool.statistics().evictions
@@ -217,7 +217,7 @@ def stores(pool: BlockPool, chance: random.Random, keys: list[bytes], has_checkp
             both = pool.allocate(len(new), [*new, checkpoint], needs)
             pool.commit(both, [*new, checkpoint], parent, None)
         else:
-            new = new[: pool.accepted(parent, new)]
+            new = new[: pool.choose(parent, new).accepted]
             pool.commit(pool.allocate(len(new), new), new, parent, None)
     pool.unpin(pin)
 

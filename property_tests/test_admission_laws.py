@@ -11,7 +11,7 @@ requests = st.lists(prompts, max_size=12)
 
 
 class Memory:
-    """What was told, as pairs of a key and how often, the one told longest ago first."""
+    """Keys of prompts, as pairs of a key and how often, the one seen longest ago first."""
 
     def __init__(self, remembered: int) -> None:
         self.remembered = remembered
@@ -48,4 +48,6 @@ def test_a_pool_accepts_what_is_admitted_and_no_more(told, asked, store_after, m
     long = [chain(prompt) for prompt in told if len(prompt) >= min_tokens]
     counts = [sum(key in keys for keys in long) for key in chain(asked)]
     off = store_after == 1 and not min_tokens
-    assert pool.accepted(pool.root, chain(asked)) == (len(asked) if off else sum(n >= store_after for n in counts))
+    assert pool.choose(pool.root, chain(asked)).accepted == (
+        len(asked) if off else sum(n >= store_after for n in counts)
+    )

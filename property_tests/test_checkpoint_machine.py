@@ -27,6 +27,11 @@ from property_tests.strategies import pick, positions, prompts
 LAYOUTS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)), min_size=1, max_size=2)
 
 
+def todays(each: list[Any]) -> list[Any]:
+    """Nodes or pieces since the last reset."""
+    return [one for one in each if not one.is_old]
+
+
 @dataclass(eq=False)
 class Store:
     """Nodes that are being written, each below the one before it, and the pieces it has to fill."""
@@ -87,10 +92,10 @@ class CheckpointMachine(RuleBasedStateMachine):
         now = self.pool.statistics()
         assert now.free == now.ready and now.pinned == 0, "something was not given back"
 
-    # what a checkpoint needs
+    # needs of a checkpoint
 
     def needs(self, name: str) -> list[PieceNeed]:
-        """Of the last chunks of `name`, every piece of every group. A piece is known by the prompt up to its chunk."""
+        """Every piece of every group of the last chunks of `name`. A piece is known by the prompt up to its chunk."""
         return [
             PieceNeed((name[: end + 1], group, part), width)
             for group, (reach, parts, width) in enumerate(self.layout)
@@ -106,7 +111,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, chunks=st.integers(0, 6), checkpoint=st.booleans())
     def a_request_stores(self, prompt: str, chunks: int, checkpoint: bool) -> None:
-        """What is missing of its prompt, up to so many chunks, and a checkpoint at the end."""
+        """Stores missing chunks of its prompt, up to so many, and a checkpoint at the end."""
         self.begin(prompt, chunks, checkpoint)
 
     @rule(prompt=prompts, ended=st.booleans())
@@ -119,7 +124,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts)
     def a_request_leads_to_no_checkpoint(self, prompt: str) -> None:
-        """What it brought is the youngest there is, and of no use once it has ended."""
+        """Its chunks are the youngest there are, and of no use once it has ended."""
         store = self.begin(prompt, len(prompt), False)
         if store is not None:
             self.commit(store)
@@ -156,7 +161,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         checkpoint = checkpoint and bool(last) and self.model.needs_checkpoint(len(last))
         writing = {node.name for store in self.stores for node in store.nodes if node.state == "writing"}
         if writing & {*names, last + "!"} or (checkpoint and self.model.cached(last + "!")):
-            return None  # nothing is stored twice at once (rule 13)
+            return None  # nothing is stored twice at once (rule 12)
         parent = self.model.cached(have)
         pin = None if parent is None else self.hold(parent)
         needs = self.needs(last) if checkpoint else []
@@ -175,23 +180,22 @@ class CheckpointMachine(RuleBasedStateMachine):
     def allocate(
         self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]
     ) -> tuple[list[Node], list[Piece]] | None:
-        """As a store does it: the chunks and their checkpoint, or neither."""
-        fits = self.pool.has_room(len(names), needs)
-        assert fits == self.fits(len(names), needs), "room is miscounted (rule 4)"
-        before = self.pool.statistics()
-        if not fits:
-            self.is_refused(names, checkpoint, needs)
-            assert self.pool.statistics() == before, "a refusal changed something (rule 4)"
-            return None
+        """As a store does it: the chunks and their checkpoint, or neither; chunks alone, as far as there is room."""
         fresh: list[Piece] = []
         if checkpoint is not None:
+            if not self.fits(len(names), needs):
+                self.is_refused(len(names), needs)
+                return None
             chunks, nodes, fresh = self.allocate_checkpoint(checkpoint, needs, len(names))
         else:
-            short = len(names) * self.per_chunk - self.free
-            assert self.pool.available(len(names)) == len(names)
-            self.evict_for(short, chunks := self.pool.allocate(len(names)))
-            nodes = []
-        for name, number in zip(names, chunks, strict=True):
+            room = (self.free + self.model.can_free()) // self.per_chunk if self.per_chunk else len(names)
+            before = self.free
+            chunks, nodes = self.pool.take(len(names)), []
+            assert len(chunks) == min(room, len(names)), "room is miscounted (rule 4)"
+            self.evict_for(len(chunks) * self.per_chunk - before, len(names) * self.per_chunk - before)
+            if names and not chunks:
+                return None
+        for name, number in zip(names, chunks, strict=checkpoint is not None):
             blocks = self.pool.blocks_of([number])
             self.take(blocks)
             nodes.insert(len(nodes) - (checkpoint is not None), Node(number, name, blocks))
@@ -200,7 +204,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         return nodes, fresh
 
     def fits(self, chunks: int, needs: list[PieceNeed]) -> bool:
-        """What is to be written, beside what is there already and would be shared."""
+        """Whether new chunks and pieces fit beside those that are there already and would be shared."""
         shared = [(need, self.model.shared(need.key)) for need in needs]
         missing = sum(need.num_blocks for need, piece in shared if piece is None)
         self.model.nodes.append(Node(-1, "to come", pieces=[piece for _, piece in shared if piece is not None]))
@@ -208,15 +212,14 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.model.nodes.pop()
         return room >= chunks * self.per_chunk + missing
 
-    def is_refused(self, names: list[str], checkpoint: str | None, needs: list[PieceNeed]) -> None:
-        if checkpoint is None:
-            at_hand = (self.free + self.model.can_free()) // self.per_chunk
-            with pytest.raises(PoolExhausted) as refusal:
-                self.pool.allocate(len(names))
-            assert refusal.value.available == at_hand < len(names)
-        elif not any(self.model.shared(need.key) for need in needs) and not names:
-            with pytest.raises(PoolExhausted):
-                self.pool.allocate(0, needs=needs)
+    def is_refused(self, chunks: int, needs: list[PieceNeed]) -> None:
+        """A checkpoint that finds no room changes nothing."""
+        before = self.pool.statistics(), list(self.pool.soonest_evicted())
+        assert self.pool.take(chunks, needs=needs) == []
+        with pytest.raises(PoolExhausted) as refusal:
+            self.pool.allocate(chunks, needs=needs)
+        assert (refusal.value.wanted, refusal.value.available) == (chunks + 1, 0)
+        assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))
 
     def allocate_checkpoint(
         self, name: str, needs: list[PieceNeed], chunks: int
@@ -226,7 +229,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.model.nodes.append(node)  # what it shares is protected from now on
         missing = sum(need.num_blocks for need, piece in zip(needs, pieces, strict=True) if piece is None)
         *above, node.number = self.pool.allocate(chunks, needs=needs)
-        self.evict_for(missing + chunks * self.per_chunk - self.free, [node.number])
+        short = missing + chunks * self.per_chunk - self.free
+        self.evict_for(short, short)
         made = self.pool.checkpoints.to_write(node.number)
         fresh = []
         for at, (need, piece) in enumerate(zip(needs, pieces, strict=True)):
@@ -248,8 +252,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         taken = set().union(*(self.model.blocks(state) for state in ("writing", "cached", "retired")))
         assert taken.isdisjoint(blocks) and len(set(blocks)) == len(blocks) and all(b < self.ready for b in blocks)
 
-    def evict_for(self, short: int, new: list[int]) -> None:
-        """Whoever left for `short` blocks: were they the right ones, and no more than needed?"""
+    def evict_for(self, short: int, wanted: int) -> None:
+        """Nodes left for `short` blocks, where `wanted` were: were they the right ones, and no more than needed?"""
         before = self.model.in_state("cached")
         gone = [node for node in before if self.pool.find(self.key(node.name)) is None]
         able, useless = self.model.evictable(), self.model.useless()
@@ -267,8 +271,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         freed = {block for node in gone for each in node.pieces for block in each.blocks} - held
         num_freed = len(freed) + sum(len(node.blocks) for node in gone)
         assert num_freed >= max(0, short), "more was handed out than there was"
-        assert short > 0 or not gone, "something left while there was room"
-        assert num_freed < max(1, short) + max(1, self.widest), "more left than was needed"
+        assert wanted > 0 or not gone, "something left while there was room"
+        assert num_freed < max(1, wanted) + max(1, self.widest), "more left than was needed"
         self.model.leave(gone)
 
     @precondition(lambda self: any(store.phase == "writing" for store in self.stores))
@@ -363,17 +367,17 @@ class CheckpointMachine(RuleBasedStateMachine):
         with pytest.raises(MisuseError):
             self.pool.unpin(pin)  # exactly once (rule 2)
 
-    @precondition(lambda self: self.model.nodes)
+    @precondition(lambda self: todays(self.model.nodes))
     @rule(which=positions, also=positions)
     def nodes_are_pinned(self, which: int, also: int) -> None:
-        nodes = [pick(self.model.nodes, which), pick(self.model.nodes, also)]
+        nodes = [pick(todays(self.model.nodes), which), pick(todays(self.model.nodes), also)]
         self.pins.append((self.hold(*nodes), list(nodes)))
 
-    @precondition(lambda self: self.model.pieces())
+    @precondition(lambda self: todays(self.model.pieces()))
     @rule(which=positions, also=positions)
     def bytes_of_pieces_are_pinned(self, which: int, also: int) -> None:
         """As the device holds what a store reads: by its blocks, and not by the checkpoint they belong to."""
-        pieces = [pick(self.model.pieces(), which), pick(self.model.pieces(), also)]
+        pieces = [pick(todays(self.model.pieces()), which), pick(todays(self.model.pieces()), also)]
         pin = self.pool.pin(*(block for piece in pieces for block in piece.blocks))
         for piece in pieces:
             self.model.pin_piece(piece)
@@ -384,7 +388,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def a_pin_ends(self, which: int) -> None:
         self.let_go(*self.pins.pop(which % len(self.pins)))
 
-    # what takes keys away, and what adds room
+    # events that take keys away or add room
 
     @precondition(lambda self: self.model.in_state("cached"))
     @rule(which=positions)
@@ -402,6 +406,8 @@ class CheckpointMachine(RuleBasedStateMachine):
                 self.cancel(store)
             self.pool.reset()
             self.model.withdraw("")
+            for each in (*self.model.nodes, *self.model.pieces()):
+                each.is_old = True
             self.epoch += 1
             assert self.pool.statistics().cached == self.pool.statistics().writing == 0
 
@@ -415,7 +421,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.ready = min(self.ready + more, self.pool.capacity)
         self.pool.grow(self.ready)
 
-    # what must hold
+    # invariants
 
     @staticmethod
     def key(name: str) -> bytes:
@@ -433,12 +439,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert now.free == self.free and now.ready == self.ready  # rule 1
 
     @invariant()
-    def room_is_what_eviction_can_free(self) -> None:
+    def the_room_is_what_eviction_can_free(self) -> None:
         blocks = self.free + self.model.can_free()
-        if self.per_chunk:
-            assert self.pool.available(1_000) == blocks // self.per_chunk
-        assert self.pool.has_room(0, [PieceNeed("any", blocks)])
-        assert not self.pool.has_room(0, [PieceNeed("any", blocks + 1)])
+        assert self.pool.least_available <= self.pool.num_available == blocks
 
     @invariant()
     def pins_hold_no_more_than_is_said(self) -> None:
@@ -447,7 +450,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.pins or self.stores or not now.protected
 
     @invariant()
-    def what_is_found_is_complete(self) -> None:
+    def found_chunks_are_complete(self) -> None:
         for node in self.model.in_state("cached"):
             assert self.pool.find(self.key(node.name)) == node.number
             assert self.pool.state(node.number) is State.CACHED
@@ -456,10 +459,11 @@ class CheckpointMachine(RuleBasedStateMachine):
             for piece in node.pieces:
                 assert {self.memory[block] for block in piece.blocks} == {(self.epoch, piece.key)}, "torn (rule 9)"
         for node in self.model.in_state("writing", "retired"):
-            assert self.pool.key(node.number) is None
+            is_known = not node.is_old or node.pins or node.has_writer  # else its number may be another node's
+            assert not is_known or self.pool.key(node.number) is None
 
     @invariant()
-    def what_is_pinned_keeps_its_bytes(self) -> None:
+    def pinned_chunks_keep_their_bytes(self) -> None:
         for _, held in self.pins:
             for each in held:
                 if isinstance(each, Piece) and each.writer.ever_cached:
@@ -478,7 +482,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                 assert self.pool.depth(node.number) == len(node.name)
 
     @invariant()
-    def the_log_tells_what_can_be_hit(self) -> None:
+    def the_log_lists_the_boundaries_that_can_be_hit(self) -> None:
         names = {node.name for node in self.model.in_state("cached") if not node.is_checkpoint}
         could = {name for name in names if not self.model.needs_checkpoint(len(name)) or self.model.cached(name + "!")}
         assert self.listener.hear(self.pool.take_events()) == could

@@ -1,7 +1,7 @@
-"""For any layout and any blocks: copies move the bytes that the layout says, and touch nothing else.
+"""For any layout and any blocks: copies move the bytes of the layout, and touch nothing else.
 
 The model is a list of byte addresses on each side. Every copier is held against it over all of the memory there is:
-padding, other blocks, and what a piece leaves of its host blocks. The staged copier runs in Triton's interpreter, with
+padding, other blocks, and the rest of a piece's host blocks. The staged copier runs in Triton's interpreter, with
 small rings, with tiles of any width, and on a simulated driver: its streams run in any order they may, it has batches
 or not, the host region is pinned in slices of any size, and it raises AssertionError on what real drivers refuse.
 """
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece
+from cpu_prefix_cache import Direction, GroupCopy, Piece, PrefixGroup
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
 from tests.copier.simulated import simulated_copier
@@ -65,7 +65,9 @@ sizes = st.one_of(
 def buffers_of_parts(draw, buffer, count):
     """`count` parts in one buffer, side by side within every block, in any order, with any gaps; and its bytes."""
     first, gap = draw(st.sampled_from([0, 0, 1, 8, 16])), draw(st.sampled_from([0, 0, 1, 2, 16]))
-    widths, at, begins = [draw(sizes) for _ in range(count)], 0, {}
+    widths = [draw(sizes) for _ in range(count)]
+    at = 0
+    begins = {}
     for part in draw(st.permutations(range(count))):
         begins[part], at = at, at + widths[part] + gap
     stride = at + draw(st.sampled_from([0, 0, 3, 8, 48]))
@@ -77,7 +79,9 @@ def buffers_of_parts(draw, buffer, count):
 def layouts(draw):
     """One to three groups, whose parts lie apart or together."""
     host_block_bytes = draw(st.one_of(st.integers(20, 200), st.sampled_from([512, 18 * 1024, 40_000])))
-    pieces, groups, buffer_bytes = [], [], []
+    pieces = []
+    groups = []
+    buffer_bytes = []
     for index in range(draw(st.integers(1, 3))):
         parts = []
         for count in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
@@ -86,7 +90,7 @@ def layouts(draw):
             buffer_bytes.append(num_bytes)
         device_blocks = draw(st.integers(1, 3))
         block_bytes = sum(part.size for part in parts)
-        group = Group(name=str(index), kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
+        group = PrefixGroup(name=str(index), block_tokens=1, block_bytes=block_bytes)
         num_bytes = device_blocks * block_bytes
         spare = draw(st.sampled_from([0, 0, 0, 1, 2]))  # host blocks in which this rank has nothing
         pieces.append(Piece(group, device_blocks, -(-num_bytes // host_block_bytes) + spare, num_bytes))
@@ -115,7 +119,7 @@ def transfers(draw):
 
 
 def addresses(layout, copies):
-    """What a transfer moves, as (buffer, bytes of it, bytes of the host region), both in the same order."""
+    """Bytes that a transfer moves, as (buffer, bytes of it, bytes of the host region), both in the same order."""
     for copy in copies:
         piece, parts = layout.pieces[copy.group], layout.parts[copy.group]
         for number in range(len(copy.host_blocks) // piece.host_blocks):
@@ -154,7 +158,7 @@ def build(name, layout, tensors, host, data):
 @pytest.mark.parametrize("name", ["reference", "staged"])
 @settings(max_examples=50)  # the interpreter takes 0.2 s for one
 @given(transfers(), st.data())
-def test_copies_move_what_the_layout_says_and_nothing_else(name, transfer, data):  # S7.49, O8.19, L5.32
+def test_copies_move_the_bytes_of_the_layout_and_nothing_else(name, transfer, data):  # S7.49, O8.19, L5.32
     layout, num_host, stores, loads = transfer
     seed = torch.Generator().manual_seed(1)
     buffers = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=seed) for size in layout.buffer_bytes]
@@ -201,7 +205,7 @@ def test_blocks_may_lie_any_number_of_gigabytes_apart(name, region, stride, size
     sources, goals = ids[:3], ids[3:6]
     rows[:] = POISON
     rows[sources] = values
-    group = Group(name="far", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=size)
+    group = PrefixGroup(name="far", block_tokens=1, block_bytes=size)
     layout = Layout([Piece(group, 1, 1, size)], size, [], [])
     host = torch.full((5, size), POISON, dtype=torch.uint8)
     copier = choose_copier(layout, [[rows]], host, name=name, ring_bytes=1 << 17).copier

@@ -34,7 +34,7 @@ answer = cache(lambda prompt, num_output: answer_alone(prompt, num_output))
 
 
 class CopiesWhenTold(MeddlingCopier):
-    """Copies move, fail or are damaged when the story says so, or when somebody waits for them; in any order."""
+    """Copies move, fail or are damaged when the story moves them, or when somebody waits for them; in any order."""
 
     def __init__(self, copier, damages=False):
         super().__init__(copier)
@@ -114,7 +114,9 @@ class Machine(RuleBasedStateMachine):
         options |= dict(max_model_len=1000, strict=True, wrap_copier=self.wrap)
         self.used = Queue(**options) if page_tokens is None else Radix(page_tokens, **options)
         self.copier.kv = self.used.kv
-        self.requests, self.arrived, self.answered = [], 0, 0
+        self.requests = []
+        self.arrived = 0
+        self.answered = 0
 
     def wrap(self, copier, tensors):
         self.copier = CopiesWhenTold(copier, self.damages)

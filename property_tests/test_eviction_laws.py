@@ -12,7 +12,9 @@ from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.touches import Ring, Touch
 from property_tests.strategies import chain, prompts
 
-NAMED, UNNAMED, WITHDRAWN = "named", "unnamed", "withdrawn"  # a request says its keys to the policy, or not; bad bytes
+NAMED = "named"  # a request that gives its keys to the policy
+UNNAMED = "unnamed"  # one that does not
+WITHDRAWN = "withdrawn"  # bad bytes
 requests = st.lists(st.tuples(prompts, st.sampled_from([NAMED, UNNAMED, WITHDRAWN])), min_size=4, max_size=25)
 
 
@@ -28,7 +30,10 @@ requests = st.lists(st.tuples(prompts, st.sampled_from([NAMED, UNNAMED, WITHDRAW
     story=[
         *[(prompt, NAMED) for prompt in ("b", "aa", "aba", "b", "bba", "aa")],
         ("aab", WITHDRAWN),
-        *[("baba", NAMED), ("bba", NAMED), ("a", WITHDRAWN), ("abaa", NAMED)],
+        ("baba", NAMED),
+        ("bba", NAMED),
+        ("a", WITHDRAWN),
+        ("abaa", NAMED),
     ],
 )
 @given(policy=st.sampled_from([*sorted(POLICIES), "adaptive@2"]), blocks=st.integers(6, 9), story=requests)

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Direction, Group, GroupCopy, GroupKind, Piece, StepPlan, TransferPlan
+from cpu_prefix_cache import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
+from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import Shapes
@@ -41,17 +42,29 @@ class Swap:
     load_first: bool  # in the plan
 
     def plan(self):
-        of = enumerate(self.stores)
-        stores = [TransferPlan(id, Direction.STORE, (copy,), 1, after=(LOAD,)) for id, copy in of]
+        read = set(self.load.host_blocks)
+        follow = [(LOAD,) if not read.isdisjoint(copy.host_blocks) else () for copy in self.stores]
+        of = zip(enumerate(self.stores), follow, strict=True)
+        stores = [TransferPlan(id, Direction.STORE, (copy,), 1, after=after) for (id, copy), after in of]
         load = TransferPlan(LOAD, Direction.LOAD, (self.load,), 1, after=tuple(range(len(stores))))
         return [load, *stores] if self.load_first else [*stores, load]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_portions():
+    """Stores that only save go in portions too, of one piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "PORTION_BYTES", 0)
+        yield
 
 
 @st.composite
 def swaps(draw):
     """Any pieces are saved, aligned with those of the load or not, some of blocks that nobody overwrites, in any blocks
     that are free or were read `lag` pieces before."""
-    host_blocks, device_blocks, count = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    host_blocks = draw(st.integers(1, 3))
+    device_blocks = draw(st.integers(1, 3))
+    count = draw(st.integers(1, 12))
     lag, saved = draw(st.integers(1, count + 1)), draw(st.integers(1, count + 2))
     rng = random.Random(draw(st.integers(0, 1 << 30)))
     device = rng.sample(range((count + 3) * device_blocks), (count + 3) * device_blocks)
@@ -89,7 +102,9 @@ class Delaying(MeddlingCopier):
 
     def __init__(self, copier, rng, troubles=()):
         super().__init__(copier)
-        self.rng, self.troubles, self.lock = rng, dict(troubles), threading.RLock()
+        self.rng = rng
+        self.troubles = dict(troubles)
+        self.lock = threading.RLock()
         self.waiting = {direction: deque() for direction in Direction}
         self.submitted = 0
 
@@ -123,7 +138,10 @@ class Moving:
     """An event that raises once if it `fails`. Whoever looks at it has something move."""
 
     def __init__(self, copier, direction, copies, fails):
-        self.copier, self.direction, self.copies, self.fails = copier, direction, copies, fails
+        self.copier = copier
+        self.direction = direction
+        self.copies = copies
+        self.fails = fails
 
     def passed(self):
         with self.copier.lock:
@@ -151,7 +169,7 @@ class Memory:
             for first, blocks, width in zip((0, 10_000), (swap.host, swap.device), widths, strict=True)
         )
         block_bytes = 2 * widths[1]
-        group = Group(name="a", kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
+        group = PrefixGroup(name="a", block_tokens=1, block_bytes=block_bytes)
         piece = Piece(group, swap.device_blocks, swap.host_blocks, swap.device_blocks * block_bytes)
         host = self.host.view(torch.uint8)
         self.copier = ReferenceCopier(Shapes([piece], host.shape[1]), [[self.device]], host)

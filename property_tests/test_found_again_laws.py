@@ -17,32 +17,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import (
+    ChunkLocalGroup,
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     KVCacheCoordinator,
     Pending,
     PooledDevice,
+    PrefixGroup,
     RankReport,
     Request,
+    StateGroup,
     TieredCache,
+    WindowGroup,
 )
-from cpu_prefix_cache.messages.tier import TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
+from property_tests.engines import cache_options
 from property_tests.strategies import chain
 from property_tests.tier_model import RankSlots
 
 GRID = 4
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=4096)
+FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
 LATENT = replace(FULL, name="latent", replicated=True)
-WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=2, block_bytes=4096, window_tokens=2 * GRID + 1)
-LOCAL = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=GRID, block_bytes=4096, window_tokens=3 * GRID)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=4096)
+WINDOW = WindowGroup(name="window", block_tokens=2, block_bytes=4096, window_tokens=2 * GRID + 1)
+LOCAL = ChunkLocalGroup(name="local", block_tokens=GRID, block_bytes=4096, window_tokens=3 * GRID)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)
 LAYOUTS = {
     "full": [FULL],
     "latent": [LATENT],
@@ -61,15 +64,14 @@ class Setting:
     ahead: int = 0  # tokens that prefix groups look ahead
     mode: str = "eager"
     interval: int | None = None  # chunks between checkpoints
-    late: int = 0  # steps after which the engine hears what a step computed
+    late: int = 0  # steps after which the engine learns the tokens that a step computed
     step_chunks: int = 1
     has_tier: bool = False
 
     @property
     def planner(self) -> HybridChunkPlanner:
         groups = [
-            replace(group, lookahead_tokens=self.ahead) if group.kind is GroupKind.PREFIX else group
-            for group in LAYOUTS[self.layout]
+            replace(group, lookahead_tokens=self.ahead) if group.is_prefix else group for group in LAYOUTS[self.layout]
         ]
         return HybridChunkPlanner(groups, max_model_len=1_000, in_pages=True)
 
@@ -95,12 +97,13 @@ class Engine:
         device = PooledDevice(self.gpu)
         self.tier = RankSlots(self.planner) if setting.has_tier else None
         if self.tier is None:
-            self.cache = CPUPrefixCache(self.planner, device, **options)
+            self.cache = CPUPrefixCache(self.planner, device, **cache_options(**options))
         else:
-            self.cache = TieredCache(self.planner, device, slots=2 * self.host_blocks, below_offload="eager", **options)
+            below = TierOptions(2 * self.host_blocks, "eager")
+            self.cache = TieredCache(self.planner, device, below=below, **cache_options(**options))
         self.now = 0.0
         self.served = 0
-        self.told: list[tuple[str, int]] = []  # what steps computed, and the cache has not heard yet
+        self.told: list[tuple[str, int]] = []  # computed by steps, and not reported to the cache yet
         for _ in range(2):
             self.step()
 
@@ -150,7 +153,7 @@ class Engine:
         self.cache.flush()
         self.rest()
         pool = self.cache.pool
-        pool.abort(pool.allocate(pool.available(pool.capacity)))
+        pool.abort(pool.take(pool.capacity))
 
     # the device: chunks, and checkpoints below the chunks that must be there to resume from them
 

@@ -10,7 +10,9 @@ from cpu_prefix_cache.pool.free_runs import FreeRuns
 
 @given(st.data())
 def test_free_runs_are_a_set_that_gives_out_neighbours(data: st.DataObject) -> None:
-    runs, free, taken = FreeRuns(), set(range(20)), set()
+    runs = FreeRuns()
+    free = set(range(20))
+    taken = set()
     runs.put(range(20))
     for _ in range(data.draw(st.integers(0, 20))):
         if free and data.draw(st.sampled_from([False, False, True])):

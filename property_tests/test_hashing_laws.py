@@ -1,4 +1,4 @@
-"""Keys against what they stand for: two keys are equal if and only if everything before their chunks' ends is.
+"""Keys against their meaning: two keys are equal if and only if everything before their chunks' ends is.
 
 The model never hashes. It writes down, for each full chunk, who the request is, its tokens so far, and the items that
 have begun; keys must be equal exactly where these are. Names, values and contents are drawn from few letters, so that
@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
         return ChainHasher(chunk, algorithm).for_request(self.identity, self.items).keys(self.tokens)
 
     def meanings(self, chunk: int) -> list[object]:
-        """What each full chunk stands for, in plain values."""
+        """Meaning of each full chunk, in plain values."""
         ends = range(chunk, len(self.tokens) + 1, chunk)
         return [(self.identity, self.tokens[:end], self.begun(end)) for end in ends]
 
@@ -135,7 +135,7 @@ def test_whatever_else_a_salted_request_brings_it_is_refused_without_sha256(
 
 
 @given(requests, chunks, st.lists(st.integers(0, 12), max_size=6), st.sampled_from(ALGORITHMS))
-def test_keys_do_not_depend_on_when_they_were_asked_for(
+def test_keys_do_not_depend_on_when_they_were_computed(
     prompt: Prompt, chunk: int, stops: list[int], algorithm: str
 ) -> None:
     request, keys = ChainHasher(chunk, algorithm).for_request(prompt.identity, prompt.items), []
@@ -148,7 +148,7 @@ def test_keys_do_not_depend_on_when_they_were_asked_for(
 
 
 @given(requests, chunks)
-def test_what_is_there_is_not_hashed_again(prompt: Prompt, chunk: int) -> None:
+def test_known_keys_are_not_hashed_again(prompt: Prompt, chunk: int) -> None:
     """Keys that no hasher made are gone on from, not replaced: only what is missing is computed, from the last."""
     request = ChainHasher(chunk).for_request(prompt.identity, prompt.items)
     whole = request.keys(prompt.tokens)

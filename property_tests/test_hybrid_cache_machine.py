@@ -1,8 +1,8 @@
 """The machine of test_prefix_cache_machine for models with windows, local chunks and states.
 
 The device is one BlockPool of chunks and checkpoints. A request has windows and states in working memory of its own,
-filled from the checkpoint it resumes at, and writes them to a checkpoint on the device at the boundaries the cache asks
-for. So whatever it resumes from must be exactly what the groups need there, token by token, on every rank.
+filled from the checkpoint it resumes at, and writes them to a checkpoint on the device at the boundaries the cache
+wants. So whatever it resumes from must be exactly what the groups need there, token by token, on every rank.
 """
 
 from dataclasses import dataclass, field
@@ -14,31 +14,34 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import (
     POLICIES,
+    ChunkLocalGroup,
     CPUPrefixCache,
     EngineSteps,
     Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     Miss,
     Pending,
     PoolExhausted,
+    PrefixGroup,
     Request,
+    StateGroup,
+    WindowGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from property_tests.engines import HybridSlots
+from property_tests.engines import HybridSlots, cache_options
 from property_tests.strategies import chain, pick, positions, prompts
 from property_tests.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine, Sequence
+from tests.sinks import SinkGroup
 
 
 def prefix(name: str = "full", tokens: int = GRID, size: int = 3_000, ahead: int = 0) -> Group:
-    return Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size, lookahead_tokens=ahead)
+    return PrefixGroup(name=name, block_tokens=tokens, block_bytes=size, lookahead_tokens=ahead)
 
 
 def window(tokens: int, block: int = 2, size: int = 1_000, extra: int = 0, blocks: int = 1) -> Group:
-    return Group(
+    return WindowGroup(
         name="window",
-        kind=GroupKind.WINDOW,
         block_tokens=block,
         block_bytes=size,
         window_tokens=tokens,
@@ -48,10 +51,11 @@ def window(tokens: int, block: int = 2, size: int = 1_000, extra: int = 0, block
 
 
 def local(tokens: int, block: int = 2) -> Group:
-    return Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=block, block_bytes=900, window_tokens=tokens)
+    return ChunkLocalGroup(name="local", block_tokens=block, block_bytes=900, window_tokens=tokens)
 
 
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=2_000)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=2_000)
+SINKS = SinkGroup(name="sinks", block_tokens=2, block_bytes=1_000, window_tokens=6, sink_tokens=3)
 LAYOUTS = {
     "full, window": [prefix(), window(6)],
     "full, state": [prefix(), STATE],
@@ -59,6 +63,10 @@ LAYOUTS = {
     "state": [STATE],
     "window": [window(10, block=4, blocks=2)],
     "full, chunk-local": [prefix(), local(3 * GRID)],
+    "full, sinks": [
+        prefix(),
+        SinkGroup(name="sinks", block_tokens=2, block_bytes=1_000, window_tokens=6, sink_tokens=3),
+    ],
     "draft, target, state": [prefix("draft", tokens=2), prefix("target", size=12_000, ahead=3), STATE],
 }
 
@@ -109,17 +117,19 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.slots.device,
             host_blocks=self.host_blocks,
             ready_blocks=0 if portion else None,
-            policy=policy,
-            offload=mode,
-            ranks=ranks,
-            steps=EngineSteps(max_tokens=3 * GRID),
-            checkpoint_interval=interval and interval * GRID,
-            log_boundaries=True,
+            **cache_options(
+                policy=policy,
+                offload=mode,
+                ranks=ranks,
+                steps=EngineSteps(max_tokens=3 * GRID),
+                checkpoint_interval=interval and interval * GRID,
+                log_boundaries=True,
+            ),
         )
         self.begin_with_nothing(ranks, portion, failures)
         self.stages = 0
 
-    # what the bytes should be
+    # expected bytes
 
     def pattern(self, epoch: Any, key: bytes) -> list[tuple[Any, ...]]:
         return [
@@ -133,15 +143,18 @@ class HybridCacheMachine(PrefixCacheMachine):
         return tuple((epoch, key, group, block, part) for part in range(self.planner.pieces[group].device_blocks))
 
     def needed(self, b: int) -> list[tuple[int, int, int]]:
-        """Every block of windows, local chunks and states that tokens from b on read, said token by token."""
+        """Every block of windows, local chunks and states that tokens from b on read, token by token."""
         found: set[tuple[int, int, int]] = set()
         for at, group in enumerate(self.planner.groups):
             tokens: set[int] = set()
-            if group.kind is GroupKind.WINDOW:
+            if isinstance(group, WindowGroup):
                 tokens = {token for token in range(b) if token > b - group.window_tokens - group.extra_tokens}
-            elif group.kind is GroupKind.CHUNK_LOCAL:
+            elif isinstance(group, ChunkLocalGroup):
                 tokens = {token for token in range(b) if token // group.window_tokens == b // group.window_tokens}
-            elif group.kind is GroupKind.STATE and b:
+            elif isinstance(group, SinkGroup):
+                seen = {token for token in range(b) if token > b - group.window_tokens}
+                tokens = seen | set(range(min(b, group.sink_tokens)))
+            elif group.is_state and b:
                 tokens = {b - 1}
             found |= {(at, token // GRID, token % GRID // group.block_tokens) for token in tokens}
         return sorted(found)
@@ -183,7 +196,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             self.check_pending(id, keys, answer.deadline, n0, could)
             return False
         assert answer == (Hit(could, n0) if could > n0 else Miss())
-        assert self.cache.lookup(request, n0 + 1, self.now) == answer  # rule 10
+        assert self.cache.lookup(request, n0 + 1, self.now) == answer  # rule 8
         node = self.slots.coordinator.resume_node(keys, n0 // GRID) if n0 else None
         work = self.working_memory(n0, node)
         holding = self.slots.take(keys, n0 // GRID, -(-num_tokens // GRID))
@@ -333,7 +346,7 @@ class HybridCacheMachine(PrefixCacheMachine):
             if ok and sequence.computed >= self.planner.chunks_to_resume(sequence.boundary // GRID) * GRID:
                 self.keep(sequence, sequence.boundary // GRID)
 
-    # what happens in between
+    # events in between
 
     def flood(self, slots: int) -> None:
         for count in range(3 * slots, 0, -1):
@@ -383,7 +396,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         if lease is not None:
             self.leases.append((lease, name, self.epoch))
 
-    # what must hold
+    # invariants
 
     @invariant()
     def bytes_are_those_of_the_key(self) -> None:
@@ -421,7 +434,7 @@ class HybridCacheMachine(PrefixCacheMachine):
                 assert free.isdisjoint(block for group in copy.plan.copies for block in group.device_blocks)
 
     @invariant()
-    def what_is_reserved_stays(self) -> None:
+    def reserved_chunks_stay(self) -> None:
         if self.late or not all(self.resolved.values()):
             return
         for _, prompt, epoch in self.leases:

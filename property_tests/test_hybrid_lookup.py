@@ -2,9 +2,9 @@
 
     b is the largest boundary up to the last token but one at which every group finds each token it needs to go on.
 
-What a group needs is said here token by token, for each of its layers' next query, and not block by block as the
-planner says it. The pool is filled through its own calls, with pieces under the keys the coordinator gives them; what
-is in it, the oracle knows from the names it put there.
+Needs of a group are listed here token by token, for each of its layers' next query, and not block by block as in the
+planner. The pool is filled through its own calls, with pieces under the keys the coordinator gives them; the oracle
+knows its contents from the names it put there.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner, KVCacheCoordinator
+from cpu_prefix_cache import (
+    ChunkLocalGroup,
+    Group,
+    HybridChunkPlanner,
+    KVCacheCoordinator,
+    PrefixGroup,
+    StateGroup,
+    WindowGroup,
+)
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from property_tests.strategies import chain, prompts
 
 GRID = 8
-KINDS = ["prefix", "window", "chunk-local", "state", "none"]
+KINDS = ["prefix", "window", "chunk-local", "state"]
 
 
 @dataclass(frozen=True)
@@ -56,16 +64,15 @@ layers = st.builds(
 
 
 def group(layer: Layer, name: str) -> Group:
-    kind = GroupKind(layer.kind)
-    return Group(
-        name=name,
-        kind=kind,
-        block_tokens=layer.block,
-        block_bytes=100,
-        window_tokens=layer.window if layer.kind in ("window", "chunk-local") else 0,
-        extra_tokens=layer.extra if layer.kind == "window" else 0,
-        lookahead_tokens=layer.ahead if layer.kind == "prefix" else 0,
-    )
+    same = {"name": name, "block_tokens": layer.block, "block_bytes": 100}
+    match layer.kind:
+        case "prefix":
+            return PrefixGroup(lookahead_tokens=layer.ahead, **same)
+        case "window":
+            return WindowGroup(window_tokens=layer.window, extra_tokens=layer.extra, **same)
+        case "chunk-local":
+            return ChunkLocalGroup(window_tokens=layer.window, **same)
+    return StateGroup(**same)
 
 
 class Host:

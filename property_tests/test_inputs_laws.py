@@ -9,15 +9,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache.replay.lines import TraceError
-from cpu_prefix_cache.replay.request_logs import RequestLog
-from cpu_prefix_cache.replay.traces import read_traces
+from cpu_prefix_cache.tools.replay.lines import TraceError
+from cpu_prefix_cache.tools.replay.request_logs import RequestLog
+from cpu_prefix_cache.tools.replay.traces import read_traces
 
 FIELDS = (
-    *("timestamp", "startTime", "messages", "prompt", "input", "text", "inputs", "token_ids", "system", "instructions"),
-    *("tools", "chat_template_kwargs", "previous_response_id", "conversation", "conversations", "model", "cache_salt"),
-    *("parameters", "status", "error", "response", "body", "request", "event", "data", "requests", "hash_ids"),
-    *("input_length", "session_id", "delay", "block_size", "hash_id_scope", "t", "in", "role", "content", "type"),
+    "timestamp",
+    "startTime",
+    "messages",
+    "prompt",
+    "input",
+    "text",
+    "inputs",
+    "token_ids",
+    "system",
+    "instructions",
+    "tools",
+    "chat_template_kwargs",
+    "previous_response_id",
+    "conversation",
+    "conversations",
+    "model",
+    "cache_salt",
+    "parameters",
+    "status",
+    "error",
+    "response",
+    "body",
+    "request",
+    "event",
+    "data",
+    "requests",
+    "hash_ids",
+    "input_length",
+    "session_id",
+    "delay",
+    "block_size",
+    "hash_id_scope",
+    "t",
+    "in",
+    "role",
+    "content",
+    "type",
 )
 KEEP_APART = ("model", "cache_salt", "lora_name", "extra_key", "adapter_id")
 

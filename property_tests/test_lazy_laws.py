@@ -1,4 +1,4 @@
-"""Lazy offload keeps its promise: what the device evicts next has been saved (S7.47, O8.29)."""
+"""Lazy offload keeps its promise: chunks that the device evicts next have been saved (S7.47, O8.29)."""
 
 from itertools import chain as concatenated
 from itertools import islice
@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import CPUPrefixCache, Group, GroupKind, HybridChunkPlanner, RankReport, Request
+from cpu_prefix_cache import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, RankReport, Request
 from property_tests.engines import PoolSlots, QueueSlots, cache_options
 from property_tests.strategies import chain
 
 STORY = st.lists(st.tuples(st.text("abcdefgh", min_size=1, max_size=4), st.integers(1, 3), st.booleans()), max_size=40)
 
-# What the stretch covers is used again, and what then leaves next was not in it: 3,000 stories find one like this.
+# Blocks of the stretch are used again, and those that then leave next were not in it: 3,000 stories find one like this.
 USED_AGAIN = [
     ("c", 1, False),
     ("aaaa", 1, False),
@@ -30,11 +30,11 @@ ONE_CAME_AND_ONE_WENT = [("c", 1, False), ("baaa", 1, False), ("a", 1, True), ("
 class LazyEngine:
     """Requests run for some steps and are gone. A request that finds no room is turned away.
 
-    The last chunk of each is decoded: the cache hears of it at the end.
+    The last chunk of each is decoded: it is reported to the cache at the end.
     """
 
     def __init__(self, slots: Any, width: int, *, host_blocks: int = 10_000, **options: Any) -> None:
-        attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=4 // width, block_bytes=8)
+        attention = PrefixGroup(name="attention", block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
         self.slots = slots
         self.cache = CPUPrefixCache(planner, slots.device, host_blocks=host_blocks, **cache_options(**options))
@@ -87,7 +87,7 @@ class LazyEngine:
 @given(width=st.sampled_from([1, 2, 4]), slots=st.integers(8, 40), story=STORY)
 @example(width=1, slots=13, story=USED_AGAIN)
 @example(width=1, slots=9, story=ONE_CAME_AND_ONE_WENT)
-def test_what_leaves_next_is_on_the_host_or_on_its_way(width: int, slots: int, story: list[Any]) -> None:
+def test_chunks_that_leave_next_are_on_the_host_or_in_flight(width: int, slots: int, story: list[Any]) -> None:
     """With room on the host and no limit to a step, whatever was used again in between, and however it was copied."""
     engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)
     for prompt, for_steps, lands in story:
@@ -113,7 +113,7 @@ def test_what_leaves_next_is_on_the_host_or_on_its_way(width: int, slots: int, s
 def test_nothing_is_stored_twice_while_it_waits_in_the_stretch(
     slots: int, host_blocks: int, ahead_blocks: int, policy: str, story: list[Any]
 ) -> None:
-    """What a small host evicts meanwhile is not missed before it is used again, or so that something else is."""
+    """Chunks that a small host evicts meanwhile are not missed before they, or others with them, are used again."""
     engine = LazyEngine(
         QueueSlots(slots), 1, host_blocks=host_blocks, ahead_blocks=ahead_blocks, policy=policy, max_tokens=1_000
     )
@@ -181,9 +181,9 @@ def test_nothing_is_lost_of_requests_that_begin_and_end_between_two_steps(
 def test_nothing_is_lost_of_prompts_longer_than_a_step(
     width: int, lengths: list[int], step_chunks: int, report_steps: int
 ) -> None:
-    """Computed a step at a time, one after the other without a break, and heard of as late as the cache was told.
+    """Computed a step at a time, one after the other without a break, and reported as late as `report_steps` allows.
 
-    Of a device with room for three of them, and twice for what those steps allocate.
+    The device has room for three of them, and twice for what those steps allocate.
     """
     slots = QueueSlots(3 * max(lengths) + 2 * (1 + report_steps) * step_chunks, width)
     cache = LazyEngine(slots, width, max_tokens=4 * step_chunks, report_steps=report_steps).cache
@@ -242,7 +242,7 @@ def test_a_device_at_rest_is_soon_covered(width: int, slots: int, step_chunks: i
 def test_a_host_smaller_than_the_stretch_comes_to_rest(
     new_slots: Any, slots: int, host: int, step_chunks: int, report_steps: int, story: list[Any]
 ) -> None:
-    """What its own stores move is no reason to look for what the host evicted, nor is a chain it can never complete."""
+    """Neither its own stores nor a chain it can never complete are a reason to look for chunks the host evicted."""
     engine = LazyEngine(new_slots(slots), 1, host_blocks=host, max_tokens=4 * step_chunks, report_steps=report_steps)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)

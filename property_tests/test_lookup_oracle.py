@@ -3,14 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import BlockPool, Group, GroupKind, HybridChunkPlanner, KVCacheCoordinator
+from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PrefixGroup
 from property_tests.model import longest_boundary
 from property_tests.strategies import chain, forests, positions, prompts
 
 GRID = 4
-PLANNER = HybridChunkPlanner(
-    [Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=1)], max_model_len=1_000
-)
+PLANNER = HybridChunkPlanner([PrefixGroup(name="attention", block_tokens=GRID, block_bytes=1)], max_model_len=1_000)
 
 
 def plant(forest: list[str]) -> tuple[BlockPool, set[str]]:
@@ -28,7 +26,7 @@ def test_nothing_longer_would_do(forest: list[str], prompt: str, n0: int, num_to
     """O8.12, S7.30. `n0` may be anywhere, and past the end of everything."""
     pool, names = plant(forest)
     found = KVCacheCoordinator(PLANNER, pool).longest_boundary(chain(prompt), n0, num_tokens)
-    # What lies before n0 is the device's: only then may the bisection take it to be there.
+    # Chunks before n0 are the device's: only then may the bisection take them to be there.
     on_host = names | {prompt[:end] for end in range(1, n0 // GRID + 1)}
     have_before = all(prompt[:end] in names for end in range(1, n0 // GRID + 1))
     if have_before:

@@ -7,9 +7,9 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache.replay.clairvoyant import Future, replay_min
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.tools.replay.clairvoyant import Future, replay_min
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
 # Few blocks, so that all sets of them can be tried, but prompts that part at any depth and come again after others.
 MOST_BLOCKS = 9

@@ -1,4 +1,4 @@
-"""What crosses the link, byte for byte: whatever is joined and cut, the same bytes move, and no move crosses a seam.
+"""Moves over the link, byte for byte: whatever is joined and cut, the same bytes move, and no move crosses a seam.
 
 The model is a list of pairs of bytes, one for each byte that is to cross.
 """

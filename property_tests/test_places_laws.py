@@ -82,7 +82,7 @@ def test_held_blocks_come_back_to_where_they_waited(story: list[tuple[str, int]]
 
 @given(STORY)
 def test_nothing_is_lost_whatever_the_engine_takes_from_between(story: list[tuple[str, int]]) -> None:
-    """What stood behind a block that is gone comes back at the front: it may leave too early, and never too late."""
+    """A block that stood behind one that is gone comes back at the front: it may leave too early, never too late."""
     order, slow, places = serve(story, gently=False)
     assert sorted(order) == sorted(slow)
     assert not len(places) and not places._last

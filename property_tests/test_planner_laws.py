@@ -1,7 +1,7 @@
 """The arithmetic of the grid, of checkpoints and of host blocks, for any mix of groups (O8.15, S7.31).
 
-What must be there to go on from a boundary is asked of the tokens themselves, one by one: which tokens does each token
-to come read, and in which blocks are they?
+The needs at a boundary follow from the tokens themselves, one by one: which tokens does each token to come read, and in
+which blocks are they?
 """
 
 import math
@@ -14,29 +14,42 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import (
+    ChunkLocalGroup,
+    ConfigurationError,
+    Group,
+    HybridChunkPlanner,
+    PrefixGroup,
+    StateGroup,
+    WindowGroup,
+)
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
 from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
+from tests.sinks import SinkGroup
 
 BLOCKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48])  # all divide 48, so a grid never passes it
 SMALL_BYTES = st.integers(1, 5_000)
+KINDS = (PrefixGroup, WindowGroup, ChunkLocalGroup, StateGroup, SinkGroup)
 depths = st.integers(0, 12)
 
 
 @st.composite
-def groups(draw, kinds: Sequence[GroupKind] = tuple(GroupKind), blocks=BLOCKS, num_bytes=SMALL_BYTES) -> Group:
+def groups(draw, kinds: Sequence[type[Group]] = KINDS, blocks=BLOCKS, num_bytes=SMALL_BYTES) -> Group:
     kind = draw(st.sampled_from(kinds))
+    block_tokens = draw(blocks)
     options = {}
-    if kind in (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL):
-        options["window_tokens"] = draw(st.integers(1, 120))
-    if kind is GroupKind.WINDOW:
+    if kind in (WindowGroup, ChunkLocalGroup, SinkGroup):
+        whole = st.integers(1, 6).map(lambda number: number * block_tokens)
+        options["window_tokens"] = draw(st.one_of(st.integers(1, 120), whole))
+    if kind is WindowGroup:
         options["extra_tokens"] = draw(st.integers(0, 9))
-    if kind is GroupKind.PREFIX:
+    if kind is SinkGroup:
+        options["sink_tokens"] = draw(st.integers(1, 20))
+    if kind is PrefixGroup:
         options["lookahead_tokens"] = draw(st.integers(0, 60))
-    return Group(
+    return kind(
         name="",
-        kind=kind,
-        block_tokens=draw(blocks),
+        block_tokens=block_tokens,
         block_bytes=draw(num_bytes),
         device_blocks=draw(st.integers(1, 3)),
         replicated=draw(st.booleans()),
@@ -55,7 +68,6 @@ def group_sets(most: int = 4, **options):
 @st.composite
 def planners(draw, **options) -> HybridChunkPlanner:
     chosen = draw(group_sets(**options))
-    assume(any(group.kind is not GroupKind.NONE for group in chosen))
     return HybridChunkPlanner(chosen, max_model_len=10_000, ranks=draw(st.integers(1, 4)))
 
 
@@ -64,17 +76,17 @@ def planners(draw, **options) -> HybridChunkPlanner:
 
 def reads(group: Group, token: int, past: int) -> bool:
     """Whether computing `token` reads what the layers of the group left of token `past`."""
-    match group.kind:
-        case GroupKind.PREFIX:
+    match group:
+        case PrefixGroup():
             return past < token
-        case GroupKind.WINDOW:
+        case WindowGroup():
             return token - group.window_tokens - group.extra_tokens < past < token
-        case GroupKind.CHUNK_LOCAL:
+        case ChunkLocalGroup():
             return past < token and past // group.window_tokens == token // group.window_tokens
-        case GroupKind.STATE:
+        case StateGroup():
             return past == token - 1
-        case GroupKind.NONE:
-            return False
+        case SinkGroup():
+            return past < token and (past < group.sink_tokens or past > token - group.window_tokens)
 
 
 def blocks_to_resume(group: Group, boundary: int) -> list[int]:
@@ -90,7 +102,7 @@ def kept(planner: HybridChunkPlanner, depth: int) -> list[tuple[int, int]]:
     return [
         (at, block)
         for at, group in enumerate(planner.groups)
-        if group.kind is not GroupKind.PREFIX
+        if not isinstance(group, PrefixGroup)
         for block in blocks_to_resume(group, boundary)
     ]
 
@@ -116,13 +128,20 @@ def host_blocks(planner: HybridChunkPlanner, group: Group, own_blocks: int) -> i
 
 
 @given(groups(), st.integers(0, 40))
-def test_what_is_needed_is_what_the_tokens_to_come_read(group: Group, blocks: int) -> None:
+def test_needed_blocks_are_those_that_the_tokens_to_come_read(group: Group, blocks: int) -> None:
     boundary = blocks * group.block_tokens
     needed = blocks_to_resume(group, boundary)
     assert list(group.needed(boundary)) == needed
-    assert needed == list(range(blocks - len(needed), blocks)), "what is needed ends at the boundary and has no holes"
-    if group.kind is GroupKind.WINDOW:
+    if not isinstance(group, SinkGroup):
+        assert needed == list(range(blocks - len(needed), blocks)), "it ends at the boundary and has no holes"
+    if isinstance(group, WindowGroup):
         assert len(needed) <= math.ceil((group.window_tokens - 1 + group.extra_tokens) / group.block_tokens)
+
+
+@given(groups(), st.integers(0, 30), st.integers(1, 30))
+def test_a_block_that_is_not_needed_any_more_is_never_needed_again(group: Group, blocks: int, more: int) -> None:
+    now, later = (group.needed(each * group.block_tokens) for each in (blocks, blocks + more))
+    assert {block for block in later if block < blocks} <= set(now)
 
 
 # The grid
@@ -137,7 +156,7 @@ def test_every_group_ends_a_block_at_every_boundary(planner: HybridChunkPlanner)
     assert not any(all(grid % group.block_tokens == 0 for group in planner.groups) for grid in smaller), "a finer one"
 
 
-@given(group_sets(kinds=[GroupKind.PREFIX, GroupKind.STATE], blocks=st.integers(1, 40)), st.integers(1, 4_000))
+@given(group_sets(kinds=[PrefixGroup, StateGroup], blocks=st.integers(1, 40)), st.integers(1, 4_000))
 def test_a_grid_that_is_too_coarse_fails_and_what_is_advised_works(chosen: list[Group], longest: int) -> None:
     grid = next(end for end in range(1, 40**4 + 1) if all(end % group.block_tokens == 0 for group in chosen))
     if grid <= longest:
@@ -186,7 +205,7 @@ def test_a_checkpoint_is_what_the_tokens_to_come_read(planner: HybridChunkPlanne
         0 <= block * planner.groups[at].block_tokens < planner.grid_tokens for at, _, block in planner.checkpoint(depth)
     )
     assert planner.needs_checkpoint(depth) == bool(pieces)
-    assert planner.has_checkpoints == any(group.kind is not GroupKind.PREFIX for group in planner.groups)
+    assert planner.has_checkpoints == any(not isinstance(group, PrefixGroup) for group in planner.groups)
 
 
 @given(planners(), depths, depths)
@@ -212,10 +231,10 @@ def test_a_load_fills_what_lies_in_its_chunks(planner: HybridChunkPlanner, start
 def test_every_piece_fits_into_its_host_blocks_and_into_no_fewer(planner: HybridChunkPlanner) -> None:
     for piece in planner.pieces:
         group = piece.group
-        own = planner.grid_tokens // group.block_tokens if group.kind is GroupKind.PREFIX else 1
+        own = planner.grid_tokens // group.block_tokens if isinstance(group, PrefixGroup) else 1
         assert piece.num_bytes == own * group.device_blocks * group.block_bytes
         assert piece.host_blocks == host_blocks(planner, group, own)
-    chunk = [piece for piece in planner.pieces if piece.group.kind is GroupKind.PREFIX]
+    chunk = [piece for piece in planner.pieces if isinstance(piece.group, PrefixGroup)]
     assert planner.chunk_bytes == sum(piece.num_bytes for piece in chunk)
     assert planner.host_blocks_per_chunk == sum(piece.host_blocks for piece in chunk)
     assert planner.device_blocks_per_chunk == sum(piece.device_blocks for piece in chunk)
@@ -247,13 +266,13 @@ def test_a_conversation_weighs_each_of_its_pieces_once(planner: HybridChunkPlann
     all_kept = all(
         counts[at] == tokens // planner.grid_tokens * planner.grid_tokens // group.block_tokens
         for at, group in enumerate(planner.groups)
-        if group.kind is not GroupKind.PREFIX
+        if not isinstance(group, PrefixGroup)
     )
     assert (weight == everything) == all_kept
 
 
-@given(planners(kinds=[GroupKind.PREFIX], most=1), st.integers(1, 8))
-def test_what_is_the_same_on_all_ranks_is_kept_once(planner: HybridChunkPlanner, ranks: int) -> None:
+@given(planners(kinds=[PrefixGroup], most=1), st.integers(1, 8))
+def test_replicated_groups_are_kept_once_for_all_ranks(planner: HybridChunkPlanner, ranks: int) -> None:
     def host_bytes(replicated: bool) -> int:
         group = replace(planner.groups[0], replicated=replicated)
         return conversation_bytes(HybridChunkPlanner([group], max_model_len=100, ranks=ranks), group.block_tokens)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
+from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.pool.states import State
 from property_tests.listener import Listener
 from property_tests.model import Chunk, Foretold, SlowArc, SlowPool
@@ -58,40 +59,42 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, asks=st.booleans())
     def a_request_stores_its_prompt(self, prompt: str, asks: bool) -> None:
-        """The whole story at once, so that a run gets somewhere. Who asks pins what it stores below, like a cache."""
+        """The whole story at once, so that a run gets somewhere. With `asks` it pins its parent, like a cache."""
         self.a_request_comes(prompt, 0, 1.0)
         names = self.names_of(prompt)
         above = self.model.cached(prompt[: len(prompt) - len(names)])
         if asks and above is not None:
             self.pin(above)
+        victims: Victims = ()
         if asks and names:
-            names = names[: self.accepted(names)]
-        self.allocate(len(names), names)
+            accepted, victims = self.choice(names)
+            names = names[:accepted]
+        self.take(len(names), names, victims)
         if len(self.in_state("writing")) >= len(names):
             self.a_request_commits(0, len(names))
         if asks and above is not None:
             self.a_pin_ends(-1)
 
-    def accepted(self, names: Sequence[str]) -> int:
-        """How many chunks of a request the policy wants."""
+    def choice(self, names: Sequence[str]) -> Choice:
+        """How many chunks of a request the policy wants, and for what."""
         above = self.model.cached(names[0][:-1])
         before = self.pool.statistics(), list(self.pool.soonest_evicted())
-        accepted = self.pool.accepted(above.block if above else self.pool.root, [name.encode() for name in names])
-        assert accepted == self.model.accepts(names, max(0, len(names) - self.free_chunks))
+        choice = self.pool.choose(above.block if above else self.pool.root, [name.encode() for name in names])
+        assert choice.accepted == self.model.accepts(names, max(0, len(names) - self.free_chunks))
         assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))
-        return accepted
+        return choice
 
-    @rule(count=st.integers(0, 6))
-    def chunks_are_allocated(self, count: int) -> None:
-        """By somebody who cannot say yet what for."""
-        self.allocate(count)
+    @rule(count=st.integers(0, 6), all_or_none=st.booleans())
+    def chunks_are_allocated(self, count: int, all_or_none: bool) -> None:
+        """Without a key, as an engine allocates them that has no other pool."""
+        self.take(count, all_or_none=all_or_none)
 
     @precondition(lambda self: self.requests)
-    @rule(which=positions, count=st.integers(1, 6))
-    def chunks_of_a_request_are_allocated(self, which: int, count: int) -> None:
+    @rule(which=positions, count=st.integers(1, 6), all_or_none=st.booleans())
+    def chunks_of_a_request_are_allocated(self, which: int, count: int, all_or_none: bool) -> None:
         """They may be committed as something else, by another request, or given up."""
         names = self.names_of(pick(self.requests[-6:], which)[0])[:count]
-        self.allocate(len(names), names)
+        self.take(len(names), names, all_or_none=all_or_none)
 
     @rule(which=st.lists(positions, min_size=1, max_size=3))
     def free_blocks_are_claimed(self, which: list[int]) -> None:
@@ -113,35 +116,39 @@ class PoolMachine(RuleBasedStateMachine):
             self.write(node, "unfinished")
 
     def names_of(self, prompt: str) -> list[str]:
-        """What is missing of a prompt."""
+        """Missing chunks of a prompt."""
         return [prompt[:end] for end in range(len(self.model.longest(prompt)) + 1, len(prompt) + 1)]
 
-    def allocate(self, count: int, names: Sequence[str] = ()) -> None:
+    def take(self, count: int, names: Sequence[str] = (), victims: Victims = (), *, all_or_none: bool = False) -> None:
+        """As many chunks as can be had (rule 4)."""
         keys = [name.encode() for name in names]
         order = self.model.eviction_order()
-        short = count - self.free_chunks
+        short = max(0, count - self.free_chunks)
         can_have = min(count, self.free_chunks + len(order))
-        assert self.pool.available(count) == can_have
-        if can_have < count:
-            before = self.pool.statistics(), list(self.pool.soonest_evicted())
+        assert min(count, self.pool.num_available // self.per_chunk) == can_have
+        assert self.pool.least_available <= self.pool.num_available
+        before = self.found()
+        gone = self.model.evict(short, names)
+        if all_or_none and can_have < count:
             with pytest.raises(PoolExhausted) as refusal:
                 self.pool.allocate(count, keys)
-            assert refusal.value.available == can_have
-            assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))  # rule 4
-            return
-        before = self.found()
-        gone = self.model.evict(max(0, short), names)
-        blocks = self.pool.allocate(count, keys)
+            assert (refusal.value.wanted, refusal.value.available) == (count, can_have)
+            blocks = []
+            self.model.announce([])
+        else:
+            blocks = self.pool.allocate(count, keys) if all_or_none else self.pool.take(count, keys, None, victims)
+            assert len(blocks) == can_have
         assert before - self.found() == set(gone)
-        assert names or gone == order[: max(0, short)]
-        assert blocks == sorted(set(blocks)) and len(blocks) == count
+        assert names or gone == order[:short]
+        assert blocks == sorted(set(blocks))
         whole = self.pool.blocks_of(blocks)
-        assert len(set(whole)) == len(whole) == count * self.per_chunk and all(b < self.ready for b in whole)
+        assert len(set(whole)) == len(whole) == len(blocks) * self.per_chunk and all(b < self.ready for b in whole)
+        taken = [Chunk(block) for block in blocks]
+        self.model.chunks += taken
         for block in blocks:
-            self.model.chunks.append(Chunk(block))
             self.write(block, "unfinished")
         if names:
-            self.model.announce(self.model.chunks[-count:])
+            self.model.announce(taken)
 
     @precondition(lambda self: self.requests and self.in_state("writing"))
     @rule(which=positions, count=st.integers(1, 4))
@@ -185,10 +192,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     # pins
 
-    @precondition(lambda self: self.model.chunks)
+    @precondition(lambda self: self.todays)
     @rule(which=positions, also=positions)
     def blocks_are_pinned(self, which: int, also: int) -> None:
-        self.pin(pick(self.model.chunks, which), pick(self.model.chunks, also))
+        self.pin(pick(self.todays, which), pick(self.todays, also))
+
+    @property
+    def todays(self) -> list[Chunk]:
+        """Chunks since the last reset."""
+        return [chunk for chunk in self.model.chunks if not chunk.is_old]
 
     def pin(self, *chunks: Chunk) -> None:
         self.pins.append((self.pool.pin(*(chunk.block for chunk in chunks)), list(chunks)))
@@ -206,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(MisuseError):
             self.pool.unpin(pin)  # exactly once (rule 2)
 
-    # what takes keys away, and what adds room
+    # events that take keys away or add room
 
     @precondition(lambda self: self.in_state("cached"))
     @rule(which=positions)
@@ -221,15 +233,20 @@ class PoolMachine(RuleBasedStateMachine):
         if sure < 3:
             return
         self.pool.reset()
+        for chunk in self.in_state("writing"):
+            self.model.forget(chunk)
+            chunk.state = "retired"
         self.model.withdraw("")
-        assert self.pool.statistics().cached == 0
+        for chunk in self.model.chunks:
+            chunk.is_old = True
+        assert self.pool.statistics().cached == self.pool.statistics().writing == 0
 
     @rule(more=st.integers(0, 4))
     def the_pool_grows(self, more: int) -> None:
         self.pool.grow(self.ready + more * self.per_chunk)
         self.ready = min(self.ready + more * self.per_chunk, self.pool.capacity)
 
-    # what must hold
+    # invariants
 
     @invariant()
     def the_pool_keeps_its_own_rules(self) -> None:
@@ -243,7 +260,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert now.free + now.writing + now.cached + now.retired == now.ready == self.ready  # rule 1
 
     @invariant()
-    def what_is_found_is_what_was_written(self) -> None:
+    def found_blocks_are_those_written(self) -> None:
         for name in self.model.names():
             block = self.pool.find(name.encode())
             assert block == self.model.cached(name).block and self.pool.state(block) is State.CACHED
@@ -253,7 +270,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.key(chunk.block) is None
 
     @invariant()
-    def the_log_tells_what_can_be_hit(self) -> None:
+    def the_log_lists_the_boundaries_that_can_be_hit(self) -> None:
         assert self.listener.hear(self.pool.take_events()) == self.model.names()
 
     @invariant()
@@ -271,7 +288,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pins or not now.protected
 
     @invariant()
-    def what_is_pinned_keeps_its_bytes(self) -> None:
+    def pinned_chunks_keep_their_bytes(self) -> None:
         for _, chunks in self.pins:
             for chunk in chunks:
                 assert chunk in self.model.chunks and self.pool.is_pinned(chunk.block)
@@ -312,7 +329,7 @@ class ArcMachine(PoolMachine):
 
 
 class AdaptiveMachine(PoolMachine):
-    """Who is worth most is held by test_adaptive_laws.py; here, that what is foretold is lawful and happens."""
+    """The worth of chunks is held by test_adaptive_laws.py; here, that foretold evictions are lawful and happen."""
 
     policy = "adaptive"
     make_model = Foretold

@@ -1,4 +1,4 @@
-"""CPUPrefixCache inside an engine that does everything wrong that engines do, with bytes that tell whose they are.
+"""CPUPrefixCache inside an engine that does everything wrong that engines do, with bytes that name their owner.
 
 Requests arrive, hit, compute in chunks, are preempted and aborted; transfers run late, fail, and are reported lost,
 twice and out of order, by one to three ranks; resets and bad blocks come in between. Memory is a dict per rank from
@@ -8,7 +8,7 @@ In an exchange the host blocks that a store takes from a load hold nothing from 
 then, and the store writes at any time.
 
 Wrong KV is so seen: a chunk that is computed reads all before it, on every rank; a load that went well must have left
-exactly its own keys' patterns of this epoch; and what the host pool says it has must be there, on every rank.
+exactly its own keys' patterns of this epoch; and every chunk that the host pool lists must be there, on every rank.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,12 @@ from cpu_prefix_cache import (
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     Miss,
     MisuseError,
     Pending,
+    PrefixGroup,
     RankReport,
     Request,
     StepPlan,
@@ -39,7 +38,7 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.offload import completion
 from cpu_prefix_cache.pool.scarcity import Scarcity
-from property_tests.engines import Holding, PoolSlots, QueueSlots
+from property_tests.engines import Holding, PoolSlots, QueueSlots, cache_options
 from property_tests.listener import Listener
 from property_tests.model import longest_boundary
 from property_tests.strategies import chain, pick, positions, prompts
@@ -138,10 +137,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         is_scarce: bool | None,
         notes: bool,
     ) -> None:
-        groups = [
-            Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
-            for name, tokens, size in PLANS[plan]
-        ]
+        groups = [PrefixGroup(name=name, block_tokens=tokens, block_bytes=size) for name, tokens, size in PLANS[plan]]
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
         width = self.planner.device_blocks_per_chunk
         self.slots = PoolSlots(device_chunks, policy) if pooled and width == 1 else QueueSlots(device_chunks, width)
@@ -153,13 +149,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.planner,
             self.slots.device,
             host_blocks=self.host_blocks,
-            policy=policy,
             ready_blocks=0 if portion else None,
-            offload=mode,
-            ranks=ranks,
-            steps=steps,
-            exchanges=True,
-            log_boundaries=True,
+            **cache_options(policy=policy, offload=mode, ranks=ranks, steps=steps, exchanges=True, log_boundaries=True),
         )
         self.notes = self.cache.pool.is_shared
         if is_scarce and self.notes:
@@ -187,7 +178,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.meanwhile = "nothing"  # happens between the lookup of a hit and its load
         self.epoch = self.now = self.born = self.resolved_below = 0
 
-    # what the bytes should be
+    # expected bytes
 
     def pattern(self, epoch: int, key: bytes) -> list[tuple[Any, ...]]:
         """Patterns of the device blocks of one chunk, group by group."""
@@ -203,7 +194,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             memory.update(zip(self.slots.blocks_of(slot), patterns, strict=True))
 
     def on_host(self) -> set[str]:
-        """Names of what the host has, asked chunk by chunk."""
+        """Names of the host's chunks, looked up one by one."""
         return {name.decode() for name in ALL_NAMES if self.cache.pool.find(name) is not None}
 
     def can_be_hit(self) -> set[str]:
@@ -321,17 +312,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert answer == (Hit(could, n0) if could > n0 else Miss())
         inside = longest_boundary(GRID, n0 + 1, num_tokens, prompt, on_host)
         off_grid = self.cache.lookup(request, n0 + 1, self.now)
-        assert off_grid == (Hit(inside, n0) if inside > n0 + 1 else Miss())  # rule 10
+        assert off_grid == (Hit(inside, n0) if inside > n0 + 1 else Miss())  # rule 8
         boundary = n0
         if isinstance(answer, Hit):
             boundary = max(n0, could - cut * GRID)  # an engine may accept less than it was offered (S7.19)
             self.wait_before_the_load(self.born * 7 + could)
             if self.slots.match(keys) < matched:
-                return False  # the engine asks again
+                return False  # the engine looks up again
         total = -(-num_tokens // GRID)
         holding = self.slots.take(keys, matched, total)
         if holding is None:
-            return False  # no room: the engine asks again later, and nothing was pinned for it (S7.3)
+            return False  # no room: the engine looks up again later, and nothing was pinned for it (S7.3)
         sequence = Sequence(id, prompt, request, holding, n0, self.epoch, n0)
         sequence.given = holding.slots[max(matched, boundary // GRID) :]
         if not self.notes:
@@ -385,7 +376,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         end = min(sequence.computed + tokens, sequence.request.num_tokens)
         chunks = end // GRID
         if not sequence.stale and isinstance(self.slots, QueueSlots):
-            self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # rule 12
+            self.slots.publish_early(sequence.holding, sequence.request.keys, chunks)  # rule 11
         if step_between or self.notes:
             self.one_step_begins()
         self.copy_before_compute()
@@ -602,9 +593,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if resolved.direction is Direction.LOAD and resolved.ok:
                 self.was_loaded(self.loads[resolved.id])
         for resolved in all_resolved:
-            assert resolved.id not in self.resolved, "resolved twice (rule 11)"
+            assert resolved.id not in self.resolved, "resolved twice (rule 10)"
             copy = self.copies[resolved.id]
-            assert len(copy.copied) == len(self.ranks), "resolved before all ranks had reported (rule 15)"
+            assert len(copy.copied) == len(self.ranks), "resolved before all ranks had reported (rule 10)"
             self.resolved[resolved.id] = resolved.ok
             assert not (resolved.ok and resolved.id in self.late), "a load that was given up counted all the same"
             if resolved.ok:
@@ -614,11 +605,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                     sequence = self.loads[resolved.id]
                     first = sequence.request.keys[sequence.n0 // GRID]
                     read = {block for each in copy.plan.copies for block in each.host_blocks}
-                    assert self.cache.pool.find(first) not in read, "it would fail again, for ever (rule 11)"
+                    assert self.cache.pool.find(first) not in read, "it would fail again, for ever (rule 10)"
                 self.loaded(self.loads.pop(resolved.id), resolved.id, resolved.ok)
 
     def was_loaded(self, sequence: Sequence) -> None:
-        assert not sequence.stale, "bytes from before a reset (rule 14)"
+        assert not sequence.stale, "bytes from before a reset (rule 13)"
         for at in range(sequence.n0 // GRID, sequence.boundary // GRID):
             right = self.pattern(sequence.epoch, sequence.request.keys[at])
             for rank in self.ranks:
@@ -637,7 +628,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.read_everything_before(sequence)
         self.slots.publish(sequence.holding, sequence.request.keys, sequence.boundary // GRID)
 
-    # what happens in between
+    # events in between
 
     @precondition(lambda self: self.cache.statistics().pool.cached)
     @rule(sure=st.sampled_from([False, False, True]))
@@ -702,7 +693,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         with pytest.raises(MisuseError):
             self.cache.release(lease)
 
-    # what must hold
+    # invariants
 
     @invariant()
     def the_cache_keeps_its_own_rules(self) -> None:
@@ -710,7 +701,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.slots.check_valid()
 
     @invariant()
-    def the_log_tells_what_can_be_hit(self) -> None:
+    def the_log_lists_the_boundaries_that_can_be_hit(self) -> None:
         assert self.listener.hear(self.cache.take_events()) == self.can_be_hit()
 
     @invariant()
@@ -732,7 +723,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_that_move_are_held(self) -> None:
         """Device blocks of a transfer are nobody else's until all ranks have reported, but of stores at hand-out: ranks
-        read them before compute, or before the load that holds them (rules 11, 12).
+        read them before compute, or before the load that holds them (rules 10, 11).
         """
         loads = {id for copy in self.copies.values() if copy.plan.direction is Direction.LOAD for id in copy.plan.after}
         for id, copy in self.copies.items():
@@ -743,7 +734,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                         assert not self.slots.is_free(slot), f"block {block} of transfer {id} can be reused"
 
     @invariant()
-    def what_is_reserved_stays(self) -> None:
+    def reserved_chunks_stay(self) -> None:
         """Unless its bytes could not be trusted any more: a transfer failed, or a load was given up."""
         if self.late or not all(self.resolved.values()):
             return
@@ -766,7 +757,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 break
         self.bytes_are_those_of_the_key()
         self.the_cache_keeps_its_own_rules()
-        assert set(self.copies) == set(self.resolved), "a transfer was never resolved (rule 11)"
+        assert set(self.copies) == set(self.resolved), "a transfer was never resolved (rule 10)"
         now = self.cache.statistics()
         assert now.running == now.storing == now.loading == 0
         assert now.pool.pinned == now.pool.writing == now.pool.retired == 0

@@ -1,6 +1,6 @@
 """A pool closed over itself and another one beside it, against a model that knows only which chunks have blocks.
 
-The model does not know in which order chunks leave. It is told what is gone, and says whether it may be: a duplicate
+The model does not know in which order chunks leave. It gets the chunks that left, and checks that they may: a duplicate
 before all else where room is scarce, of the others only what nothing hangs below, and nothing at or above a pin. With
 an overlap a duplicate is one of the others while something that only this pool has hangs right below it.
 """
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import State
 from property_tests.strategies import chain, pick, positions, prompts
@@ -46,7 +47,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
     )
     def build(self, blocks: int, per_chunk: int, overlap: int, policy: str, is_scarce: bool) -> None:
         self.per_chunk, self.overlap = per_chunk, overlap
-        self.pool = BlockPool(blocks * per_chunk, policy, blocks_per_chunk=per_chunk, beside=8, overlap=overlap)
+        self.pool = BlockPool(blocks * per_chunk, policy, blocks_per_chunk=per_chunk, beside=Beside(8, overlap))
         self.pool._scarcity = Fixed(is_scarce)
         self.is_scarce = is_scarce
         self.held: set[str] = set()  # have blocks here
@@ -56,7 +57,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
         self.writing: list[tuple[list[int], list[str], object]] = []
         self.now = 0.0
 
-    # What is asked
+    # Queries
 
     def placed(self) -> set[str]:
         """The chunks that must have a place: those here, and what they or pins hang below."""
@@ -77,7 +78,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
         node = None if deepest is None else self.pool.place(deepest.encode())
         return self.pool.touch(node, chain(prompt), self.now)
 
-    # What happens
+    # Events
 
     @rule(ends=st.lists(st.tuples(prompts, st.integers(1, 3)), min_size=1, max_size=4), last_lands=st.booleans())
     def ends_of_prompts_are_written(self, ends: list[tuple[str, int]], last_lands: bool) -> None:
@@ -212,16 +213,23 @@ class SharedPoolMachine(RuleBasedStateMachine):
     def all_is_reset(self, sure: bool) -> None:
         if sure:
             self.pool.reset()
-            self.held, self.duplicates, self.kept = set(), [], set()
+            assert self.pool.statistics().retired == self.per_chunk * sum(len(nodes) for nodes, _, _ in self.writing)
+            for nodes, _, _ in self.writing:
+                self.pool.abort(nodes)
+            assert self.pool.statistics().free == self.pool.ready
+            self.writing.clear()
+            self.held = set()
+            self.duplicates = []
+            self.kept = set()
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def the_pool_keeps_its_rules(self) -> None:
         self.pool.check_valid()
 
     @invariant()
-    def what_has_a_place_is_what_something_here_needs(self) -> None:
+    def each_place_belongs_to_a_chunk_that_something_here_needs(self) -> None:
         placed = self.placed()
         for name in NAMES:
             node = self.pool.place(name.encode())
@@ -244,8 +252,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def room_is_counted_right(self) -> None:
-        wanted = self.pool.capacity // self.per_chunk
-        assert self.pool.available(wanted) == self.spare()
+        assert self.pool.num_available // self.per_chunk == self.spare()
 
 
 TestSharedPool = SharedPoolMachine.TestCase

@@ -53,7 +53,7 @@ def read_only() -> Iterator[None]:
 
 @dataclass
 class Written:
-    """What a slot was given last. `intact`: nothing has happened to it since."""
+    """The last write to a slot. `intact`: nothing has happened to it since."""
 
     label: Label
     byte: int
@@ -67,7 +67,9 @@ class SlabMachine(RuleBasedStateMachine):
         self.path = tempfile.mkdtemp()
         self.written: dict[int, Written] = {}
         self.history: list[tuple[int, Written]] = []  # what slots had before
-        self.floor, self.kept, self.count = 0, 0, 0  # kept: the floor that is on disk
+        self.floor = 0
+        self.kept = 0  # the floor that is on disk
+        self.count = 0
         self.at_opening = 0  # the floor
         self.open()
 
@@ -86,7 +88,7 @@ class SlabMachine(RuleBasedStateMachine):
     def blocks(self) -> str:
         return os.path.join(self.slab.folder, "blocks")
 
-    # what a decider does
+    # actions of a decider
 
     @rule(slots=runs, letter=letters, block=st.sampled_from([CHUNK, 0, 1]))
     def write(self, slots: list[int], letter: str, block: int) -> None:
@@ -161,7 +163,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.slab.keep()
         self.kept = self.floor
 
-    # what happens to it
+    # events that befall it
 
     def follow(self) -> None:
         """The next process, after a reset or after none that was kept."""
@@ -192,7 +194,10 @@ class SlabMachine(RuleBasedStateMachine):
             self.slab.close()
         self.written, self.history = {}, []
         self.open()
-        self.floor, self.kept, self.at_opening, self.count = 0, 0, 0, 0
+        self.floor = 0
+        self.kept = 0
+        self.at_opening = 0
+        self.count = 0
         assert self.slab.floor == 0 and not any(map(self.slab.record, range(SLOTS)))
 
     @rule(slot=slot_numbers, at=st.integers(0, BLOCK - 1), bit=st.integers(0, 7))
@@ -227,7 +232,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.swap_records(one, other)
 
     @invariant()
-    def a_restart_finds_what_is_intact(self) -> None:
+    def a_restart_finds_intact_slots(self) -> None:
         for slot in range(SLOTS):
             written, record = self.written.get(slot), self.slab.record(slot)
             if written is not None and written.intact and written.label.generation >= self.floor:

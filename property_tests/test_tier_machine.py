@@ -1,8 +1,8 @@
 """The machines of a cache over an engine, with a tier below the host: device, host and slots fail each in its own way.
 
 Added to what those machines do: tiers of ranks work late, fail, lose slots, and have slots whose bytes changed under an
-unchanged label; their reports are lost, repeated and partial; requests wait for promotions, ask again, or never do; the
-process ends at any moment and begins again with what the slots hold by then, told in portions of any size.
+unchanged label; their reports are lost, repeated and partial; requests wait for promotions, come back, or never do; the
+process ends at any moment and begins again with the slots as they are by then, reported in portions of any size.
 
 Where the tier is a store, others put chunks and pieces there in any order, and it loses them; it answers late, in any
 order, repeatedly or never. The decider may know only what was there at some time.
@@ -22,20 +22,18 @@ from cpu_prefix_cache import (
     POLICIES,
     Direction,
     EngineSteps,
-    Group,
-    GroupKind,
     HybridChunkPlanner,
+    PrefixGroup,
     RankReport,
-    Thresholds,
     TieredCache,
     TransferPlan,
 )
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.transfers import Phase
 from cpu_prefix_cache.tiers import questions, tiered_cache
-from property_tests.engines import HybridSlots, PoolSlots, QueueSlots
+from property_tests.engines import HybridSlots, PoolSlots, QueueSlots, cache_options
 from property_tests.listener import Listener
 from property_tests.strategies import chain, pick, positions, prompts
 from property_tests.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
@@ -64,7 +62,7 @@ TIER_OPTIONS = {
     "rate": st.sampled_from([None, None, None, 1e9, 100.0]),  # the last is slower than computing
     "is_slow": st.sampled_from([False, False, False, True]),  # the tier works only where a rule says so
     "is_silent": st.sampled_from([False, False, False, True]),  # a store answers only where a rule says so
-    "thresholds": st.sampled_from([Thresholds(), Thresholds(), Thresholds(store_after=2)]),
+    "store_after": st.sampled_from([1, 1, 2]),
     "tick": st.sampled_from([0.0, 0.01, 0.01, 0.04]),  # seconds to a step
 }
 ASK_SECONDS = 0.05
@@ -81,7 +79,7 @@ class Move:
 
 
 class WithTier(PrefixCacheMachine):
-    """Parts that a tier adds to a machine. A subclass says in `new_slots` what the device is, after a restart too."""
+    """Parts that a tier adds to a machine. A subclass makes the device in `new_slots`, after a restart too."""
 
     cache: TieredCache
 
@@ -109,14 +107,18 @@ class WithTier(PrefixCacheMachine):
             self.planner,
             self.slots.device,
             host_blocks=self.host_blocks,
-            slots=self.tier["times_the_host"] * self.host_blocks + 1,
-            below_offload=self.tier["offload"],
-            below_policy=self.tier["policy"],
-            thresholds=self.tier["thresholds"],
-            ask_seconds=self.ask_seconds,
-            log_boundaries=True,
-            steps=EngineSteps(max_tokens=3 * GRID),
-            **self.host_options,
+            below=TierOptions(
+                self.tier["times_the_host"] * self.host_blocks + 1,
+                offload=self.tier["offload"],
+                policy=self.tier["policy"],
+                ask_seconds=self.ask_seconds,
+            ),
+            **cache_options(
+                store_after=self.tier["store_after"],
+                log_boundaries=True,
+                steps=EngineSteps(max_tokens=3 * GRID),
+                **self.host_options,
+            ),
         )
         for _ in range(2 if self.tier["rate"] else 0):
             self.cache.prefilled(1_024, 1_024 / PREFILL)
@@ -145,7 +147,7 @@ class WithTier(PrefixCacheMachine):
             assert self.now >= self.tried_at + tiered_cache.TRIAL_SECONDS, "it is read although computing is faster"
             self.tried_at = self.now
         before = self.deadlines.setdefault(id, deadline)
-        assert before == deadline or self.now >= before + tiered_cache.REMEMBERED_SECONDS, "it waits for ever"
+        assert before == deadline or self.now >= before + questions.REMEMBERED_SECONDS, "it waits for ever"
         self.deadlines[id] = deadline
 
     def waits_until(self, id: str) -> float | None:
@@ -161,7 +163,7 @@ class WithTier(PrefixCacheMachine):
                 self.asks_again(id)
 
     def begin(self, id: str, prompt: str, partial: int, cut: int) -> bool:
-        """A request that is admitted, preempted and comes back asks, and waits, like a new one."""
+        """A request that is admitted, preempted and comes back looks up, and waits, like a new one."""
         is_admitted = super().begin(id, prompt, partial, cut)
         if is_admitted:
             self.forget_waits(id)
@@ -258,7 +260,7 @@ class WithTier(PrefixCacheMachine):
     @precondition(lambda self: self.asking)
     @rule(which=positions)
     def who_waits_is_aborted(self, which: int) -> None:
-        """Nobody is told: it never asks again."""
+        """Nobody is notified: it never comes back."""
         del self.asking[pick(list(self.asking), which)]
 
     @precondition(lambda self: self.asking)
@@ -317,7 +319,7 @@ class WithTier(PrefixCacheMachine):
         self.below_resolved |= set(plan.step.resolved)
         self.below_resolved |= {id for id in self.moves if id < plan.step.resolved_below}
 
-    # what the ranks' tiers do
+    # actions of the ranks' tiers
 
     @rule(
         moves=st.lists(st.tuples(positions, positions, st.sampled_from([False, False, False, True])), max_size=4),
@@ -443,7 +445,7 @@ class WithTier(PrefixCacheMachine):
         self.cache.report_below(report)
         for id in (before - {transfer.id for transfer in ledger}) & self.moves.keys():  # others' writes are not sent
             move = self.moves[id]
-            assert len(move.copied) == len(self.ranks), "resolved before all ranks had reported (rule 15)"
+            assert len(move.copied) == len(self.ranks), "resolved before all ranks had reported (rule 10)"
             if move.plan.direction is Direction.LOAD:
                 whole = all(move.copied.values())
                 refused = {slot for slots in move.refused.values() for slot in slots}
@@ -452,7 +454,7 @@ class WithTier(PrefixCacheMachine):
                         if self.ask_seconds is None and (slot in refused or not whole):
                             self.bad |= {(slot, label.generation)} - planned  # others may have put it anew
 
-    # what happens to slots
+    # events that befall slots
 
     @precondition(lambda self: any(tier.records for tier in self.tiers))
     @rule(which=positions, rank=positions, lost=st.booleans())
@@ -495,8 +497,8 @@ class WithTier(PrefixCacheMachine):
         prompt: str,
         meanwhile: list[Thing],
     ) -> None:
-        """At any moment: `kept` says which transfers under way were carried out before. One rank may be the only one
-        that has heard of the last reset. A request comes after so many portions were told. Some ranks' tiers cannot be
+        """At any moment: `kept` are the transfers in flight that were carried out before. One rank may be the only one
+        that knows of the last reset. A request comes after so many portions were reported. Some ranks' tiers cannot be
         opened at first.
         """
         if not sure:
@@ -504,7 +506,7 @@ class WithTier(PrefixCacheMachine):
         self.carry_out(kept)
         if not self.is_told:
             heard = self.tiers if self.ask_seconds else [pick(self.tiers, rank)]  # who puts new weights into a store
-            for tier in heard:  # says so by its namespace
+            for tier in heard:  # puts it into its namespace
                 tier.advance(self.cache.plan_below())
         for tier in self.tiers:
             tier.open(portion=portion, scans=tier is self.tiers[0])
@@ -554,7 +556,7 @@ class WithTier(PrefixCacheMachine):
             assert not self.on_host()
             assert not any(self.cache.below.pool.find(name) for name in ALL_NAMES)
 
-    # what must hold
+    # invariants
 
     @invariant()
     def records_are_right(self) -> None:
@@ -571,7 +573,7 @@ class WithTier(PrefixCacheMachine):
                     assert record.content == right, f"rank {rank}, slot {slot}: {record} instead of {right}"
 
     @invariant()
-    def the_tier_has_what_it_says(self) -> None:
+    def the_tier_has_its_listed_slots(self) -> None:
         """Leave out slots that went bad."""
         pool, generations = self.cache.below.pool, self.cache.below._generations
         for name in ALL_NAMES:
@@ -585,7 +587,7 @@ class WithTier(PrefixCacheMachine):
                         assert key != name or not has_it or record.label.key == key
 
     @invariant()
-    def what_moves_is_held(self) -> None:
+    def moving_blocks_are_held(self) -> None:
         host, slots = set(self.cache.pool.free), set(self.cache.below.pool.free)
         for transfer in self.cache.below._ledger:
             landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
@@ -605,7 +607,7 @@ class WithTier(PrefixCacheMachine):
         wants = [*self.cache._wants.values(), *self.cache._admitted_wants]
         leases = {want.lease for want in wants if want.lease is not None}
         assert not any(lease.released for lease in leases)
-        late = tiered_cache.LEASE_SECONDS + tiered_cache.REMEMBERED_SECONDS
+        late = tiered_cache.LEASE_SECONDS + questions.REMEMBERED_SECONDS
         if self.tier["rate"] is None:
             assert all(want.deadline <= self.now + late for want in wants)
 
@@ -652,7 +654,7 @@ class WithStore(WithTier):
 
     @rule(sure=st.booleans())
     def the_weights_change(self, sure: bool) -> None:
-        """Then everybody asks anew."""
+        """Then every request is looked up anew."""
         super().the_weights_change(sure)
         if sure:
             self.hearing.clear()
@@ -661,7 +663,7 @@ class WithStore(WithTier):
         super().forget_waits(id)
         self.hearing.pop(id, None)
 
-    # what others and the store do
+    # actions of others and of the store
 
     @rule(what=st.lists(st.tuples(prompts, positions), min_size=1, max_size=4))
     def others_write(self, what: list[tuple[str, int]]) -> None:
@@ -732,16 +734,16 @@ class WithStore(WithTier):
     def waits_until(self, id: str) -> float | None:
         return self.deadlines.get(id, self.hearing.get(id))
 
-    # what must hold
+    # invariants
 
     @invariant()
     def records_are_right(self) -> None:
-        """Check today's names. A rank that hears of a reset takes others, and no plan reads before it has heard."""
+        """Check today's names. A rank takes others after a reset, and no plan reads before it knows of the reset."""
         if self.is_told:
             super().records_are_right()
 
     @invariant()
-    def the_tier_has_what_it_says(self) -> None:
+    def the_tier_has_its_listed_slots(self) -> None:
         """The decider knows what was there at some time; also pieces by the name of their chunk."""
         pool, had = self.cache.below.pool, self.tiers[0].had
         for name in ALL_NAMES:
@@ -791,10 +793,7 @@ class TierMachine(WithTier):
         failures: int,
         tier: dict[str, Any],
     ) -> None:
-        groups = [
-            Group(name=name, kind=GroupKind.PREFIX, block_tokens=tokens, block_bytes=size)
-            for name, tokens, size in PLANS[plan]
-        ]
+        groups = [PrefixGroup(name=name, block_tokens=tokens, block_bytes=size) for name, tokens, size in PLANS[plan]]
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID, in_pages=True)
         self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk
         self.is_lazy, self.is_pooled = mode == "lazy", pooled

@@ -1,4 +1,4 @@
-"""What is evicted without ever having been hit, for any order of stores, hits, withdrawals and evictions.
+"""Chunks evicted without ever having been hit, for any order of stores, hits, withdrawals and evictions.
 
 The model keeps names: a chunk is hit if a request is given it or anything below it while it is here.
 """
@@ -6,13 +6,13 @@ The model keeps names: a chunk is hit if a request is given it or anything below
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner, KVCacheCoordinator
+from cpu_prefix_cache import HybridChunkPlanner, KVCacheCoordinator, PrefixGroup, StateGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from property_tests.strategies import chain, prompts
 
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=100)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=4, block_bytes=100)
+FULL = PrefixGroup(name="full", block_tokens=4, block_bytes=100)
+STATE = StateGroup(name="state", block_tokens=4, block_bytes=100)
 ROOM = 8  # blocks
 
 events = st.tuples(st.sampled_from(["store", "store", "store", "hit", "hit", "withdraw", "reset"]), prompts)
@@ -28,7 +28,7 @@ def stored(*prompts: str) -> list[tuple[str, str]]:
 )
 @example(history=[*stored("aab"), ("hit", "aab"), *stored("bba", "abab", "bb")], has_states=True)
 @given(history=st.lists(events, max_size=40), has_states=st.booleans())
-def test_what_no_request_was_given_is_counted_when_it_is_evicted(history, has_states: bool) -> None:
+def test_chunks_never_hit_are_counted_when_they_are_evicted(history, has_states: bool) -> None:
     planner = HybridChunkPlanner([FULL, STATE] if has_states else [FULL], max_model_len=1_000)
     pool = new_pool(planner, ROOM)
     coordinator = KVCacheCoordinator(planner, pool)
@@ -55,12 +55,12 @@ def test_what_no_request_was_given_is_counted_when_it_is_evicted(history, has_st
                 continue
             pin = None if parent == pool.root else pool.pin(parent)
             keys = [*new, *([checkpoint_key(prompt.encode())] if has_states else [])]
-            if pool.has_room(len(new), needs or ()) and keys:
-                nodes = pool.allocate(len(new), keys, needs)
+            if keys:
+                nodes = pool.take(len(new), keys, needs)
                 leave(before - here(), evicted=True)
-                pool.commit(nodes, keys, parent, pool.touch(None))
-                hit.update(dict.fromkeys((key.decode() for key in new), False))
-                if has_states:
+                pool.commit(nodes, keys[: len(nodes)], parent, pool.touch(None))
+                hit.update(dict.fromkeys((key.decode() for key in new[: len(nodes)]), False))
+                if has_states and nodes:
                     hit[f"{prompt}!"] = False
             if pin is not None:
                 pool.unpin(pin)

@@ -1,7 +1,7 @@
-"""The tier of one rank as a dict: what slab.py promises of files, and keyed_slots.py and asker.py of a shared store.
+"""The tier of one rank as a dict: the contract of slab.py for files, of keyed_slots.py and asker.py for a store.
 
-Bytes are served under exactly their label, or refused. What files hold when they are opened is told in portions, in the
-order of generations; a store is asked.
+Bytes are served under exactly their label, or refused. The slots of files are reported in portions when they are
+opened, in the order of generations; a store is queried.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Record:
 
 
 class RankSlots:
-    """The tier of one rank: what its files have, and what it tells of them since it was opened."""
+    """The tier of one rank: its files, and its reports of them since it was opened."""
 
     def __init__(self, planner: HybridChunkPlanner) -> None:
         pieces = list(enumerate(planner.pieces))
@@ -40,7 +40,9 @@ class RankSlots:
         self.last += 1
         self.next_generation = self.last * RANGE
         self.lost = {slot for slot, record in self.records.items() if not record.is_intact}
-        self.portion_size, self.number, self.taken = portion, 0, 0
+        self.portion_size = portion
+        self.number = 0
+        self.taken = 0
         self.old = sorted(
             {record.label.generation for record in self.records.values() if record.label.generation >= self.floor}
         )
@@ -75,7 +77,7 @@ class RankSlots:
                 yield Found(self.records[ordered[0]].label, ordered)
 
     def read(self, slot: int, label: Label) -> Any:
-        """What it holds, None: refused, and then its record is cleared."""
+        """Contents of the slot; None: refused, and then its record is cleared."""
         record = self.records.get(slot)
         is_served = record is not None and record.is_intact and label.generation >= self.floor
         if is_served and record.label._replace(parent=label.parent) == label:
@@ -91,7 +93,7 @@ class RankSlots:
 
 
 class RankStore:
-    """What one rank finds in a store that others share: a value under the name that its label gives it, in any slot.
+    """The store as one rank sees it, with others: a value under the name that its label gives it, in any slot.
 
     The store forgets, and others put things there, until a reset: then nobody else knows the names.
     """
@@ -106,7 +108,7 @@ class RankStore:
         self.floor = self.taken = 0
 
     def open(self, **_: Any) -> None:
-        """What was stored under names that nobody knows is lost."""
+        """Values stored under names that nobody knows are lost."""
         if self.floor:
             self.forget_all()
         self.floor = 0
@@ -124,7 +126,7 @@ class RankStore:
         return 0, (), True
 
     def read(self, slot: int, label: Label) -> Any:
-        """What is there under that name; None: refused, and then it is deleted."""
+        """The value under that name; None: refused, and then it is deleted."""
         record = self.records.get(_name(label))
         if record is not None and record.is_intact and label.generation >= self.floor:
             return record.content
@@ -141,7 +143,7 @@ class RankStore:
             self.write(0, label, content)
 
     def answer(self, ask: Ask) -> Told:
-        """Said piece by piece, of all that is there."""
+        """Searches piece by piece in all that is there."""
         chunks = 0
         for key in ask.keys:
             if not all(

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here. It must be said before they are imported."""
+"""Kernels run in Triton's interpreter here. The variable must be set before they are imported."""
 
 import os
 

@@ -17,10 +17,11 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 
 class MeddlingCopier(Copier):
-    """Whoever derives from it says in `copy` what becomes of a transfer; it has ended when `submit` returns."""
+    """Base of copiers with faults: `copy` decides the result of a transfer, which has ended when `submit` returns."""
 
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
+        self.knows_pieces = copier.knows_pieces
 
     def here(self) -> Event:
         return self.copier.here()
@@ -40,9 +41,9 @@ class MeddlingCopier(Copier):
 class CorruptingCopier(MeddlingCopier):
     """Copies like `copier`, then zeroes device blocks of one group, in the first `loads` loads (None: all).
 
-    `blocks` says which of those that a load fills for the group: the first one, as it is. Of a piece that takes d
-    device blocks, `slice(-d, None)` damages all of the last one, and `slice(d)` all of the first: of a window, the
-    oldest tokens.
+    `blocks` selects from those that a load fills for the group, by default the first one. Where a piece takes d device
+    blocks, `slice(-d, None)` damages all of the last one, and `slice(d)` all of the first: of a window, the oldest
+    tokens.
     """
 
     def __init__(

@@ -7,7 +7,9 @@ def poison(manager, handing_out, host, kv, value=torch.nan):
     """Before compute, overwrite what was handed out by this method and no load fills, in `kv` [2, layers, blocks, ...].
     With NaN, to read a block before it is written shows in every logit.
     """
-    take, begin_step, given = getattr(manager, handing_out), host.begin_step, set()
+    take = getattr(manager, handing_out)
+    begin_step = host.begin_step
+    given = set()
 
     def noting(*arguments):
         taken = take(*arguments)

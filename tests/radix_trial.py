@@ -10,7 +10,9 @@ class RadixTrial:
 
     def __init__(self, num_pages, chunk_blocks, page_tokens=1, device=Pages):
         self.engine = engine.Engine(num_pages, page_tokens)
-        self.cache, self.page_tokens, self.chunk_blocks = self.engine.cache, page_tokens, chunk_blocks
+        self.cache = self.engine.cache
+        self.page_tokens = page_tokens
+        self.chunk_blocks = chunk_blocks
         self.device = self.cache.device = device(self.cache, chunk_blocks * page_tokens)
 
     def take(self, keys, cached, tokens):

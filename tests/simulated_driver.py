@@ -1,7 +1,7 @@
 """A driver of a device that is not there. Its memory is host memory, and its streams are simulated ones.
 
-It does what a real one does. Where a real one refuses, or nobody says what it does, it raises AssertionError with a
-sentence, so that a test fails: DriverError would be taken for a refusal that the library knows what to do about. It
+It does what a real one does. Where a real one refuses, or its behaviour is not documented, it raises AssertionError
+with a sentence, so that a test fails: DriverError would be taken for a refusal that the library can handle. It
 raises DriverError itself where a right call may be refused: `refuses_after` so many registrations, and for a device
 that it has not.
 """
@@ -21,22 +21,31 @@ SLICE = 1 << 16
 
 
 class _Thread(threading.local):
-    """What a thread works with. A new one has no device."""
+    """State of the driver for each thread. A new one has no device."""
 
     device, is_relaxed = None, False
 
 
 class SimulatedDriver:
-    """`registered` has the bytes pinned from each address on, `order` all that were ever, in turn; `asked` how each
-    copy was asked for: "one" or how many, and the stream. A registration waits until `gate` lets it through."""
+    """`registered` has the bytes pinned from each address on, `order` all that were ever, in turn; `asked` each call of
+    a copy: "one" or how many, and the stream. A registration waits until `gate` lets it through."""
 
     name = "simulated"
 
     def __init__(self, streams=None, *, has_batches=True, longest_batch=1 << 16, devices=1):
-        self.streams, self.has_batches, self.longest_batch = streams or SimulatedStreams(), has_batches, longest_batch
-        self.registered, self.order, self.asked, self.under_way = {}, [], [], []
-        self.gate, self.refuses_after, self.devices = threading.Semaphore(1 << 30), None, range(devices)
-        self.here, self.is_capturing, self._lock = _Thread(), False, self.streams.lock
+        self.streams = streams or SimulatedStreams()
+        self.has_batches = has_batches
+        self.longest_batch = longest_batch
+        self.registered = {}
+        self.order = []
+        self.asked = []
+        self.under_way = []
+        self.gate = threading.Semaphore(1 << 30)
+        self.refuses_after = None
+        self.devices = range(devices)
+        self.here = _Thread()
+        self.is_capturing = False
+        self._lock = self.streams.lock
 
     def use(self, device):
         """This thread works with a device from now on, as torch does: not relaxed."""
@@ -54,7 +63,7 @@ class SimulatedDriver:
 
     @contextmanager
     def capturing(self):
-        """A graph is captured meanwhile, as a test says."""
+        """A graph is captured meanwhile."""
         self.is_capturing = True
         try:
             yield
@@ -89,7 +98,7 @@ class SimulatedDriver:
         self._put(stream, [(destination, source, num_bytes)], pinned)
 
     def copy_batch(self, destinations, sources, sizes, count, stream):
-        """The arrays are read now. In which order the copies of a batch are made nobody says."""
+        """The arrays are read now. The copies of a batch are made in no defined order."""
         self._check_thread("a batch is asked for")
         if not self.has_batches:
             raise AssertionError("a batch is asked for where there are none")

@@ -31,11 +31,15 @@ class SimulatedEvent:
 
 class SimulatedStream:
     def __init__(self, world, name, handle):
-        self.world, self.name, self.handle, self.entries, self.waited_for = world, name, handle, deque(), []
+        self.world = world
+        self.name = name
+        self.handle = handle
+        self.entries = deque()
+        self.waited_for = []
 
     def submit(self, work):
-        """What asks a driver asks it now, as on a device, and the driver puts it here. A kernel runs when it is its
-        turn; Triton's interpreter would run it at once."""
+        """Calls of a driver are made now, as on a device, and the driver puts the work here. A kernel runs when it is
+        its turn; Triton's interpreter would run it at once."""
         asks = getattr(getattr(work, "func", None), "__self__", None)
         if getattr(asks, "_driver", None) is None:
             self.put(partial(work, self.handle))
@@ -84,7 +88,10 @@ class SimulatedStreams:
     """`streams` is what a staged copier takes; `ran` names the stream of each piece of work, in the order it ran."""
 
     def __init__(self, eager=(), rng=None, hurry=0.0):
-        self.eager, self.rng, self.hurry, self.ran = eager, rng or random.Random(0), hurry, []
+        self.eager = eager
+        self.rng = rng or random.Random(0)
+        self.hurry = hurry
+        self.ran = []
         self.lock = threading.RLock()
         names = ("compute", "pack", "out", "in", "unpack")
         self.all = [SimulatedStream(self, name, HANDLES + at) for at, name in enumerate(names)]

@@ -43,7 +43,7 @@ class SmallEngine(QueueDevice):
         for block in blocks:
             self.counts[block] += by
 
-    # what the engine itself does
+    # the engine's own part
 
     def take(self, keys, cached, tokens):
         found = [self.by_key[key] for key in keys[:cached]]

@@ -6,13 +6,12 @@ from typing import Any
 from cpu_prefix_cache import (
     BlockPool,
     CPUPrefixCache,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     Lease,
     Pin,
     PooledDevice,
+    PrefixGroup,
     RankReport,
     Request,
     Resolved,
@@ -23,11 +22,11 @@ from property_tests.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4
-ATTENTION = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+ATTENTION = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
 
 
 def make_scarce(pool: BlockPool) -> None:
-    """A pool beside another one is filled, and the first that it evicts is asked for again."""
+    """A pool beside another one is filled, and the first chunk that it evicts is requested again."""
     keys = [b"-%d" % at for at in range(pool.capacity // max(1, pool.blocks_per_chunk) + 1)]
     for key in keys:
         pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
@@ -50,7 +49,7 @@ class Shelf:
         touch = self.pool.touch(deepest, keys, self.now)
         hold = None if deepest is None else self.pool.pin(deepest)
         parent = self.pool.root if deepest is None else deepest
-        new = keys[have : have + self.pool.accepted(parent, keys[have:])]
+        new = keys[have : have + self.pool.choose(parent, keys[have:]).accepted]
         self.pool.commit(self.pool.allocate(len(new), new), new, parent, touch)
         if hold is not None:
             self.pool.unpin(hold)
@@ -108,9 +107,7 @@ class Engine:
             HybridChunkPlanner([ATTENTION], max_model_len=1_000),
             PooledDevice(self.gpu, hands_out_first=hands_out_first),
             host_blocks=host,
-            offload=mode,
-            ranks=ranks,
-            **cache_options(**options),
+            **cache_options(offload=mode, ranks=ranks, **options),
         )
         self.ranks = range(ranks)
         self.now = 0.0
@@ -225,7 +222,7 @@ class Engine:
 
     def device_forgets(self) -> None:
         """Everything nobody holds is evicted from the device."""
-        self.gpu.abort(self.gpu.allocate(self.gpu.available(self.gpu.capacity)))
+        self.gpu.abort(self.gpu.take(self.gpu.capacity))
 
     def is_at_rest(self) -> bool:
         now, gpu = self.cache.statistics(), self.gpu.statistics()

@@ -28,7 +28,7 @@ CHUNK_BYTES = TinyModel(1, BLOCK_TOKENS).kv[:, :, 0].nbytes
 
 
 class Watched(Engine):
-    """Poisons what it hands out, and counts what its stories are told for."""
+    """Poisons the blocks that it hands out, and counts the events that its stories are for."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -82,7 +82,10 @@ def served(name):
         strict=True,
         wrap_copier=COPIERS[told["copies"]],
     )
-    draw, todo, alive, answers = random.Random(told["seed"]), list(prompts(told["seed"])), {}, []
+    draw = random.Random(told["seed"])
+    todo = list(prompts(told["seed"]))
+    alive = {}
+    answers = []
     while todo or not engine.is_idle:
         for request in todo[:2]:
             alive[request.id] = request
@@ -122,7 +125,7 @@ def test_answers_are_those_of_the_model_alone(name):
     assert not any(engine.blocks.users)
 
 
-def test_stories_have_what_they_are_told_for():
+def test_each_story_has_the_events_that_it_is_for():
     engines = [served(name)[0] for name in STORIES]
     assert all(sum(getattr(each, seen) for each in engines) for seen in ("preempted", "waits", "aborted_loading"))
     assert any(each.host.statistics().cache.loads_failed for each in engines)

@@ -1,4 +1,4 @@
-"""What may be stored at all: chunks that enough prompts had, and prompts that are long enough."""
+"""Admission to the host: chunks that enough prompts had, and prompts that are long enough."""
 
 from string import ascii_letters
 
@@ -22,7 +22,7 @@ def test_by_default_everything_is_stored_at_once(mode):
 
 
 @both_modes
-def test_what_was_seen_once_is_not_stored_and_what_was_seen_twice_is(mode):
+def test_chunks_are_stored_when_a_second_prompt_has_them(mode):
     engine = Engine(mode, device=4, store_after=2)
     engine.serves("abc")
     engine.serves("wxyz")
@@ -34,7 +34,7 @@ def test_what_was_seen_once_is_not_stored_and_what_was_seen_twice_is(mode):
     assert engine.is_at_rest()
 
 
-def test_what_is_held_back_is_not_lost():
+def test_declined_chunks_do_not_count_as_lost():
     engine = Engine("lazy", device=4, store_after=2)
     for letter in ascii_letters:
         engine.serves(f"{letter}-")
@@ -44,7 +44,7 @@ def test_what_is_held_back_is_not_lost():
 
 
 @both_modes
-def test_what_is_seen_again_on_the_device_counts(mode):
+def test_a_hit_on_the_device_counts_as_a_second_use(mode):
     engine = Engine(mode, device=4, store_after=2)
     engine.serves("ab")
     engine.serves("abc")
@@ -65,23 +65,23 @@ def test_short_prompts_are_not_stored_and_long_ones_are(mode):
 
 @pytest.mark.parametrize("options", [{"store_after": 0}, {"min_store_tokens": -1}])
 def test_nonsense_is_refused(options):
-    with pytest.raises(ConfigurationError, match=f"{next(iter(options))} must be at least"):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))} must be a whole number of at least"):
         Engine(**options)
 
 
-def test_a_pool_that_asks_for_a_length_has_to_be_told_it():
+def test_a_pool_with_a_least_length_needs_the_number_of_tokens():
     pool = BlockPool(4, thresholds=Thresholds(min_store_tokens=3))
     with pytest.raises(MisuseError, match="number of tokens"):
         pool.touch(None, chain("ab"))
     pool.touch(None)  # nobody's request
 
 
-def test_admission_is_asked_also_when_there_is_room():
+def test_admission_decides_also_when_there_is_room():
     pool = BlockPool(4, thresholds=Thresholds(store_after=2))
     pool.touch(None, chain("abc"))
     pool.touch(None, chain("abd"))
-    assert pool.accepted(pool.root, chain("abd")) == 2
-    assert pool.accepted(pool.root, chain("xyz")) == 0
+    assert pool.choose(pool.root, chain("abd")).accepted == 2
+    assert pool.choose(pool.root, chain("xyz")).accepted == 0
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning():
@@ -114,8 +114,8 @@ def test_a_checkpoint_is_held_back_with_its_chunks():
     pool = BlockPool(8, needs_checkpoint=lambda depth: True, thresholds=Thresholds(store_after=2))
     keys, needs = [*chain("ab"), checkpoint_key(b"ab")], [PieceNeed("state", 1)]
     pool.touch(None, chain("ab"))
-    assert pool.accepted(pool.root, keys, needs) == 0
+    assert pool.choose(pool.root, keys, needs).accepted == 0
     pool.touch(None, chain("ax"))
-    assert pool.accepted(pool.root, keys, needs) == 1
+    assert pool.choose(pool.root, keys, needs).accepted == 1
     pool.touch(None, chain("ab"))
-    assert pool.accepted(pool.root, keys, needs) == 3
+    assert pool.choose(pool.root, keys, needs).accepted == 3

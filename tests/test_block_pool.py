@@ -1,15 +1,18 @@
-"""BlockPool in stories. What any order of events may do is held by property_tests/test_pool_machine.py."""
+"""BlockPool in stories. Any order of events is held by property_tests/test_pool_machine.py."""
 
 from string import ascii_letters
+from types import SimpleNamespace
 
 import pytest
 
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted
+from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.states import State
 from tests.story import Shelf, chain, make_scarce
 
 
-def test_who_was_used_longest_ago_leaves_first():
+def test_the_least_recently_used_chunk_leaves_first():
     shelf = Shelf(3)
     for prompt in ("a", "b", "c"):
         shelf.put(prompt)
@@ -96,7 +99,7 @@ def test_a_pin_in_the_middle_frees_what_hangs_below():
     shelf = Shelf(3)
     shelf.put("abc")
     shelf.pin("ab")
-    assert shelf.pool.available(3) == 1
+    assert shelf.pool.num_available == 1
     shelf.put("x")
     assert shelf.names == {"a", "ab", "x"}
 
@@ -114,18 +117,26 @@ def test_unpinning_twice_is_the_callers_mistake():
     assert not shelf.pool.is_pinned(shelf.at("a"))
 
 
-def test_an_allocation_that_cannot_be_met_changes_nothing():
-    """O8.3, L5.36"""
+def test_an_allocation_that_cannot_be_met_takes_nothing():
+    """O8.3, L5.36. It finds out as it evicts: what has left by then makes room for the next one (rule 4)."""
     shelf = Shelf(4)
     shelf.put("ab")
     shelf.put("x")
     shelf.pin("ab")
-    before = shelf.pool.statistics()
     with pytest.raises(PoolExhausted) as refusal:
         shelf.pool.allocate(3)
-    assert refusal.value.available == 2
-    assert shelf.pool.statistics() == before and shelf.names == {"a", "ab", "x"}
+    assert (refusal.value.wanted, refusal.value.available) == (3, 2)
+    assert shelf.pool.statistics().free == 2 and shelf.names == {"a", "ab"}
     assert len(shelf.pool.allocate(2)) == 2
+
+
+def test_a_store_takes_what_it_can_have():
+    shelf = Shelf(4)
+    shelf.put("ab")
+    shelf.put("x")
+    shelf.pin("ab")
+    assert len(shelf.pool.take(3)) == 2 and shelf.pool.take(1) == []
+    assert shelf.names == {"a", "ab"}
 
 
 def test_keys_are_given_for_all_chunks_or_for_none():
@@ -135,11 +146,11 @@ def test_keys_are_given_for_all_chunks_or_for_none():
     assert len(pool.allocate(2, chain("ab"))) == 2 and len(pool.allocate(1)) == 1
 
 
-def test_what_is_being_written_is_found_by_nobody_and_not_evicted():
+def test_a_block_in_writing_is_neither_found_nor_evicted():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     assert pool.state(block) is State.WRITING and pool.key(block) is None
-    assert pool.available(2) == 1
+    assert pool.num_available == 1
     pool.commit([block], [b"a"], pool.root, pool.touch(None))
     assert pool.state(block) is State.CACHED and pool.find(b"a") == block
 
@@ -176,11 +187,13 @@ def test_withdrawing_a_chunk_withdraws_what_hangs_below_it():
 def test_a_withdrawn_chunk_keeps_its_bytes_until_its_last_pin_ends():
     shelf = Shelf(3)
     shelf.put("ab")
-    block, pin, second = shelf.at("ab"), shelf.pin("ab"), shelf.pin("ab")
+    block = shelf.at("ab")
+    pin = shelf.pin("ab")
+    second = shelf.pin("ab")
     shelf.withdraw("a")
     assert shelf.names == set() and shelf.pool.statistics().retired == 2
     shelf.pool.unpin(pin)
-    assert shelf.pool.state(block) is State.RETIRED and shelf.pool.available(3) == 1
+    assert shelf.pool.state(block) is State.RETIRED and shelf.pool.num_available == 1
     shelf.put("a")  # the key is free for new bytes meanwhile
     shelf.pool.unpin(second)
     assert shelf.pool.state(block) is State.FREE and shelf.pool.statistics().free == 2
@@ -225,7 +238,7 @@ def test_a_reset_keeps_what_hangs_above_a_pin_and_frees_its_other_branches():
     retired = [shelf.at(prompt) for prompt in ("a", "ab", "abd")]
     shelf.pool.reset()
     assert shelf.pool.statistics().retired == 3 and shelf.pool.statistics().free == 5
-    assert all(shelf.pool.state(block) is State.RETIRED for block in retired)
+    assert all(shelf.pool.state(block) is State.RETIRED for block in retired[1:])  # those that are pinned themselves
     assert set(shelf.pool.allocate(5)).isdisjoint(retired)
     for pin, left in zip(pins, (2, 0), strict=True):
         shelf.pool.unpin(pin)
@@ -233,11 +246,47 @@ def test_a_reset_keeps_what_hangs_above_a_pin_and_frees_its_other_branches():
         assert shelf.pool.statistics().retired == left
 
 
+def test_a_reset_takes_each_node_over_once(monkeypatch):
+    """Whoever holds a prompt chunk by chunk has a pin on each."""
+    shelf, read = Shelf(40), list[int]()
+    shelf.put(ascii_letters[:40])
+    pins = [shelf.pin(ascii_letters[:length]) for length in range(1, 41)]
+    blocks_of = BlockPool.all_blocks_of
+    monkeypatch.setattr(BlockPool, "all_blocks_of", lambda self, node: read.append(node) or blocks_of(self, node))
+    walked = list[int]()
+    held_by = Forest.held_by
+    monkeypatch.setattr(
+        Forest, "held_by", lambda self, node: (walked.append(each) or each for each in held_by(self, node))
+    )
+    shelf.pool.reset()
+    assert len(read) == 40 and len(walked) <= 80
+    assert shelf.pool.statistics().pinned == 40
+    for pin in pins:
+        shelf.pool.unpin(pin)
+        shelf.pool.check_valid()
+    assert shelf.pool.statistics().free == 40
+
+
+def test_a_block_that_is_written_and_pinned_at_a_reset_waits_for_both():
+    pool = BlockPool(2)
+    [node] = pool.allocate(1)
+    pin = pool.pin(node)
+    pool.reset()
+    with pytest.raises(MisuseError, match="from before a reset"):
+        pool.pin(node)
+    pool.abort([node])
+    with pytest.raises(MisuseError, match="from before a reset"):
+        pool.abort([node])
+    assert pool.statistics().retired == pool.statistics().pinned == 1
+    pool.unpin(pin)
+    assert pool.statistics().free == 2 and pool.statistics().pinned == 0
+
+
 def test_a_retired_writer_goes_on_and_ends_with_abort():
     pool = BlockPool(2)
     blocks = pool.allocate(2)
     pool.retire(blocks)
-    assert pool.statistics().retired == 2 and pool.available(1) == 0
+    assert pool.statistics().retired == 2 and pool.num_available == 0
     with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
         pool.commit(blocks, chain("ab"), pool.root, pool.touch(None))
     with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
@@ -297,7 +346,7 @@ def test_a_chunk_of_several_blocks_comes_and_goes_whole(per_chunk):
 
 
 def test_blocks_of_chunks_that_left_are_dealt_anew():
-    """Of an odd pool one block is left over, and no block is ever dealt twice."""
+    """An odd pool has one block left over, and no block is ever dealt twice."""
     pool = BlockPool(9, blocks_per_chunk=2)
     first, second = pool.allocate(2)
     pool.commit([second], [b"a" * 16], pool.root, pool.touch(None))
@@ -316,8 +365,8 @@ def test_a_chunk_that_left_is_none_where_its_block_is_the_second_of_another():
     pool.check_valid()
 
 
-def test_what_pins_share_is_counted_once():
-    """Many requests below one long prefix: a sum of depths says that more is held than there is (rule 18)."""
+def test_chunks_below_several_pins_are_counted_once():
+    """Many requests below one long prefix: a sum of depths would count more blocks than there are (rule 16)."""
     shelf = Shelf(40)
     prefix = ascii_letters[:20]
     prompts = [prefix + letter for letter in "ABCDEFGH"]
@@ -325,14 +374,14 @@ def test_what_pins_share_is_counted_once():
     for prompt in prompts:
         shelf.put(prompt)
         pins.append(shelf.pin(prompt))
-    assert shelf.pool.available(40) == 40 - 28
+    assert shelf.pool.num_available == 40 - 28
     for pin in pins[1:]:
         shelf.pool.unpin(pin)
-    assert shelf.pool.available(40) == 40 - 21
+    assert shelf.pool.num_available == 40 - 21
     shelf.put("xyz")
     late = shelf.pin("xyz")  # its walk upwards meets nothing that was held before
     shelf.pool.unpin(pins[0])
-    assert shelf.pool.available(40) == 40 - 3
+    assert shelf.pool.num_available == 40 - 3
     shelf.pool.unpin(late)
 
 
@@ -351,11 +400,11 @@ def test_many_pins_on_a_prefix_that_was_withdrawn_are_walked_up_once():
 
     forest = shelf.pool._forest
     links, forest.parent = forest.parent, Counted(forest.parent)
-    assert forest.protected_at_most() == 0 and Counted.reads <= 30
+    assert not forest.protected() and Counted.reads <= 30
     forest.parent = links
     for pin in pins:
         shelf.pool.unpin(pin)
-    assert shelf.pool.available(40) == 40
+    assert shelf.pool.num_available == 40
 
 
 def test_a_pool_is_checked_at_the_door():
@@ -368,7 +417,7 @@ def test_a_pool_is_checked_at_the_door():
 
 def test_a_duplicate_stays_for_no_pin_that_has_ended():
     """A load pins "ab", and something else is pinned all the time. When the load has landed, its chunks leave first."""
-    pool = BlockPool(4, beside=4)
+    pool = BlockPool(4, beside=Beside(4))
     make_scarce(pool)
 
     def put(prompt):
@@ -392,7 +441,7 @@ def test_a_duplicate_stays_for_no_pin_that_has_ended():
 
 def test_the_note_of_a_hit_goes_with_a_duplicate_that_leaves():
     """Its number is given to another chunk, which nobody has used."""
-    pool = BlockPool(4, beside=20)
+    pool = BlockPool(4, beside=Beside(20))
     make_scarce(pool)
 
     def put(key):
@@ -409,8 +458,8 @@ def test_the_note_of_a_hit_goes_with_a_duplicate_that_leaves():
     assert pool.find(b"hit") is None and pool.statistics().unused_chunks == before + 4
 
 
-def test_duplicates_leave_first_where_what_was_evicted_is_asked_for_again():
-    pool = BlockPool(4, beside=4)
+def test_duplicates_leave_first_where_evicted_chunks_are_requested_again():
+    pool = BlockPool(4, beside=Beside(4))
 
     def put(key):
         pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
@@ -425,8 +474,21 @@ def test_duplicates_leave_first_where_what_was_evicted_is_asked_for_again():
     pool.missed([b"a"])
     put(b"f")
     assert pool.find(b"d") is None and pool.find(b"b") is not None
-    for at in range(20):  # nothing of which is asked for again
+    for at in range(20):  # none of which is requested again
         put(b"%d" % at)
     assert not pool.is_scarce
     pool.missed([b"b"])  # so long gone that the room beside would not have kept them
     assert not pool.is_scarce
+
+
+def test_duplicates_stay_above_what_a_request_would_load_with_them():
+    """Two levels above what only this pool has; and they are not in the way of the policy."""
+    pool = BlockPool(4, beside=Beside(8, overlap=2))
+    pool._scarcity = SimpleNamespace(holds=True, evicted=lambda keys: None)
+    for prompt in ("x", "abc"):
+        keys = chain(prompt)
+        pool.commit(pool.allocate(len(keys), keys), keys, pool.root, pool.touch(None))
+    pool.duplicated([pool.find(b"a"), pool.find(b"ab")])
+    pool.allocate(1)
+    assert pool.find(b"x") is None
+    assert all(pool.find(key) is not None for key in chain("abc"))

@@ -1,4 +1,4 @@
-"""What can be hit, told as it comes and goes. Any order of events is held by the machines in property_tests/."""
+"""The log of boundaries that become and cease to be hits. Any order of events is held by property_tests/'s machines."""
 
 import pytest
 
@@ -6,16 +6,15 @@ from cpu_prefix_cache import (
     BlockPool,
     BoundariesRemoved,
     BoundariesStored,
-    Group,
-    GroupKind,
     HybridChunkPlanner,
     KVCacheCoordinator,
+    StateGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from tests.story import ATTENTION, GRID, Engine, chain
 
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=100)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=100)
 
 
 def stored(*names, below=None):
@@ -31,7 +30,7 @@ def engine():
     return Engine(host=3, log_boundaries=True)
 
 
-def test_without_being_asked_for_there_is_no_log():
+def test_there_is_no_log_unless_it_is_switched_on():
     engine = Engine()
     engine.serves("ab")
     assert engine.cache.take_events() == []
@@ -40,7 +39,7 @@ def test_without_being_asked_for_there_is_no_log():
     assert pool.take_events() == []
 
 
-def test_chunks_are_told_when_they_are_committed_and_when_they_are_evicted(engine):
+def test_chunks_are_logged_when_committed_and_when_evicted(engine):
     engine.starts("r", "ab")
     engine.computes("r")
     store = [transfer.id for transfer in engine.steps().transfers]
@@ -53,21 +52,21 @@ def test_chunks_are_told_when_they_are_committed_and_when_they_are_evicted(engin
     assert engine.cache.take_events() == [removed("ab"), stored("x", "xy")]
 
 
-def test_what_hangs_below_what_was_told_before_says_so(engine):
+def test_a_chunk_below_one_logged_before_names_it_as_its_parent(engine):
     engine.serves("a")
     engine.cache.take_events()
     engine.serves("abc")
     assert engine.cache.take_events() == [stored("ab", "abc", below="a")]
 
 
-def test_neighbours_are_told_together_and_strangers_apart(engine):
+def test_neighbours_are_logged_in_one_event_and_strangers_in_two(engine):
     engine.serves("a")
     engine.serves("ab")
     engine.serves("x")
     assert engine.cache.take_events() == [stored("a", "ab"), stored("x")]
 
 
-def test_a_reset_takes_everything_back_and_what_comes_later_is_told_again(engine):
+def test_a_reset_logs_every_removal_and_later_chunks_are_logged_again(engine):
     engine.serves("ab")
     engine.cache.take_events()
     engine.cache.reset()
@@ -76,7 +75,7 @@ def test_a_reset_takes_everything_back_and_what_comes_later_is_told_again(engine
     assert engine.cache.take_events() == [removed("a", "ab"), stored("a")]
 
 
-def test_what_a_failed_load_withdraws_is_taken_back(engine):
+def test_chunks_withdrawn_by_a_failed_load_are_logged_as_removed(engine):
     engine.serves("ab")
     engine.device_forgets()
     engine.cache.take_events()
@@ -105,7 +104,7 @@ class Hybrid:
         self.pool.commit(new, [checkpoint_key(keys[-1])], self.pool.find(keys[-1]), self.touch)
 
 
-def test_a_chunk_is_told_with_its_checkpoint_and_leaves_with_it():
+def test_a_chunk_is_logged_with_its_checkpoint_and_leaves_with_it():
     host = Hybrid(blocks=6)
     host.puts("abc")
     assert host.pool.take_events() == []
@@ -120,7 +119,7 @@ def test_a_chunk_is_told_with_its_checkpoint_and_leaves_with_it():
     host.pool.check_valid()
 
 
-def test_a_checkpoint_that_goes_with_its_chunk_is_told_once():
+def test_a_checkpoint_that_goes_with_its_chunk_is_logged_once():
     host = Hybrid(blocks=4)
     host.puts("ab")
     host.keeps("ab")
@@ -132,7 +131,7 @@ def test_a_checkpoint_that_goes_with_its_chunk_is_told_once():
     assert host.pool.take_events() == [removed("a")]
 
 
-def test_chunks_without_blocks_are_told_by_numbers_beyond_the_blocks():
+def test_chunks_without_blocks_are_logged_by_numbers_beyond_the_blocks():
     """A model of states only."""
     host = Hybrid(blocks=2, groups=[STATE])
     host.puts("abc")

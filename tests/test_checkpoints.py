@@ -10,10 +10,9 @@ import pytest
 from cpu_prefix_cache import (
     POLICIES,
     BlockPool,
+    ChunkLocalGroup,
     ConfigurationError,
     CPUPrefixCache,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     KVCacheCoordinator,
@@ -21,9 +20,13 @@ from cpu_prefix_cache import (
     MisuseError,
     PooledDevice,
     PoolExhausted,
+    PrefixGroup,
     RankReport,
     Request,
+    StateGroup,
+    WindowGroup,
 )
+from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
@@ -31,16 +34,16 @@ from property_tests.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=100)
-WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID + 1)
-SHORT = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=100, window_tokens=GRID + 1)
+FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=100)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=100)
+WINDOW = WindowGroup(name="window", block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID + 1)
+SHORT = WindowGroup(name="window", block_tokens=GRID, block_bytes=100, window_tokens=GRID + 1)
 
 
 class Engine:
     """An engine with one BlockPool for its chunks and checkpoints. Requests come one at a time; nobody copies bytes.
 
-    `keeps` says where it can put a checkpoint on its device; by default wherever the cache asks for one.
+    `keeps` has the boundaries at which it can put a checkpoint on its device; by default all that the cache wants.
     """
 
     def __init__(self, *groups, mode="eager", host=64, device=64, ranks=1, **options):
@@ -51,9 +54,7 @@ class Engine:
             self.planner,
             PooledDevice(self.gpu),
             host_blocks=host,
-            offload=mode,
-            ranks=ranks,
-            **cache_options(**options),
+            **cache_options(offload=mode, ranks=ranks, **options),
         )
         self.ranks = range(ranks)
         self.requests = {}
@@ -186,7 +187,7 @@ def test_a_branch_is_seen_on_the_device_as_well():
     assert engine.starts("abcx") == [3, 4]
 
 
-def test_checkpoints_at_intervals_are_kept_if_asked_for():
+def test_checkpoints_at_intervals_are_kept_if_configured():
     assert Engine(FULL, STATE, checkpoint_interval=2 * GRID).starts("abcdefg") == [2, 4, 6, 7]
     assert Engine(FULL, STATE).starts("abcdefg") == [7]
     with pytest.raises(ConfigurationError, match="multiple of the grid's 4 tokens, got 6"):
@@ -195,7 +196,7 @@ def test_checkpoints_at_intervals_are_kept_if_asked_for():
 
 @pytest.mark.parametrize(("ahead", "nodes"), [(0, {"abcd!"}), (1, {"abc", "abcd!"})])
 def test_a_load_pins_its_last_chunk_apart_only_where_the_checkpoint_does_not_hang_below_it(ahead, nodes):
-    """What two pins hold counts twice, where the pool reckons how much room there is at least."""
+    """The pool's lower bound of available blocks counts nodes under two pins twice."""
     engine = Engine(replace(FULL, lookahead_tokens=ahead), STATE)
     engine.serves("abcd", keep=[4])
     coordinator = engine.cache.coordinator
@@ -212,7 +213,7 @@ def test_a_model_of_prefix_groups_only_needs_none():
 
 
 def test_a_boundary_where_a_local_chunk_begins_needs_none():
-    local = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
+    local = ChunkLocalGroup(name="local", block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
     engine = Engine(FULL, local)
     assert engine.starts("abcd") == []
     assert engine.starts("vwxyz") == [5]
@@ -292,7 +293,7 @@ def test_complete_or_absent_when_a_rank_fails():
     engine.computes("abc")
     transfers = engine.steps()
     engine.reports(*transfers, rank=0)
-    assert engine.host == set(), "one rank is not enough (rule 15)"
+    assert engine.host == set(), "one rank is not enough (rule 10)"
     engine.reports(*transfers, rank=1, ok=False)
     assert engine.host == set() and engine.asks("abcd") == Miss()
     assert engine.cache.statistics().pool.free == 64
@@ -316,7 +317,7 @@ def test_the_pool_shares_nothing_whose_writer_gave_up():
 
 
 def test_a_reset_in_flight_shares_nothing_old():
-    """The same tokens are stored again while the old copy still moves (rule 14)."""
+    """The same tokens are stored again while the old copy still moves (rule 13)."""
     engine = Engine(FULL, WINDOW)
     engine.starts("abc")
     engine.computes("abc")
@@ -353,7 +354,7 @@ def test_chunks_that_led_to_no_checkpoint_go_first():
 
 
 def test_chunks_that_need_no_checkpoint_are_of_use_without_one():
-    local = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
+    local = ChunkLocalGroup(name="local", block_tokens=GRID, block_bytes=100, window_tokens=2 * GRID)
     engine = Engine(FULL, local, host=5)
     for prompt in ("xy", "ab", "mn"):
         engine.serves(prompt)
@@ -403,7 +404,7 @@ def test_chunks_without_bytes():
 
 
 def test_a_load_copies_of_a_window_only_what_the_engine_has_not():
-    """Rule 10. At 4 chunks the window sees c and d; from n0 = 3 chunks on only d is copied."""
+    """Rule 8. At 4 chunks the window sees c and d; from n0 = 3 chunks on only d is copied."""
     engine = Engine(FULL, WINDOW)
     engine.serves("abcd")
     engine.device_forgets()
@@ -435,7 +436,7 @@ def test_a_load_that_fails_takes_its_checkpoint_away():
     assert engine.host == set() and engine.cache.statistics().pool.free == 64
 
 
-# what the two halves could have had together
+# blocks that the two halves could have had together
 
 
 def test_a_checkpoint_on_the_device_over_chunks_on_the_host_only_is_counted():
@@ -488,8 +489,8 @@ def test_pieces_that_are_there_need_no_room():
     a, b, c = (PieceNeed(name, 1) for name in "abc")
     pool.allocate(2)
     pool.allocate(0, needs=[a, b])
-    assert pool.has_room(0, [a, b, c]) and pool.has_room(1, [a, b, c]) and not pool.has_room(2, [a, b, c])
-    [node] = pool.allocate(0, needs=[a, b, c])
+    assert pool.take(2, needs=[a, b, c]) == []
+    *_, node = pool.allocate(1, needs=[a, b, c])
     assert pool.checkpoints.to_write(node)[:2] == [None, None]
 
 
@@ -618,7 +619,7 @@ def below_a_load():
 
 
 def test_a_store_below_what_was_withdrawn_registers_nothing():
-    """And stands in nobody's way: the same chunks are stored again at once."""
+    """It is in nobody's way either: the same chunks are stored again at once."""
     engine, stores = below_a_load()
     engine.device_has("abcd")
     engine.cache.computed("abcd", 4 * GRID)
@@ -651,7 +652,7 @@ def test_a_store_whose_parent_has_landed_holds_it():
 
 
 def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
-    """Rule 14."""
+    """Rule 13."""
     engine = Engine(FULL, WINDOW)
     engine.starts("abc")
     engine.computes("abc")
@@ -746,7 +747,7 @@ def test_lazy_stores_no_part_of_what_never_fits(policy):
     assert engine.host == {"x", "xy", "xy!"} and engine.cache.statistics().bytes_stored == 300
 
 
-# what is shared
+# the shared blocks
 
 
 @policies
@@ -798,10 +799,10 @@ def test_a_pool_of_chunks_only_has_no_checkpoints():
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
-def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
+def test_a_declined_checkpoint_is_not_stored_in_part(mode):
     """The policy would take its chunks, but these are of no use without it (rule 9)."""
     engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_tokens=16 * GRID)
-    engine.cache.pool.accepted = lambda parent, keys, needs=None, **_: len(keys) - (needs is not None)
+    engine.cache.pool.choose = lambda parent, keys, needs=None, **_: Choice(len(keys) - (needs is not None))
     engine.serves("abcd", keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
     engine.copies()
@@ -811,7 +812,7 @@ def test_of_a_checkpoint_that_is_declined_nothing_is_stored(mode):
 
 
 def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
-    """Victims are asked for by what is here now, not by the largest checkpoint that ever was."""
+    """The number of victims follows from the checkpoints here now, not from the largest that ever was."""
     pool = BlockPool(40, needs_checkpoint=lambda depth: depth == 1)
 
     def put(name, needs=()):
@@ -825,18 +826,18 @@ def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
     for name in (b"%02d" % at for at in range(20)):
         new, chunk, touch = put(name, [PieceNeed(name, 1)])
         pool.commit(new, [checkpoint_key(name)], chunk, touch)
-    asked, evict, accepts = [], pool._policy.evict, pool._policy.accepts
-    pool._policy.evict = lambda count, keys=(): asked.append(count) or evict(count, keys)
-    pool._policy.accepts = lambda parent, keys, count, margin: asked.append(count) or accepts(parent, keys, count)
-    assert pool.accepted(pool.root, [b"x", b"y"]) == 2
+    asked, evict, choose = [], pool._policy.evict, pool._policy.choose
+    pool._policy.evict = lambda count, *keys: asked.append(count) or evict(count, *keys)
+    pool._policy.choose = lambda parent, keys, count, margin: asked.append(count) or choose(parent, keys, count)
+    assert pool.choose(pool.root, [b"x", b"y"]).accepted == 2
     pool.allocate(20)
     assert asked[0] == 2, "two chunks take the room of two nodes, not of a twentieth of the largest one"
     assert len(asked) - 1 <= 2, asked
     pool.check_valid()
 
 
-def test_no_room_is_told_in_blocks_that_the_checkpoint_would_take():
-    """What it shares is there already, and neither wanted nor available."""
+def test_a_full_pool_reports_the_blocks_that_the_checkpoint_would_take():
+    """Neither a chunk that it would hang below, nor pieces; and the checkpoint that it would share one with stays."""
     pool = BlockPool(4, needs_checkpoint=lambda depth: True)
     touch = pool.touch(None)
     [chunk] = pool.allocate(1)
@@ -844,8 +845,12 @@ def test_no_room_is_told_in_blocks_that_the_checkpoint_would_take():
     pool.commit(pool.allocate(0, needs=[PieceNeed("x", 1)]), [b"A" * 16], chunk, touch)
     pool.pin(chunk)
     with pytest.raises(PoolExhausted) as raised:
-        pool.allocate(0, needs=[PieceNeed("x", 1), PieceNeed("y", 3)])
-    assert (raised.value.wanted, raised.value.available) == (3, 2)
+        pool.allocate(1, needs=[PieceNeed("x", 1), PieceNeed("y", 2)])
+    assert (raised.value.wanted, raised.value.available) == (2, 0)
+    statistics = pool.statistics()
+    assert (statistics.free, statistics.writing, statistics.cached, statistics.retired) == (2, 0, 2, 0)
+    pool.check_valid()
+    assert len(pool.allocate(1, needs=[PieceNeed("x", 1), PieceNeed("y", 1)])) == 2
 
 
 def test_room_for_a_wide_checkpoint_is_made_at_once():
@@ -855,6 +860,6 @@ def test_room_for_a_wide_checkpoint_is_made_at_once():
     pool.commit(pool.allocate(64, keys), keys, pool.root, pool.touch(None))
     calls = []
     evict = pool._policy.evict
-    pool._policy.evict = lambda count, incoming: calls.append(count) or evict(count, incoming)
+    pool._policy.evict = lambda count, *incoming: calls.append(count) or evict(count, *incoming)
     pool.allocate(0, needs=[PieceNeed("wide", 32)])
     assert calls == [32]

@@ -1,4 +1,4 @@
-"""Exchanges: what a load overwrites on the device goes into the host blocks that it reads."""
+"""Exchanges: blocks that a load overwrites on the device go into the host blocks that it reads."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.story import GRID, Engine, chain, make_scarce
 
 
 class Looking(Engine):
-    """It asks before it allocates, as vLLM does."""
+    """Looks up before it allocates, as vLLM does."""
 
     def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True, stores: bool = True) -> int | None:
         request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra, stores=stores)
@@ -22,7 +22,7 @@ class Looking(Engine):
 
 
 def exchanging(**options: Any) -> Looking:
-    """The host alone has "abcd", and the device, which is full, "wxyz" and "klmn". What leaves is asked for again."""
+    """The host alone has "abcd", and the device, which is full, "wxyz" and "klmn". Evicted chunks are wanted again."""
     engine = Looking("lazy", device=8, host=16, hands_out_first=True, **{"exchanges": True, **options})
     make_scarce(engine.cache.pool)
     for prompt in ("abcd", "wxyz", "klmn"):
@@ -48,7 +48,9 @@ def test_a_load_takes_the_place_of_what_it_overwrites():
     before = {key for key in engine.host if key.startswith("-")}
     load = engine.starts("again", "abcd")
     plan, [exchanged], [other] = planned(engine, load)
-    (read,), (written,), (fresh,) = plan.copies, exchanged.copies, other.copies
+    (read,) = plan.copies
+    (written,) = exchanged.copies
+    (fresh,) = other.copies
     assert written.host_blocks == read.host_blocks[:3] and written.device_blocks == read.device_blocks[1:]
     assert set(fresh.host_blocks).isdisjoint(read.host_blocks) and fresh.device_blocks == read.device_blocks[:1]
     engine.reports({load, exchanged.id, other.id})
@@ -69,7 +71,7 @@ def test_nothing_is_exchanged_where(why: str):
     assert not exchanged and others
 
 
-def test_what_admission_holds_back_is_not_saved(monkeypatch: pytest.MonkeyPatch):
+def test_chunks_declined_by_admission_are_not_exchanged(monkeypatch: pytest.MonkeyPatch):
     engine = exchanging()
     monkeypatch.setattr(engine.cache.pool, "admitted", lambda keys: sum(key in (b"w", b"wx") for key in keys))
     load, exchanged, others = planned(engine, engine.starts("again", "abcd"))
@@ -98,7 +100,7 @@ def test_a_store_that_is_reported_after_its_load_counts():
     assert {"w", "wx", "wxy", "wxyz"} <= engine.host
 
 
-def test_what_fails_together_is_one_failure():
+def test_a_load_and_its_stores_that_fail_together_are_one_failure():
     engine = exchanging()
     load = engine.starts("again", "abcd")
     _, [exchanged], [other] = planned(engine, load)
@@ -123,7 +125,7 @@ def test_others_wait_for_what_is_on_its_way_to_the_device():
     assert engine.asks("abcde", n0=4 * GRID) == Miss(), "the device has all that the host had"
 
 
-def test_what_others_keep_on_the_host_stays_there():
+def test_chunks_under_another_lease_stay_on_the_host():
     engine = exchanging()
     lease = engine.reserves("ab")
     _, exchanged, _ = planned(engine, engine.starts("again", "abcd"))
@@ -132,7 +134,7 @@ def test_what_others_keep_on_the_host_stays_there():
     engine.cache.release(lease)
 
 
-def test_what_was_exchanged_is_stored_again_before_it_leaves_the_device():
+def test_exchanged_chunks_are_stored_again_before_they_leave_the_device():
     engine = exchanging()
     load = engine.starts("again", "abcd")
     plan, exchanged, others = planned(engine, load)

@@ -1,4 +1,4 @@
-"""The rows of `make test-field`: what they select, and what they come to."""
+"""The rows of `make test-field`: the tests that they select, and their results."""
 
 import fcntl
 import sys
@@ -67,13 +67,13 @@ def tests_here(tmp_path, monkeypatch):
         (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),
     ],
 )
-def test_a_row_comes_to_what_its_tests_say(tests_here, tests, state, detail):
+def test_the_outcomes_of_its_tests_decide_the_state_of_a_row(tests_here, tests, state, detail):
     seconds = 3 if "has_no_end" in tests.values() else 600
     row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
     assert run.run(row) == Outcome(state, detail)
 
 
-def test_what_a_row_has_started_does_not_outlive_it(tests_here, tmp_path):
+def test_processes_that_a_row_has_started_do_not_outlive_it(tests_here, tmp_path):
     row = Row("a row", "here", bytes=f"{tests_here}starts_what_has_no_end", seconds=20)
     assert run.run(row).state is State.WRONG
     with open(tmp_path / "held") as file:
@@ -93,7 +93,7 @@ def test_what_a_row_has_started_does_not_outlive_it(tests_here, tmp_path):
         (dict(bytes="tests_here.py", needs=("NO_SUCH_SOURCE",)), "NO_SUCH_SOURCE names nothing that is here"),
     ],
 )
-def test_a_row_that_cannot_run_says_why(tests_here, said, why):
+def test_a_row_that_cannot_run_gives_the_reason(tests_here, said, why):
     assert run.run(Row("a row", "here", **said)) == Outcome(State.NOT_RUN, why)
 
 
@@ -140,7 +140,7 @@ def test_bytes_count_before_hits():
     assert outcome(reports) == Outcome(State.WRONG, "test_one and 1 more")
 
 
-def test_the_exit_status_says_whether_anything_is_bad(monkeypatch, capsys):
+def test_the_exit_status_is_1_if_a_row_is_bad(monkeypatch, capsys):
     rows = [Row(name, "here", bytes=name) for name in ("right", "lost hits", "not run")]
     monkeypatch.setattr(run, "rows_of", lambda: rows)
     monkeypatch.setattr(run, "run", lambda row: Outcome(State(row.name)))

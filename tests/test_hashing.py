@@ -1,4 +1,4 @@
-"""Keys stay what they are: whoever persists or shares them relies on it (rule 17, L5.1, L5.3)."""
+"""Keys stay what they are: whoever persists or shares them relies on it (rule 14, L5.1, L5.3)."""
 
 import hashlib
 from array import array
@@ -148,7 +148,7 @@ def test_salt_needs_a_cryptographic_digest(name, value):
     assert ChainHasher(1, "sha256").for_request({name: value}).keys([1])
 
 
-def test_who_announces_tenants_finds_out_at_the_start():
+def test_tenants_without_sha256_are_refused_at_the_start():
     with pytest.raises(ConfigurationError, match="tenants need algorithm 'sha256'"):
         ChainHasher(1, tenants=True)
     assert ChainHasher(1, "sha256", tenants=True).cryptographic
@@ -180,7 +180,7 @@ def test_an_item_leaves_the_chunks_before_it_alone(start):
     assert with_items((start, start + 1, b"cat")) == with_items((start, start + 1, b"cat"))
 
 
-def test_what_makes_an_item_another_one():
+def test_items_differ_by_position_length_and_content():
     cat = with_items((5, 8, b"cat"))
     others = [(5, 8, b"dog"), (4, 8, b"cat"), (6, 8, b"cat"), (5, 7, b"cat"), (5, 12, b"cat")]
     assert [shared_with(with_items(item), cat) for item in others] == [2, 2, 2, 2, 2]
@@ -224,7 +224,7 @@ def test_an_item_may_begin_before_its_tokens_are_known():
 
 
 @pytest.mark.parametrize("item", [(1, 1, b"cat"), (2, 1, b"cat"), (-1, 1, b"cat"), (0, 1, b""), (0, 1, "cat")])
-def test_what_is_no_item_is_refused(item):
+def test_malformed_items_are_refused(item):
     with pytest.raises(MisuseError, match="item"):
         MultimodalItem(*item)
 
@@ -300,16 +300,30 @@ def test_the_whole_range_of_tokens_is_read(code, token):
 @pytest.mark.parametrize(
     "tokens",
     [
-        *([-1], [2**32], [1.5], ["1"], [None], "text"),
-        *(array("i", [1, -1]), array("q", [1, -1]), array("l", [-(2**31), 1])),
-        *(array("q", [2**32]), array("Q", [2**63]), array("Q", [2**40])),
-        *(array("d", [1.0]), array("f", [1.0]), array("b", [-1])),
-        *(numpy.array([1.0]), numpy.array([-1]), numpy.array([-1], ">i4"), numpy.ones((2, 2), "int32")),
+        [-1],
+        [2**32],
+        [1.5],
+        ["1"],
+        [None],
+        "text",
+        array("i", [1, -1]),
+        array("q", [1, -1]),
+        array("l", [-(2**31), 1]),
+        array("q", [2**32]),
+        array("Q", [2**63]),
+        array("Q", [2**40]),
+        array("d", [1.0]),
+        array("f", [1.0]),
+        array("b", [-1]),
+        numpy.array([1.0]),
+        numpy.array([-1]),
+        numpy.array([-1], ">i4"),
+        numpy.ones((2, 2), "int32"),
         numpy.array([True]),
     ],
     ids=repr,
 )
-def test_what_is_no_token_is_refused(tokens):
+def test_values_that_are_no_tokens_are_refused(tokens):
     keys = []
     with pytest.raises(MisuseError, match="tokens must be integers"):
         ChainHasher(1).extend(keys, tokens)

@@ -14,14 +14,15 @@ import torch
 
 from cpu_prefix_cache import (
     ChainHasher,
+    ChunkLocalGroup,
     ConfigurationError,
     Direction,
-    Group,
-    GroupKind,
     HybridChunkPlanner,
     KVCacheCoordinator,
     MisuseError,
     PooledDevice,
+    PrefixGroup,
+    WindowGroup,
 )
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.host_cache import HostCache, Loading, Run, Wait
@@ -33,6 +34,7 @@ from cpu_prefix_cache.pool.coordinator import new_pool
 from tests.faults import CorruptingCopier, MeddlingCopier
 from tests.poison import poison
 from tests.simulated_driver import CUDA, SLICE, SimulatedDriver
+from tests.sinks import SinkGroup
 from tests.small_engine import SmallEngine
 
 GRID = 4
@@ -64,10 +66,13 @@ class Engine:
             **{"max_step_tokens": 4 * GRID, "offload": "eager", "strict": True, **options},
         )
         poison(self.blocks, "hand_out", self.host, self.kv, POISON)
-        self.keys, self.tables, self.computed, self.requests = {}, {}, {}, {}
+        self.keys = {}
+        self.tables = {}
+        self.computed = {}
+        self.requests = {}
 
     def starts(self, id, prompt, n0=None, table=None):
-        """With the chunks the device has, and new ones for the rest. `table` replaces what is said of these."""
+        """With the chunks the device has, and new ones for the rest. `table` replaces the block table."""
         keys = keys_of(prompt)
         cached = next((at for at, key in enumerate(keys) if self.blocks.find(key) is None), len(keys))
         request = self.blocks.take(keys, cached, ())
@@ -77,7 +82,9 @@ class Engine:
         if isinstance(answer, Wait):
             self.blocks.free(request)
         else:
-            self.keys[id], self.tables[id], self.computed[id] = keys, blocks, n0
+            self.keys[id] = keys
+            self.tables[id] = blocks
+            self.computed[id] = n0
             self.requests[id] = request
         return answer
 
@@ -196,7 +203,7 @@ def with_late_loads(*prompts, **options):
 @pytest.mark.parametrize("offload", ["eager", "lazy"])
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("id", ["a string", 7, ("conversation", 3), None], ids=str)
-def test_what_the_device_evicted_comes_back_as_it_was(offload, threads, id):
+def test_chunks_that_the_device_evicted_come_back_byte_for_byte(offload, threads, id):
     engine = Engine(device_blocks=8, offload=offload, threads=threads)
     for prompt in ("abcd", "klmn", "vwxy"):  # the last one evicts the first
         assert engine.starts(id, prompt) == Run()
@@ -231,7 +238,7 @@ def test_control_a_damaged_part_of_a_loaded_block_is_seen(part):
     assert engine.right("r") == [False, True, True, True]
 
 
-def test_what_the_device_has_is_not_loaded_again():
+def test_chunks_on_the_device_are_not_loaded():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()
@@ -247,7 +254,7 @@ def allocating(blocks):
     return lambda start, boundary: blocks[start // GRID : boundary // GRID]
 
 
-def test_what_lies_behind_a_hole_on_the_device_is_not_stored():
+def test_chunks_behind_a_hole_on_the_device_are_not_stored():
     """Or the bytes of the third chunk would be stored under the key of the second."""
     engine = Engine()
     engine.starts("r", "abc")
@@ -270,8 +277,8 @@ def test_n0_within_a_chunk_is_rounded_down():
     assert engine.right("r") == [False, True, True, True]
 
 
-def test_what_is_computed_after_a_load_is_stored_before_the_request_ends():
-    """It was not computing in the step in which its load ended, and the engine said nothing of it."""
+def test_chunks_computed_after_a_load_are_stored_before_the_request_ends():
+    """It was not computing in the step in which its load ended, and the engine did not report it."""
     engine = Engine()
     engine.serves("ab")
     engine.forgets()
@@ -425,7 +432,7 @@ def test_a_table_that_does_not_fit_is_refused(table):
     assert engine.starts("r", "ab") == Loading(0, 8)  # in the blocks that are left
 
 
-def test_what_a_table_raises_leaves_nothing_behind():
+def test_a_table_that_raises_leaves_nothing_behind():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()
@@ -450,7 +457,7 @@ def test_a_key_is_16_bytes_at_least(key):
 
 
 def test_blocks_that_others_may_read_are_no_destinations():
-    """Rule 10: a chunk is loaded whole, so where n0 lies within one the engine must give other blocks."""
+    """Rule 8: a chunk is loaded whole, so where n0 lies within one the engine must give other blocks."""
     engine = Engine()
     with pytest.raises(MisuseError, match="give as `table` a function"):
         engine.starts("r", "abcd", n0=6)
@@ -473,7 +480,7 @@ def test_the_end_of_an_unknown_request_is_counted():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_request_that_ends_before_its_blocks_can_be_found_is_counted(strict):
-    """The likeliest first mistake: nothing would be stored, and nothing would say so."""
+    """The likeliest first mistake: nothing would be stored, without a message."""
     engine = Engine(strict=strict)
     blocks = engine.blocks.take(keys_of("a"), 0, ()).blocks
     engine.host.start("r", keys_of("a"), GRID + 1, 0, blocks)
@@ -510,12 +517,23 @@ def test_an_index_may_forget_a_request_whose_blocks_another_had_too():
     assert engine.host.statistics().reported_not_on_device == 0
 
 
+def sinks_of(window):
+    """The same group, of which the first tokens are needed, too."""
+    return SinkGroup(
+        name="sinks",
+        block_tokens=window.block_tokens,
+        block_bytes=window.block_bytes,
+        window_tokens=window.window_tokens,
+        sink_tokens=1,
+    )
+
+
 class HybridEngine:
     """Attention, a window of 6 tokens and a state in blocks of one device pool, with lists for each group."""
 
     NAMES = ("attention", "window", "state")
 
-    def __init__(self, blocks=16, **options):
+    def __init__(self, blocks=16, sinks=False, **options):
         shape = (2, 1, blocks, GRID, 3)
         self.tensors = [torch.full(shape, POISON, dtype=torch.int16) for _ in range(2)]
         self.tensors.append(torch.full((blocks, 12), POISON, dtype=torch.int16))
@@ -525,6 +543,8 @@ class HybridEngine:
             Window(keys_and_values(window, block_dim=2), block_tokens=GRID, window_tokens=6),
             State(states(state), block_tokens=GRID),
         ]
+        if sinks:
+            layout[1] = KVGroup(sinks_of(layout[1].group), layout[1].parts)
         planner = HybridChunkPlanner([each.group for each in layout], max_model_len=1_000)
         self.pool = new_pool(planner, blocks, on_device=True)
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
@@ -591,6 +611,14 @@ def test_each_group_has_a_table(n0):
     assert loaded_by_hybrid(n0) == [*attention, ("window", 2), ("window", 3), ("state", 3)]
 
 
+@pytest.mark.parametrize("n0", [0, 8])
+def test_a_kind_of_an_engines_own_has_a_hole_in_its_table(n0):
+    """The first block of the window is loaded too, unless the device has it."""
+    attention = [("attention", at) for at in range(n0 // GRID, 4)]
+    first = [("window", 0)] if n0 == 0 else []
+    assert loaded_by_hybrid(n0, sinks=True) == [*attention, *first, ("window", 2), ("window", 3), ("state", 3)]
+
+
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_control_damage_in_one_group_is_seen(group):
     right = loaded_by_hybrid(0, wrap_copier=lambda copier, tensors: CorruptingCopier(copier, tensors, group))
@@ -603,7 +631,7 @@ def test_control_damage_in_one_group_is_seen(group):
 
 def test_a_group_may_be_given_as_it_is():
     rows = torch.zeros(4, 96, dtype=torch.uint8)
-    group = Group(name="rows", kind=GroupKind.WINDOW, block_tokens=4, window_tokens=9, block_bytes=96, device_blocks=2)
+    group = WindowGroup(name="rows", block_tokens=4, window_tokens=9, block_bytes=96, device_blocks=2)
     given = KVGroup(group, [blocks_first(0, Role.STATE, rows)])
     assert given.group is group and given.tensors[0].data_ptr() == rows.data_ptr()
 
@@ -611,7 +639,7 @@ def test_a_group_may_be_given_as_it_is():
 def test_the_words_for_kinds_make_their_groups():
     kv = torch.zeros(2, 3, 5, 4, 6, dtype=torch.int16)  # K and V, layers, blocks, tokens, width
     local = ChunkLocal(keys_and_values(kv, block_dim=2), block_tokens=4, window_tokens=16, name="local")
-    assert (local.group.kind, local.group.window_tokens, local.group.name) == (GroupKind.CHUNK_LOCAL, 16, "local")
+    assert (type(local.group), local.group.window_tokens, local.group.name) == (ChunkLocalGroup, 16, "local")
     assert local.group.block_bytes == 2 * 3 * 4 * 6 * 2 and len(local.tensors) == 6
     assert Window(keys_and_values(kv, block_dim=2), block_tokens=4, window_tokens=9).group.window_tokens == 9
     for kind in (Prefix, State):
@@ -631,7 +659,7 @@ def test_the_dimension_of_blocks_is_not_that_of_k_and_v_though_there_are_two_blo
 
 
 def test_bytes_of_a_group_that_its_parts_do_not_have_are_refused():
-    group = Group(name="rows", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=100)
+    group = PrefixGroup(name="rows", block_tokens=4, block_bytes=100)
     layout = KVGroup(group, [blocks_first(0, Role.KEY, torch.zeros(4, 96, dtype=torch.uint8))])
     with pytest.raises(ConfigurationError, match="96 bytes in the tensors given, but the planner was told 100"):
         HostCache(SmallEngine(4), [layout], host_bytes=1 << 12, max_model_len=100)
@@ -664,7 +692,7 @@ SLICES = 3
 CHUNKS = SLICES * SLICE // CHUNK_BYTES
 
 
-def test_preparing_waits_for_the_region_and_tells_how_far_it_is(driver):
+def test_preparing_waits_for_the_region_and_reports_its_progress(driver):
     driver.gate = Semaphore(0)
     engine, seen = Engine(host_chunks=CHUNKS), []
     assert engine.host.statistics().ready_bytes == 0
@@ -705,7 +733,7 @@ def test_a_region_in_host_memory_is_ready_at_once():
 # Counts and ends
 
 
-def test_statistics_tell_what_is_cached_and_what_was_moved():
+def test_statistics_count_stored_and_loaded_chunks_and_bytes():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()

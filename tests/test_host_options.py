@@ -11,7 +11,9 @@ from cpu_prefix_cache.memory.parts import Role, blocks_first
 from tests.radix_trial import RadixTrial
 from tests.small_engine import SmallEngine
 
-BLOCKS, LAYERS, TOKENS = 8, 3, 4
+BLOCKS = 8
+LAYERS = 3
+TOKENS = 4
 
 
 def tensor(blocks=BLOCKS, layers=LAYERS):
@@ -25,7 +27,7 @@ def built(device=None, groups=None, kv=None, block_dim=2, **options):
     return HostCache(device, groups, **{"host_bytes": 1 << 14, "max_model_len": 100, "offload": "eager", **options})
 
 
-def test_what_is_right_is_built():
+def test_valid_options_are_accepted():
     with built(host_bytes=numpy.int64(1 << 14), chunk_tokens=4, threads=False, load_seconds=0.5, strict=True):
         pass
 
@@ -152,7 +154,7 @@ def test_tokens_of_a_block_are_given_twice():
 @pytest.mark.parametrize("device", [lambda: SmallEngine(BLOCKS), lambda: RadixTrial(BLOCKS, 1, TOKENS).device])
 @pytest.mark.parametrize("kind", [Window, ChunkLocal, State])
 def test_a_device_that_finds_no_checkpoints_is_none_for_windows_and_states(device, kind):
-    """Nothing would be stored, and no counter would say so."""
+    """Nothing would be stored, and no counter would show it."""
     options = {} if kind is State else {"window_tokens": 8}
     attention, other = (keys_and_values(tensor(), block_dim=2) for _ in range(2))
     groups = [Prefix(attention, block_tokens=TOKENS), kind(other, block_tokens=TOKENS, **options)]

@@ -92,7 +92,7 @@ def test_a_second_engine_finds_what_the_first_one_left(tmp_path, mode):
     assert seen.hit_tokens > seen.found * BLOCK_TOKENS / 2
 
 
-def test_what_only_the_host_has_is_written_at_the_end(tmp_path):
+def test_chunks_that_only_the_host_has_are_written_at_the_end(tmp_path):
     first = engine_with(tier(tmp_path, offload="lazy"), offload="eager")
     _, seen = serve(first, number=2)
     cached = first.host.statistics().cache.pool.cached
@@ -105,8 +105,8 @@ def test_what_only_the_host_has_is_written_at_the_end(tmp_path):
     assert found.found == cached
 
 
-def test_a_tier_is_told_what_each_step_has_computed(tmp_path, monkeypatch):
-    """What loading saves depends on it."""
+def test_a_tier_gets_the_number_of_tokens_that_each_step_has_computed(tmp_path, monkeypatch):
+    """The time that loading saves depends on it."""
     engine, told = engine_with(tier(tmp_path)), []
     monkeypatch.setattr(engine.host.cache, "prefilled", lambda tokens, seconds: told.append(tokens))
     request = Request(0, next(prompts(1, 0)), OUTPUT)
@@ -114,7 +114,7 @@ def test_a_tier_is_told_what_each_step_has_computed(tmp_path, monkeypatch):
     while not engine.is_idle:
         engine.step()
     engine.host.close()
-    assert sum(told) == len(request.tokens) - 1, "all but the last one, which nobody asks for"
+    assert sum(told) == len(request.tokens) - 1, "all but the last one, which is never needed"
 
 
 @pytest.mark.parametrize("copies", ["late", "fails"])
@@ -179,8 +179,8 @@ def test_a_reset_ends_what_the_files_hold_also_for_the_next_engine(tmp_path):
 
 
 @pytest.mark.parametrize("revision", [None, "step 2"])
-def test_what_is_stored_after_a_reset_is_for_no_later_engine(tmp_path, revision):
-    """It begins with the weights of before, whose name the files have."""
+def test_chunks_stored_after_a_reset_are_for_no_later_engine(tmp_path, revision):
+    """A later engine begins with the weights of before, whose name the files have."""
     first = engine_with(tier(tmp_path, offload="eager"))
     first.host.reset(revision)
     _, seen = serve(first)
@@ -229,7 +229,7 @@ def test_a_tier_smaller_than_twice_the_host_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("whose", "missing"), [({}, "model"), ({"model": "tiny"}, "revision"), ({"revision": "1"}, "model")]
 )
-def test_a_tier_that_does_not_say_whose_kv_it_holds_is_refused(tmp_path, whose, missing):
+def test_a_tier_without_the_identity_of_a_model_is_refused(tmp_path, whose, missing):
     with pytest.raises(ConfigurationError, match=rf"{missing} is missing: give it model=.* or weights="):
         engine_with(FileTier(str(tmp_path), 2 << 20, **whose))
     assert not list(tmp_path.iterdir())
@@ -261,12 +261,12 @@ def test_two_fine_tunes_named_by_their_folders_never_meet(tmp_path):
     assert found_by(tuned) == 0
 
 
-# What an engine starts with, whatever its tier comes to
+# An engine's start with a folder that another one left
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """What an engine has left: to be copied."""
+    """A folder that an engine has left, to be copied."""
     folder = tmp_path_factory.mktemp("left")
     first = engine_with(tier(folder, offload="eager"))
     serve(first, number=4)
@@ -315,7 +315,7 @@ def test_after_an_upgrade_an_engine_starts_with_all_of_its_bytes(path, caplog):
     assert new != old and "of 'tiny', revision '1'" in caplog.text
 
 
-def test_and_beside_it_if_it_is_to_stay(path):
+def test_a_new_revision_has_a_folder_beside_the_old_one_that_is_kept(path):
     assert starts(FileTier(str(path), 2 << 20, model="tiny", revision="2", keep_others=True)) == 0
     assert len(list(path.iterdir())) == 2
 
@@ -429,7 +429,7 @@ def recorded(call, threads):
 
 def test_a_store_that_is_down_at_the_start(impatient, caplog, monkeypatch):
     values = MemoryStore()
-    first = engine_with(SharedTier(values, "tiny", "1", ask_seconds=5.0))
+    first = engine_with(SharedTier(values, model="tiny", revision="1", ask_seconds=5.0))
     serve(first, number=4)
     first.host.close()
     answers = []
@@ -442,7 +442,9 @@ def test_a_store_that_is_down_at_the_start(impatient, caplog, monkeypatch):
         return store
 
     monkeypatch.setattr(stores_opening, "open_store", open_store)
-    opens_later(SharedTier("redis://host", "tiny", "1", ask_seconds=5.0), lambda: answers.append(True), caplog)
+    opens_later(
+        SharedTier("redis://host", model="tiny", revision="1", ask_seconds=5.0), lambda: answers.append(True), caplog
+    )
 
 
 def test_a_store_with_another_password_is_refused(monkeypatch):
@@ -451,4 +453,4 @@ def test_a_store_with_another_password_is_refused(monkeypatch):
 
     monkeypatch.setattr(stores_opening, "open_store", open_store)
     with pytest.raises(ConfigurationError, match="wrong password"):
-        engine_with(SharedTier("redis://host", "tiny", "1"))
+        engine_with(SharedTier("redis://host", model="tiny", revision="1"))

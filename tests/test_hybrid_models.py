@@ -15,7 +15,9 @@ from benchmarks.hybrid_models import (
 )
 from cpu_prefix_cache.model.report import advice, conversation_bytes, everything_bytes
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 PLANNERS = {model.name: model.planner() for model in MODELS}
 
 # Facts known apart from this code: KiB of prefix KV a token, MiB at one boundary, and how many times the prefix KV
@@ -57,8 +59,14 @@ def test_states_and_latents_weigh_what_is_known_of_them(name):
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        *(("Qwen3-Next", 544), ("Qwen3-Next, fp32 state", 1_056), ("Qwen3.5-35B-A3B", 1_056), ("Bamba-9B", 528)),
-        *(("DeepSeek-V3, TP8", 64), ("DeepSeek-V4-Flash", 256), ("Llama-3.1-8B, CP2", 32), ("Llama-3.1-8B + 1B", 32)),
+        ("Qwen3-Next", 544),
+        ("Qwen3-Next, fp32 state", 1_056),
+        ("Qwen3.5-35B-A3B", 1_056),
+        ("Bamba-9B", 528),
+        ("DeepSeek-V3, TP8", 64),
+        ("DeepSeek-V4-Flash", 256),
+        ("Llama-3.1-8B, CP2", 32),
+        ("Llama-3.1-8B + 1B", 32),
     ],
 )
 def test_the_grid_is_the_engines_block(name, grid):

@@ -5,30 +5,29 @@ import pytest
 from cpu_prefix_cache import (
     CPUPrefixCache,
     Direction,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     Miss,
     Pending,
+    PrefixGroup,
     RankReport,
     Request,
 )
 from cpu_prefix_cache.prefix_cache import STORE_SECONDS
-from property_tests.engines import QueueSlots
+from property_tests.engines import QueueSlots, cache_options
 from tests.story import GRID, chain
 
 SLOTS = 6
 
 
 class Story:
-    """An engine with `SLOTS` slots, one rank, and copies that end when the story says so."""
+    """An engine with `SLOTS` slots, one rank, and copies that end when the story ends them."""
 
     def __init__(self, host_blocks: int = 20, **options) -> None:
         self.device = QueueSlots(SLOTS, noted={})
-        attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100)
+        attention = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
         planner = HybridChunkPlanner([attention], max_model_len=100)
-        self.cache = CPUPrefixCache(planner, self.device, host_blocks=host_blocks, **options)
+        self.cache = CPUPrefixCache(planner, self.device, host_blocks=host_blocks, **cache_options(**options))
 
     def take(self, prompt: str, boundary: int = 0):
         """Admit a request. Of its blocks, those from `boundary` on are computed."""
@@ -70,7 +69,7 @@ def on_host(story, *names):
     return [name for name in names if story.cache.pool.find(name.encode()) is not None]
 
 
-def test_what_the_device_hands_out_is_stored_before_it_is_computed_into(story):
+def test_blocks_that_the_device_hands_out_are_stored_before_compute_overwrites_them(story):
     """Its end first: the beginning stays on the device alone, as long as it waits there."""
     assert not story.run("abc").transfers
     assert not story.cache.step().transfers  # nothing is stored ahead
@@ -114,7 +113,7 @@ def test_it_does_not_wait_for_less_than_it_would_load():
     assert story.lookup("abc") == Miss()
 
 
-def test_what_a_load_overwrites_is_stored_before_the_load_and_holds_no_compute(story):
+def test_blocks_that_a_load_overwrites_are_stored_before_the_load_and_hold_no_compute(story):
     story.run("abc")
     story.land(story.run("uvwxyz"))
     assert story.lookup("abc") == Hit(3 * GRID, 0)
@@ -143,7 +142,7 @@ def test_a_store_of_what_a_load_overwrites_counts_only_if_the_load_ends_well(sto
     assert on_host(story, *(key.decode() for key in chain("uvwxyz"))) == []
 
 
-def test_what_a_load_would_overwrite_that_has_lost_its_source_is_overwritten_by_compute(story):
+def test_a_load_that_has_lost_its_source_leaves_its_blocks_to_compute(story):
     """It fails at once, and its request computes."""
     story.run("abc")
     story.land(story.run("uvwxyz"))
@@ -155,7 +154,7 @@ def test_what_a_load_would_overwrite_that_has_lost_its_source_is_overwritten_by_
     assert load.failed and store.holds_compute and set(store.copies[0].device_blocks) == set(blocks)
 
 
-def test_what_the_device_has_a_second_time_is_not_stored(story):
+def test_a_chunk_that_the_device_has_twice_is_not_stored(story):
     """Two requests compute it at once."""
     one, other = story.take("a"), story.take("a")
     story.cache.step()
@@ -167,7 +166,7 @@ def test_what_the_device_has_a_second_time_is_not_stored(story):
     assert sum(len(store.copies[0].host_blocks) for store in plan.transfers) == 6
 
 
-def test_what_leaves_the_device_again_becomes_the_youngest_of_the_host():
+def test_a_chunk_that_leaves_the_device_again_becomes_the_youngest_of_the_host():
     story = Story(host_blocks=8)
     for prompt in ("a", "b", "klmn", "c", "d"):  # a and b leave
         story.land(story.run(prompt))
@@ -197,7 +196,7 @@ def test_a_store_that_fails_loses_what_it_read(story):
     assert story.lookup("abc") == Miss() and on_host(story, "a", "ab", "abc") == []
 
 
-def test_what_a_host_without_room_cannot_take_is_counted_as_lost():
+def test_chunks_for_which_the_host_has_no_room_count_as_lost():
     story = Story(host_blocks=4)
     story.run("abcd")
     lease_on = story.run("uvwxyz")
@@ -207,6 +206,28 @@ def test_what_a_host_without_room_cannot_take_is_counted_as_lost():
     story.cache.step()
     assert story.cache.statistics().lost_before_store == 6
     story.cache.release(lease)
+
+
+def test_chunks_that_the_host_declines_do_not_count_as_lost():
+    story = Story(store_after=2)
+    story.run("abc")
+    assert story.run("uvwxyz").transfers == ()
+    assert story.cache.statistics().lost_before_store == 0
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_chunks_that_leave_unnoticed_are_forgotten_and_count_as_lost(story, stores):
+    """Also while requests come that store nothing."""
+    for number in range(40):
+        story.land(story.run(f"a{number:02}"))
+        story.cache.admit(Request("other", chain("other"), 5 * GRID, stores=stores), 0, None, now=0.0)
+        holding = story.take(f"c{number:02}")
+        story.cache.invalidated([])  # what is handed out in this step is not stored
+        story.land(story.cache.step())
+        story.cache.finished("other", 0)
+        story.end(f"c{number:02}", holding)
+    assert story.cache.statistics().remembered <= 4 * SLOTS
+    assert story.cache.statistics().lost_before_store > 30
 
 
 def test_a_cache_that_is_off_remembers_nothing_of_what_leaves(story):

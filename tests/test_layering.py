@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HOME = Path(__file__).parents[1] / "src" / "cpu_prefix_cache"
-MAY_IMPORT = {  # rooms of what decides: each file and each folder of the library is one
+MAY_IMPORT = {  # rooms of what decides: each file and each folder of the library, and of its `tools`, is one
     "messages": set(),
     "model": {"messages"},
     "index": {"messages"},
@@ -18,26 +18,23 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "offload": {"messages", "model", "pool"},
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
-    "plots": {"messages"},
-    "replay": {"eviction", "messages", "model", "offload", "plots", "pool", "prefix_cache", "tiers"},
+    "tools.plots": {"messages"},
+    "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},
 }
-BOTH = {
-    *("copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "stores"),
-    "tiers",
-}
+BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"}
 OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "slab": {"copier", "memory", "messages", "model"},
-    "bench": {"copier", "memory", "messages", "model", "plots", "replay", "slab", "stores"},
+    "tools.bench": {"copier", "memory", "messages", "model", "slab", "stores", "tools.plots", "tools.replay"},
     "stores": {"messages", "model", "slab"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
     "testing": {"messages", "offload", "stores"},
-    "cli": {"bench", "messages", "replay"},
+    "tools.cli": {"messages", "tools.bench", "tools.replay"},
 }
-DECIDES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).with_suffix("").parts[0] not in OTHERS)
 EVERYTHING = sorted(HOME.rglob("*.py"))
+TOOLS = sorted((HOME / "tools").rglob("*.py"))
 ENGINES = {"connector", "vllm", "atom", "sglang", "transformers", "lmcache"}
 
 
@@ -48,29 +45,45 @@ def imports(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} imports relatively"
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_at(parts):
+    """The room of a path in the library: "pool" of ("pool", "states"), "tools.cli" of ("tools", "cli")."""
+    return ".".join(parts[: 2 if parts[0] == "tools" else 1])
 
 
 def room(file):
-    return file.relative_to(HOME).with_suffix("").parts[0]
+    return room_at(file.relative_to(HOME).with_suffix("").parts)
 
 
-def ours(file):
-    """The modules of the library that a file imports, each as its path in it: "pool.states"."""
-    return {name.removeprefix("cpu_prefix_cache.") for name in imports(file) if name.startswith("cpu_prefix_cache.")}
+DECIDES = [file for file in EVERYTHING if room(file) not in OTHERS]
+IN_ROOMS = [file for file in EVERYTHING if room(file) not in ("__init__", "tools.__init__")]
+
+
+def rooms_imported(file):
+    """Rooms other than its own that a file imports something of."""
+    ours = [name.split(".")[1:] for name in imports(file) if name.startswith("cpu_prefix_cache.")]
+    return {room_at(parts) for parts in ours} & set(map(room, EVERYTHING)) - {room(file)}
 
 
 def name_of(file):
     return str(file.relative_to(HOME))
 
 
-@pytest.mark.parametrize("file", [file for file in EVERYTHING if room(file) != "__init__"], ids=name_of)
+@pytest.mark.parametrize("file", IN_ROOMS, ids=name_of)
 def test_imports_point_one_way(file):
-    rooms = {name.split(".")[0] for name in ours(file)}
-    assert rooms - {room(file)} <= {**MAY_IMPORT, **OTHERS}[room(file)]
+    assert rooms_imported(file) <= {**MAY_IMPORT, **OTHERS}[room(file)]
+
+
+def test_nothing_in_the_library_or_a_connector_imports_the_tools():
+    tools, source = f"{HOME.name}.tools", HOME.parent.rglob("*.py")
+    importers = {file for file in source if any(f"{name}.".startswith(f"{tools}.") for name in imports(file))}
+    assert importers and importers <= set(TOOLS)
 
 
 def test_the_table_lists_every_room():
-    assert {room(file) for file in DECIDES} - {"__init__"} == set(MAY_IMPORT)
+    assert set(map(room, IN_ROOMS)) == {*MAY_IMPORT, *OTHERS}
 
 
 def is_free_of_circles(arrows):
@@ -93,7 +106,7 @@ def test_one_room_alone_imports_both_halves():
 
 
 @pytest.mark.parametrize("file", DECIDES, ids=name_of)
-def test_what_decides_knows_no_torch(file):
+def test_the_deciding_half_imports_no_torch(file):
     assert not {name.split(".")[0] for name in imports(file)} & {"torch", "triton", "numpy"}
 
 
@@ -124,10 +137,9 @@ def test_importing_the_library_imports_no_torch():
 def test_the_picture_of_the_rooms_is_drawn_from_their_imports():
     drawn = {}
     for line in (HOME.parents[1] / "docs" / "design.md").read_text().splitlines():
-        if match := re.match(r"\* `(\w+)` imports ([\w, ]+):", line):
+        if match := re.match(r"\* `([\w.]+)` imports ([\w., ]+):", line):
             drawn[match[1]] = set(match[2].split(", ")) - {"nothing"}
-    found = {room(file): set() for file in EVERYTHING if room(file) != "__init__"}
-    for file in EVERYTHING:
-        if room(file) != "__init__":
-            found[room(file)] |= {name.split(".")[0] for name in ours(file)} - {room(file)}
+    found = {room(file): set() for file in IN_ROOMS}
+    for file in IN_ROOMS:
+        found[room(file)] |= rooms_imported(file)
     assert drawn == found

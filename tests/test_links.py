@@ -24,7 +24,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 @dataclass
 class Found:
-    """What a page has of each."""
+    """Links, images, mentions and anchors of a page."""
 
     links: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
@@ -137,5 +137,5 @@ def test_a_file_that_is_named_and_no_link_is_noticed(page, text):
 @pytest.mark.parametrize(
     "text", ["[`docs/vllm.md`](page.md)", "`python docs/vllm.md`", "`/dev/null`", "`__init__.py`", "and/or, e.g. 1/2"]
 )
-def test_what_is_linked_or_no_path_is_none(page, text):
+def test_linked_files_and_words_that_are_no_paths_are_no_faults(page, text):
     assert list(named_and_no_link(page(text))) == []

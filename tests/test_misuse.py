@@ -1,4 +1,4 @@
-"""What an engine's author does wrong ends in a sentence, before anything is held, overwritten or silently lost.
+"""Misuse by an engine's author raises an error with a sentence, before blocks are held, overwritten or silently lost.
 
 Where seeing it costs a look at every block of a load, only `strict` sees it: the stories without it show what happens.
 """
@@ -250,7 +250,7 @@ def test_a_step_ends_for_requests_that_run():
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_a_step_may_tell_of_a_request_that_it_has_ended(later):
+def test_a_step_may_report_a_request_that_it_has_ended(later):
     """An engine that overlaps may begin the next step before it sees the outcome of the one in which it was aborted."""
     engine = Engine()
     engine.starts("r", "ab")
@@ -333,7 +333,7 @@ def test_a_prompt_that_a_fork_starts_is_not_loaded():
     assert all(engine.right("r"))
 
 
-def test_what_is_right_is_refused_by_none_of_this():
+def test_correct_use_raises_no_misuse_error():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()

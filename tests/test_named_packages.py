@@ -1,4 +1,4 @@
-"""What messages and pages tell people to `pip install`: packages that this project depends on, or this clone.
+"""Packages that messages and pages name for `pip install`: dependencies of this project, or this clone.
 
 The name of this project is on no index: whoever registers it there would be installed.
 """

@@ -1,4 +1,4 @@
-"""Stores in both modes: of what, and when."""
+"""Stores in both modes: which chunks are stored, and when."""
 
 from itertools import accumulate, islice
 from unittest import mock
@@ -10,19 +10,19 @@ from cpu_prefix_cache import (
     BlockPool,
     CPUPrefixCache,
     EngineSteps,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     Miss,
     MisuseError,
     Pending,
     PooledDevice,
+    PrefixGroup,
     RankReport,
     Request,
 )
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS
+from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.offload.lazy import MARGIN
 from property_tests.engines import QueueSlots, cache_options
 from tests.story import ATTENTION, GRID, Engine, WholePrompts, chain
@@ -33,7 +33,7 @@ from tests.story import ATTENTION, GRID, Engine, WholePrompts, chain
 def test_eager_stores_a_chunk_once_its_tokens_are_confirmed():
     engine = Engine("eager")
     engine.starts("r", "abc")
-    engine.fills("r", 3)  # a key may exist before its bytes (rule 12, S7.9)
+    engine.fills("r", 3)  # a key may exist before its bytes (rule 11, S7.9)
     assert engine.copies() == []
     engine.cache.computed("r", 2 * GRID + 1)
     assert engine.copies() == ["ab"]
@@ -102,7 +102,7 @@ def test_a_full_host_stores_later():
     assert engine.copies() == ["ab"]
 
 
-def test_what_eager_stores_is_held_until_the_copy_has_ended():
+def test_blocks_that_eager_stores_are_held_until_the_copy_has_ended():
     """S7.1, L5.17"""
     engine = Engine("eager")
     engine.starts("r", "ab")
@@ -135,7 +135,7 @@ def test_lazy_leaves_alone_what_the_device_keeps():
     assert engine.host == {"a", "ab", "abc"}
 
 
-def test_how_far_lazy_looks_ahead_may_be_said():
+def test_the_stretch_that_lazy_looks_ahead_is_an_option():
     """A stretch of three chunks, however much a step may allocate: with four empty ones nothing is stored."""
     engine = Engine("lazy", device=8, max_tokens=100 * GRID, ahead_blocks=3)
     engine.serves("abcd")
@@ -194,7 +194,7 @@ def test_a_step_above_a_tier_stores_no_more_than_its_budget_and_no_child_without
     assert max(stored) == 2 and sum(stored) == 6
 
 
-def test_what_moves_counts_as_covered_and_is_held():
+def test_blocks_in_flight_count_as_covered_and_are_held():
     """S7.1, S7.29: nothing is planned twice, and the device does not reuse what is being read."""
     engine = lazy()
     engine.starts("long", "klmnop")
@@ -230,12 +230,12 @@ def test_where_too_little_waits_lazy_is_eager_with_whole_prompts():
     assert stored == [[], []]  # enough waits again
 
 
-def test_what_ends_where_too_little_waits_is_stored_before_it_is_handed_out():
+def test_a_request_that_ends_with_a_short_free_queue_is_stored_before_reuse():
     engine = lazy()
     engine.starts("r", "abcdefg")
     engine.computes("r", 5)
     engine.copies()
-    engine.fills("r")  # decoded: nobody is told before the end
+    engine.fills("r")  # decoded: not reported before the end
     engine.ends("r", 7)
     engine.starts("next", "k")  # in the same step, and there is one that waits
     engine.device_forgets()
@@ -244,7 +244,7 @@ def test_what_ends_where_too_little_waits_is_stored_before_it_is_handed_out():
     assert engine.cache.statistics().lost_before_store == 0
 
 
-def test_what_moves_is_not_made_up_for():
+def test_blocks_in_flight_are_not_replaced_in_the_front():
     """It comes back to the front of the order: storing more instead would run ahead of the device, step by step."""
     engine = Engine("lazy", device=16, host=64, max_tokens=8 * GRID)
     for prompt in "abcdefghijklmnop":
@@ -258,7 +258,7 @@ def test_what_moves_is_not_made_up_for():
     assert len(engine.host) + on_their_way <= 4 + 8
 
 
-def test_what_leaves_unsaved_is_counted():
+def test_chunks_evicted_without_a_store_are_counted():
     engine = lazy()
     engine.starts("r", "abc")
     engine.computes("r")
@@ -269,7 +269,7 @@ def test_what_leaves_unsaved_is_counted():
     assert engine.cache.statistics().lost_before_store == 3
 
 
-def test_what_was_never_confirmed_is_not_stored():
+def test_unconfirmed_tokens_are_not_stored():
     """S7.9: keys alone prove nothing."""
     engine = lazy()
     engine.starts("r", "ab")
@@ -278,7 +278,7 @@ def test_what_was_never_confirmed_is_not_stored():
     assert engine.copies() == [] and engine.host == set()
 
 
-def test_what_was_admitted_is_not_yet_computed():
+def test_admitted_tokens_are_not_yet_computed():
     engine = lazy()
     engine.starts("r", "abc")
     engine.fills("r", 3)
@@ -319,7 +319,7 @@ def test_a_load_beside_another_waits_where_lazy_has_still_to_store():
 
 
 @pytest.mark.parametrize("horizon", [5, 8])  # of six that wait
-def test_and_not_where_all_that_it_takes_is_on_the_host(horizon):
+def test_a_load_that_overwrites_only_covered_blocks_starts_at_once(horizon):
     engine = loading("lazy", ahead_blocks=horizon)
     end_stores(engine)
     assert engine.cache.statistics().loading == 1
@@ -384,7 +384,7 @@ def runs_and_ends(device, cache, prompt):
 def lazy_on_a_queue(slots, *prompts, width=1, cache=CPUPrefixCache, notes=False, **options):
     """Lazy, on a device that is a queue, where these prompts wait one behind the other, behind what nobody has used."""
     device = QueueSlots(slots, width, noted={} if notes else None)
-    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
+    attention = PrefixGroup(name="attention", block_tokens=GRID // width, block_bytes=100)
     planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
     cache = cache(planner, device, **cache_options(**{"host_blocks": 20, **options}))
     for prompt in prompts:
@@ -393,7 +393,7 @@ def lazy_on_a_queue(slots, *prompts, width=1, cache=CPUPrefixCache, notes=False,
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_what_was_about_to_leave_goes_back_to_its_place(width):
+def test_blocks_about_to_leave_go_back_to_their_places(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
     device, cache = lazy_on_a_queue(6, "ab", "xyz", width=width, host_blocks=8, max_tokens=2 * GRID)
     before = list(device.soonest_evicted())
@@ -404,7 +404,7 @@ def test_what_was_about_to_leave_goes_back_to_its_place(width):
     assert list(device.soonest_evicted()) == before
 
 
-def test_what_is_stored_piece_by_piece_keeps_the_order_of_the_device():
+def test_stores_portion_by_portion_keep_the_order_of_the_device():
     """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
     sizes = {"max_tokens": 2 * GRID}
     device, cache = lazy_on_a_queue(10, "ab", "xyz", "klmno", **sizes)
@@ -423,7 +423,9 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     """Only what waited goes back to where it waited: a request that ends meanwhile has used the others just now."""
     device = QueueSlots(8)
     planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, steps=EngineSteps(max_tokens=9 * GRID, ahead_blocks=5))
+    cache = CPUPrefixCache(
+        planner, device, host_blocks=20, **cache_options(steps=EngineSteps(max_tokens=9 * GRID, ahead_blocks=5))
+    )
     keys = chain("ab")
     holding = device.take(keys, 0, 2)
     device.publish(holding, keys, 2)
@@ -444,9 +446,9 @@ def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
 @pytest.mark.parametrize("width", [1, 2])
 def test_however_the_stores_of_a_request_land_its_end_leaves_before_its_beginning(first_lands, width):
     device = QueueSlots(8, width)
-    attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID // width, block_bytes=100)
+    attention = PrefixGroup(name="attention", block_tokens=GRID // width, block_bytes=100)
     planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, offload="eager")
+    cache = CPUPrefixCache(planner, device, host_blocks=20, **cache_options(offload="eager"))
     keys = chain("abcde")
     holding = device.take(keys, 0, 5)
     cache.admit(Request("r", keys, 100), 0)
@@ -472,7 +474,7 @@ def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_is_stored_by_several_transfers_of_one_step_keeps_the_order_of_the_device(at_once):
+def test_several_stores_of_one_step_keep_the_order_of_the_device(at_once):
     device, cache, moving = stores_in_one_step()
     assert len(moving) == 3 and not device.waiting
     for done in [moving] if at_once else [[id] for id in moving]:
@@ -492,7 +494,7 @@ def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, st
     assert len(transfer.copies[0].device_blocks) == stored * width
 
 
-def test_what_runs_is_not_stored_because_ancestors_of_what_waits_are_held():
+def test_running_blocks_are_not_stored_because_ancestors_of_waiting_ones_are_held():
     """They are missing from the order as if the device were all in use, and come back."""
     sizes = {"host_blocks": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48, "cache": WholePrompts}
     device, cache = lazy_on_a_queue(66, "z", "abcdefghijklmnop", **sizes)
@@ -537,7 +539,10 @@ def test_a_device_pool_with_more_blocks_to_a_chunk_than_the_model_has_is_refused
     gpu = BlockPool(8, blocks_per_chunk=2)
     gpu.commit(gpu.allocate(1), [b"a"], gpu.root, gpu.touch(None))
     cache = CPUPrefixCache(
-        HybridChunkPlanner([ATTENTION], max_model_len=1_000), PooledDevice(gpu), host_blocks=8, offload="eager"
+        HybridChunkPlanner([ATTENTION], max_model_len=1_000),
+        PooledDevice(gpu),
+        host_blocks=8,
+        **cache_options(offload="eager"),
     )
     cache.admit(Request("r", chain("a"), GRID + 1), 0)
     cache.computed("r", GRID)
@@ -545,7 +550,7 @@ def test_a_device_pool_with_more_blocks_to_a_chunk_than_the_model_has_is_refused
         cache.step()
 
 
-def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
+def test_blocks_of_a_device_pool_wait_unless_held_or_being_written():
     pool = BlockPool(4)
     device = PooledDevice(pool)
     assert device.num_waiting == 4
@@ -558,7 +563,7 @@ def test_of_a_device_pool_waits_what_is_neither_held_nor_being_written():
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_what_is_used_again_leaves_the_front(width):
+def test_a_chunk_that_is_used_again_leaves_the_front(width):
     """With all blocks of its chunks. Its first and its last block wait, as before; what it has less is made up for."""
     device, cache = lazy_on_a_queue(12, *"abcd", "efg", *"hijkl", width=width, max_tokens=GRID, ahead_blocks=8 * width)
     rests(cache)
@@ -569,7 +574,7 @@ def test_what_is_used_again_leaves_the_front(width):
     assert [key for key in "hijkl" if cache.pool.find(key.encode()) is not None] == ["h", "i", "j", "k"]
 
 
-def test_what_is_held_stays_in_the_front():
+def test_held_blocks_stay_in_the_front():
     """It comes back to where it waited: nothing is stored to make up for it, although there is a budget."""
     device, cache = lazy_on_a_queue(14, "abc", max_tokens=3 * GRID, report_steps=2, ahead_blocks=4)
     device.let_go(device.take([], 0, 1))
@@ -580,7 +585,7 @@ def test_what_is_held_stays_in_the_front():
     assert cache.step().transfers == ()
 
 
-def test_what_was_not_stored_after_all_is_examined_again():
+def test_blocks_whose_store_failed_are_examined_again():
     device, cache = lazy_on_a_queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
     device.take([], 0, 8)  # what nobody has used
     (store,) = cache.step().transfers
@@ -643,7 +648,7 @@ class Together:
 
 
 @pytest.mark.parametrize("load_ends", ["last", "first", "first, and has failed"])
-def test_what_a_load_overwrites_is_stored_before_it(load_ends):
+def test_blocks_that_a_load_overwrites_are_stored_before_it(load_ends):
     """A load that went well has waited for the store, whichever is reported first. After one that has failed the store
     may still read what is computed next.
     """
@@ -738,7 +743,7 @@ def rests(cache):
 
 
 @pytest.mark.parametrize("cache", [CPUPrefixCache, WholePrompts])
-def test_what_a_small_host_evicted_is_stored_again_when_it_was_used_again(cache):
+def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_a_use(cache):
     device, cache = lazy_on_a_queue(24, *"abcdef", cache=cache, host_blocks=2, max_tokens=4 * GRID, report_steps=1)
     device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
     for taken, used, stored in [(0, "", 6), (1, "", 0), (1, "", 0), (0, "c", 0), (4, "", 0), (4, "", 0), (6, "", 1)]:
@@ -754,7 +759,7 @@ def test_what_a_small_host_evicted_is_stored_again_when_it_was_used_again(cache)
     assert cache.pool.find(b"c") is not None
 
 
-def test_what_a_small_host_evicted_of_a_prompt_stored_whole_is_not_stored_again():
+def test_a_small_host_does_not_store_a_whole_prompt_twice():
     """Chunks that are preempted are stored at once, and take their place before the front comes to them."""
     options = {"host_blocks": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": WholePrompts}
     device, cache = lazy_on_a_queue(30, "abcd", **options)
@@ -775,7 +780,7 @@ def test_what_a_small_host_evicted_of_a_prompt_stored_whole_is_not_stored_again(
     assert cache.statistics().chunks_stored == stored == 8
 
 
-def test_what_a_small_host_evicted_is_stored_again_when_it_was_computed_again():
+def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_it_was_recomputed():
     """It has left the device meanwhile, and that was not noticed yet."""
     options = {"host_blocks": 2, "max_tokens": GRID, "ahead_blocks": 2, "cache": WholePrompts}
     device, cache = lazy_on_a_queue(4, "ab", "c", "d", **options)
@@ -790,7 +795,7 @@ def test_what_a_small_host_evicted_is_stored_again_when_it_was_computed_again():
     assert cache.pool.find(b"ab") is not None
 
 
-def test_what_hangs_below_what_the_host_evicted_is_walked_once():
+def test_descendants_of_evicted_chunks_are_walked_once():
     prompts = ("a" + "x" * 9, "c" * 10, "a" + "y" * 40)
     options = {"host_blocks": 10, "max_tokens": 160 * GRID, "ahead_blocks": 61, "cache": WholePrompts}
     device, cache = lazy_on_a_queue(110, *prompts, **options)
@@ -811,7 +816,7 @@ def test_a_system_prompt_that_all_share_outlives_the_device(mode, policy):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_what_was_declined_is_not_asked_for_in_every_step(policy):
+def test_declined_chunks_are_not_offered_again_in_every_step(policy):
     """Nor does it stop the walk: what the device evicts after it is still stored."""
     engine = Engine("lazy", device=16, host=12, policy=policy, max_tokens=16 * GRID)
     for number in range(40):
@@ -858,7 +863,7 @@ def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(m
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
-def test_a_policy_hears_of_what_the_device_had(mode):
+def test_a_policy_counts_hits_on_the_device(mode):
     engine = Engine(mode, policy="adaptive")
     engine.serves("ab")
     engine.now = 9.0
@@ -869,9 +874,9 @@ def test_a_policy_hears_of_what_the_device_had(mode):
 
 def test_a_chunk_that_is_declined_does_not_stop_the_walk():
     engine = Engine("lazy", device=6, host=12, cache=WholePrompts)
-    engine.cache.pool.accepted = lambda parent, keys, **_: 0 if keys[0].startswith(b"x") else len(keys)
+    engine.cache.pool.choose = lambda parent, keys, needs, **_: Choice(0 if keys[0].startswith(b"x") else len(keys))
     for prompt in ("xy", "ab", "cd"):
         engine.serves(prompt)
     engine.copies()
     assert engine.host == {"a", "ab"}
-    assert engine.cache.statistics().store_declined == 2  # x and xy, asked for once
+    assert engine.cache.statistics().store_declined == 2  # x and xy, offered once

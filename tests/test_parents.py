@@ -6,6 +6,7 @@ import pytest
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.ancestry import DeviceAncestry
 from cpu_prefix_cache.offload.parents import Parents
 from tests.sizes import sizes_of_containers
 from tests.story import chain
@@ -31,9 +32,6 @@ class Keys:
     def find_checkpoint(self, checkpoint):
         return self.find(checkpoint.tail[-1])
 
-    def drop_later(self, *containers):
-        pass
-
 
 class Family:
     """The parents of chunks on a device, beside a host."""
@@ -43,7 +41,7 @@ class Family:
     def __init__(self):
         on_device, on_host = Keys(), Keys()
         self.device, self.host = on_device.keys, on_host.keys
-        self.parents = Parents(on_device, on_host, self.planner)
+        self.parents = DeviceAncestry(on_device, on_host, self.planner)
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))
@@ -64,14 +62,14 @@ def test_every_chunk_knows_the_one_above_it():
     assert family.parents.missing_above(b"x", nothing.__contains__) is None
 
 
-def test_chunks_heard_of_twice_are_remembered_once():
+def test_chunks_announced_twice_are_remembered_once():
     family = Family()
     family.hears("ab")
     family.hears("abc", start=1)
     assert len(family.parents) == 3
 
 
-def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
+def test_chunks_that_left_the_device_are_forgotten_and_count_as_lost_if_unsaved():
     family = Family()
     family.hears("abc")
     family.parents.saved([b"a"])
@@ -82,7 +80,7 @@ def test_what_left_the_device_is_forgotten_and_counted_when_nobody_saved_it():
     assert family.parents.lost == 2  # "a" was saved
 
 
-def test_what_the_host_had_already_is_not_lost():
+def test_chunks_that_the_host_had_already_are_not_lost():
     family = Family()
     family.host.update(chain("ab"))
     family.hears("abc")
@@ -136,7 +134,7 @@ def test_it_holds_at_most_twice_what_the_device_does():
     assert len(family.parents) <= 2 * 10
 
 
-def test_what_the_device_keeps_is_never_forgotten():
+def test_chunks_that_the_device_keeps_are_never_forgotten():
     family = Family()
     family.hears("abc")
     for number in range(100):
@@ -144,7 +142,7 @@ def test_what_the_device_keeps_is_never_forgotten():
     assert knows(family, b"abc")
 
 
-def test_what_was_handed_out_is_forgotten_at_once():
+def test_chunks_that_were_handed_out_are_forgotten_at_once():
     family = Family()
     family.hears("abc")
     family.device.remove(b"abc")
@@ -173,3 +171,22 @@ def test_clearing_forgets_without_counting():
     family.device.clear()
     family.hears("x")
     assert len(family.parents) == 1 and family.parents.lost == 0
+
+
+def test_a_run_is_taken_as_a_whole_or_forgotten():
+    parents = Parents(lambda keys: [True] * len(keys))
+    parents.add(chain("abcd"), 0, 4)
+    left = {b"ab", b"abc", b"x"}
+    assert parents.take_run(b"abc", left) == ({b"abc": b"ab", b"ab": b"a"}, True)
+    assert left == {b"x"} and len(parents) == 2
+    assert (
+        parents.take_run(b"abcd", {b"abcd", b"abc"}) == ({b"abcd": b"abc"}, False) and len(parents) == 1
+    )  # "abc" is not remembered
+
+
+def test_parents_of_what_has_left_are_found_beside():
+    parents = Parents(lambda keys: [True] * len(keys))
+    parents.add(chain("abcd"), 0, 4)
+    left, _ = parents.take_run(b"abc", {b"ab", b"abc"})
+    assert parents.missing_above(b"abcd", {b"a"}.__contains__, [left]) == ([b"ab", b"abc", b"abcd"], b"a")
+    assert parents.missing_above(b"abcd", {b"a"}.__contains__) is None

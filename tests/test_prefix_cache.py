@@ -47,7 +47,7 @@ def test_a_hit_leaves_a_token_to_compute(tokens, boundary):
     assert answer == (Hit(boundary) if boundary else Miss())
 
 
-def test_what_the_device_has_is_not_looked_for():
+def test_chunks_on_the_device_are_not_looked_up():
     """O8.26, S7.28"""
     engine = on_host_only("abc")
     assert engine.asks("abcd", n0=GRID) == Hit(3 * GRID, start=GRID)
@@ -56,7 +56,7 @@ def test_what_the_device_has_is_not_looked_for():
 
 
 def test_off_the_grid_a_load_begins_at_the_boundary_before():
-    """L5.10, rule 10"""
+    """L5.10, rule 8"""
     engine = on_host_only("abc")
     assert engine.asks("abcd", n0=GRID + 1) == Hit(3 * GRID, start=GRID)
     assert engine.asks("abcd", n0=3 * GRID + 1) == Miss()
@@ -145,7 +145,9 @@ def test_bad_destinations_are_refused_before_anything_is_pinned():
 def test_the_null_block_is_no_destination():
     """S7.4, O8.24"""
     device = QueueSlots(4)
-    cache = CPUPrefixCache(HybridChunkPlanner([ATTENTION], max_model_len=100), device, host_blocks=4, offload="eager")
+    cache = CPUPrefixCache(
+        HybridChunkPlanner([ATTENTION], max_model_len=100), device, host_blocks=4, **cache_options(offload="eager")
+    )
     cache.pool.commit(cache.pool.allocate(2), chain("ab"), cache.pool.root, cache.pool.touch(None))
     cache.admit(Request("r", chain("ab"), 9), 0, 2 * GRID)
     with pytest.raises(MisuseError, match="null"):
@@ -240,7 +242,7 @@ def test_a_failed_load_is_withdrawn_so_that_nothing_loops():
 
 
 def test_a_late_load_is_over_for_everybody_but_its_blocks():
-    """S7.24, rule 11: whoever waited has been told; the copy may still write, so its destinations stay held."""
+    """S7.24, rule 10: requests that waited get an answer; the copy may still write, so its destinations stay held."""
     engine = on_host_only("abc")
     engine.serves("x")
     id = engine.starts("r", "abc")
@@ -305,7 +307,7 @@ def test_a_request_may_want_nothing_stored_for_its_sake(mode):
     assert not engine.host & {"a", "ab", "abc"}
 
 
-def test_short_hits_are_misses_where_that_was_said():
+def test_short_hits_are_misses_where_a_least_length_is_configured():
     engine = on_host_only("abc", min_load_tokens=2 * GRID)
     assert engine.asks("abc") == Hit(3 * GRID) and engine.asks("ab") == Hit(2 * GRID)
     assert engine.asks("a") == engine.asks("abc", n0=2 * GRID) == Miss()
@@ -316,7 +318,7 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
     assert engine.cache.min_load_tokens == 0
     engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
     assert engine.cache.min_load_tokens == 0  # nobody knows how fast it computes
-    engine.cache.prefilled(100, 1.0)  # a step of few tokens says nothing
+    engine.cache.prefilled(100, 1.0)  # a step of few tokens measures nothing
     engine.cache.prefilled(10_000, 0.0)  # nor does a clock that stood still
     assert engine.cache.min_load_tokens == 0
     for _ in range(2):
@@ -326,7 +328,7 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
 
 
 def test_a_step_that_was_timed_wrongly_turns_no_hit_into_a_miss(caplog):
-    """One of them seemed to compute everything sooner than any link, for ever, and nothing said so."""
+    """One of them seemed to compute everything sooner than any link, for ever, without a message."""
     engine = on_host_only("abc", min_load_tokens=None, ranks=1)
     engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
     for tokens in (1_000_000_000, 10_000, 10_000):
@@ -353,7 +355,7 @@ def test_others_wait_for_a_load_as_long_as_the_slowest_rank_takes():
     assert slow.asks("abc").deadline == pytest.approx(usual + 2 * 3 * 100 / 100.0)
 
 
-def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
+def test_the_slowest_link_of_all_ranks_decides_whether_a_load_is_worth_it():
     engine = on_host_only("abc", min_load_tokens=None, ranks=2)
     for _ in range(2):
         engine.cache.prefilled(10_000, 1.0)
@@ -364,7 +366,7 @@ def test_of_several_ranks_the_slowest_link_says_whether_a_load_is_worth_it():
 
 
 @pytest.mark.parametrize("what", ["nothing", "a block is bad"])
-def test_a_load_saves_no_block_that_was_declared_bad_after_its_hit_was_found(what):  # rule 14
+def test_a_load_saves_no_block_that_was_declared_bad_after_its_hit_was_found(what):  # rule 13
     """ "abcd" is on the host alone, and "wxyz", which its load overwrites, on the device alone but for its end."""
     engine = Engine("lazy", device=8, host=16, hands_out_first=True)
     for prompt in ("abcd", "wxyz", "stuv"):
@@ -526,13 +528,13 @@ def decoding(request):
     return engine
 
 
-def test_decoding_requests_may_be_asked_at_their_end_only(decoding):
+def test_decoding_requests_may_be_examined_at_their_end_only(decoding):
     for _ in range(100):
         decoding.steps()
         assert not decoding.cache.due()
 
 
-def test_what_a_decoding_request_was_not_asked_about_is_stored_when_it_is_preempted(decoding):  # S7.16
+def test_unexamined_chunks_of_a_decoding_request_are_stored_when_it_is_preempted(decoding):  # S7.16
     decoding.fills("x")
     decoding.cache.preempted("x", 4 * GRID - 1)
     decoding.leaves("x")
@@ -552,7 +554,7 @@ def test_how_much_a_request_in_prefill_has_computed_nobody_guesses():
     assert engine.host == {"x"}
 
 
-def test_what_a_decoding_request_was_not_asked_about_is_known_when_it_ends(decoding):
+def test_unexamined_chunks_of_a_decoding_request_are_stored_after_it_ends(decoding):
     decoding.fills("x")
     decoding.ends("x")
     for prompt in "klmnopqrstuvwyz":
@@ -597,7 +599,7 @@ def test_a_second_load_that_fails_withdraws_only_what_it_has_read():
     assert engine.host == {"a", "ab"}
 
 
-def test_who_goes_on_before_its_load_was_reported_stores_what_it_computes():
+def test_a_request_that_goes_on_before_its_load_ends_stores_its_chunks():
     engine = on_host_only("ab")
     load = engine.starts("r", "abc")
     engine.steps()
@@ -637,7 +639,7 @@ def test_one_report_may_bring_a_whole_chain(engine):
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_what_follows_a_failed_store_fails_with_it(engine, landed):
+def test_stores_that_follow_a_failed_store_fail_with_it(engine, landed):
     engine.starts("r", "ab")
     ids = []
     for chunks in (1, 2):
@@ -654,7 +656,7 @@ def test_what_follows_a_failed_store_fails_with_it(engine, landed):
 
 
 def test_the_keys_of_a_store_are_those_of_its_planning(engine):
-    """S7.10, rule 14: the engine's list may change while the bytes move."""
+    """S7.10, rule 13: the engine's list may change while the bytes move."""
     keys = chain("ab")
     engine.starts("r", "ab")
     engine.requests["r"] = Request("r", keys, 9)
@@ -693,7 +695,7 @@ def test_one_rank_that_fails_fails_the_load_for_all():
 
 
 def test_a_store_that_read_a_bad_block_registers_nothing(engine):
-    """Rule 14: nor does what hangs below it; what does not, does."""
+    """Rule 13: nor does what hangs below it; what does not, does."""
     engine.starts("r", "ab")
     ids = []
     for chunks in (1, 2):
@@ -818,7 +820,7 @@ def test_a_reserved_prefix_stays_until_it_is_released_exactly_once():
     assert "ab" not in engine.host
 
 
-def test_what_is_not_all_there_cannot_be_reserved():
+def test_incomplete_prefixes_cannot_be_reserved():
     engine = on_host_only("ab")
     assert engine.reserves("abc") is None and engine.reserves("") is None
 
@@ -839,8 +841,8 @@ def test_the_host_is_used_as_far_as_every_rank_has_prepared_it():
 
 
 @pytest.mark.parametrize("ending", ["ends", "preempts"])
-def test_what_is_left_behind_before_the_host_is_ready_is_stored_as_it_becomes_so(ending: str):
-    """A rank is heard after its step, so after an idle time the first prompt meets a host as it was long ago."""
+def test_chunks_left_behind_by_a_request_are_stored_as_the_host_becomes_ready(ending: str):
+    """Ranks report after their step, so after an idle time the first prompt meets a host as it was long ago."""
     engine = Engine("eager", host=8, ready_blocks=1)
     engine.starts("r", "abc")
     engine.computes("r")
@@ -881,7 +883,7 @@ def test_no_more_waits_for_room_than_the_device_can_have():
         assert 0 < len(engine.cache._offload._retries) <= 8 // 3
 
 
-def test_what_has_left_the_device_or_is_from_before_a_reset_is_not_stored_as_the_host_becomes_ready():
+def test_evicted_or_reset_chunks_are_not_stored_as_the_host_becomes_ready():
     for forgets in ("device_forgets", "resets"):
         engine = Engine("eager", host=8, ready_blocks=0)
         engine.serves("abc")
@@ -920,12 +922,12 @@ def test_settled_transfers_need_not_be_reported_again():
     assert engine.steps().resolved_below == first.id + 1
 
 
-def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
+def test_a_device_of_several_groups_has_destinations_group_by_group():
     """O8.19: chunk by chunk on the host, group by group in the plan."""
-    from cpu_prefix_cache import Group, GroupKind, KVCacheCoordinator
+    from cpu_prefix_cache import KVCacheCoordinator, PrefixGroup
 
-    draft = Group(name="draft", kind=GroupKind.PREFIX, block_tokens=2, block_bytes=300_000)
-    target = Group(name="target", kind=GroupKind.PREFIX, block_tokens=4, block_bytes=1_200_000)
+    draft = PrefixGroup(name="draft", block_tokens=2, block_bytes=300_000)
+    target = PrefixGroup(name="target", block_tokens=4, block_bytes=1_200_000)
     planner = HybridChunkPlanner([draft, target], max_model_len=100)
     pool = BlockPool(2 * planner.host_blocks_per_chunk, blocks_per_chunk=planner.host_blocks_per_chunk)
     chunks = pool.allocate(2)
@@ -939,8 +941,13 @@ def test_a_device_of_several_groups_is_asked_for_destinations_group_by_group():
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"offload": "never"}, {"ranks": 0}, {"max_tokens": 0}, {"decode_tokens": 0}, {"policy": "mru"}),
-        *({"ahead_blocks": 0}, {"ahead_blocks": 5}),
+        {"offload": "never"},
+        {"ranks": 0},
+        {"max_tokens": 0},
+        {"decode_tokens": 0},
+        {"policy": "mru"},
+        {"ahead_blocks": 0},
+        {"ahead_blocks": 5},
     ],
 )
 def test_configuration_is_checked_at_the_door(wrong):

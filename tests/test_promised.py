@@ -2,8 +2,16 @@
 
 import pytest
 
-from cpu_prefix_cache import ChainHasher, CPUPrefixCache, EngineSteps, Group, GroupKind, HybridChunkPlanner, Request
+from cpu_prefix_cache import (
+    ChainHasher,
+    CPUPrefixCache,
+    EngineSteps,
+    HybridChunkPlanner,
+    PrefixGroup,
+    Request,
+)
 from cpu_prefix_cache.messages.plan import RankReport
+from property_tests.engines import cache_options
 from tests.small_engine import SmallEngine
 
 GRID = 4
@@ -25,10 +33,10 @@ class HoldsWholeNodes(Reserving):
 def engine_with_waiting_chunks(device, offload="lazy"):
     """Its six chunks wait, two blank blocks before them, and lazy has not looked yet."""
     planner = HybridChunkPlanner(
-        [Group(name="attention", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=64)], max_model_len=1_000
+        [PrefixGroup(name="attention", block_tokens=GRID, block_bytes=64)], max_model_len=1_000
     )
     steps = EngineSteps(max_tokens=100 * GRID, ahead_blocks=8)
-    cache = CPUPrefixCache(planner, device, host_blocks=16, offload=offload, steps=steps)
+    cache = CPUPrefixCache(planner, device, host_blocks=16, **cache_options(offload=offload, steps=steps))
     cache.admit(Request("r", KEYS, 6 * GRID + 1), 0)
     request = device.take(KEYS, 0, ())
     device.computed(request, 6)
@@ -60,7 +68,7 @@ def test_lazy_stores_what_it_can_hold_besides(promised):
     assert device.num_waiting == max(2, promised) or promised == 8
 
 
-def test_a_hold_that_takes_more_than_was_asked_for_takes_no_promised_blocks_either():
+def test_a_hold_of_whole_nodes_takes_no_promised_blocks_either():
     device = HoldsWholeNodes(16, hands_out_first=False)
     cache, request = engine_with_waiting_chunks(device)
     ends(cache, device, request)
@@ -74,7 +82,7 @@ def test_a_hold_that_takes_more_than_was_asked_for_takes_no_promised_blocks_eith
     assert cache.statistics().chunks_stored == 6
 
 
-def test_what_a_request_still_has_is_stored_whatever_is_promised():
+def test_blocks_in_use_are_stored_however_many_are_promised():
     device = Reserving(16, hands_out_first=False)
     cache, request = engine_with_waiting_chunks(device, "eager")
     device.num_promised = 2

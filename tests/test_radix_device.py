@@ -1,4 +1,4 @@
-"""RadixDevice: pages of chunks that part, splits under a hold, pages given back, and what an author does wrong."""
+"""RadixDevice: pages of chunks that part, splits under a hold, pages given back, and mistakes of an author."""
 
 from itertools import islice
 
@@ -134,7 +134,7 @@ def test_pages_that_a_load_must_not_fill(trial):
 
 
 class Asked(Pages):
-    """It counts what it asks of the tree's nodes."""
+    """Counts its reads of the tree's nodes."""
 
     asked = 0
 
@@ -145,7 +145,7 @@ class Asked(Pages):
 
 
 def asked_of(num_nodes):
-    """How often the tree is asked for the first 64 pages while it is used, in ten questions."""
+    """Number of reads of the tree for its first 64 pages, ten times, while it is used."""
     trial = RadixTrial(2 * num_nodes, 1, device=Asked)
     cache = trial.cache
     for at in range(num_nodes):
@@ -163,12 +163,12 @@ def asked_of(num_nodes):
 
 
 def test_a_question_costs_what_is_read_however_large_the_tree_is():
-    """All nodes were asked, at each question: 264 ms with 200,000 of them."""
+    """All nodes were read each time: 264 ms with 200,000 of them."""
     few, many = asked_of(500), asked_of(4_000)
     assert few / 1.2 < many < few * 1.2
 
 
-def test_the_lower_part_of_a_split_hangs_below_the_upper_one_though_only_that_is_told(trial):
+def test_the_lower_part_of_a_split_hangs_below_the_upper_one_though_only_that_is_placed(trial):
     trial.free(serve(trial, [A, C], [1, 2, 3, 4]))
     place, node_of = trial.device.placed, trial.device._node
     trial.device.placed = lambda node: None if node_of[node.pages[0]] is node else place(node)
@@ -179,7 +179,7 @@ def test_the_lower_part_of_a_split_hangs_below_the_upper_one_though_only_that_is
     assert [page for page, _ in trial.device.soonest_evicted()] == [3, 2, 1, 0]
 
 
-def test_leaves_that_have_left_the_tree_are_forgotten_though_nobody_asks():
+def test_leaves_that_have_left_the_tree_are_forgotten_without_a_look_at_the_queue():
     trial = RadixTrial(8, 1)
     for at in range(100):
         trial.free(serve(trial, [bytes([at]) * 16], [at]))

@@ -1,4 +1,4 @@
-"""Who waits for a host that is still being prepared, and when their turn comes."""
+"""Requests that wait for a host that is still being prepared, and the time of their turn."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ def test_when_there_is_no_more_to_come_all_have_their_turn():
     assert len(story.postponed) == 0, "whoever is refused now is refused for another reason"
 
 
-def test_nothing_is_asked_while_the_host_does_not_grow():
+def test_nothing_is_retried_while_the_host_does_not_grow():
     story = Story()
     story.postponed.add(Left("a", 5))
     story.grows(1)

@@ -6,14 +6,14 @@ from cpu_prefix_cache import (
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
+    PrefixGroup,
     RankReport,
     Request,
 )
 from cpu_prefix_cache.offload.device import Device
+from property_tests.engines import cache_options
 from tests.story import GRID, chain
 
 
@@ -53,7 +53,7 @@ class TwoGroups(Device):
     def release(self, hold):
         """All that is held here is in use as well."""
 
-    # what the engine does
+    # the engine's part
 
     def take(self, count: int) -> list[int]:
         taken, self.queue = self.queue[:count], self.queue[count:]
@@ -83,14 +83,13 @@ def test_a_load_into_the_blocks_of_one_group_saves_their_chunks():
     """ "ab" is on the host alone. The four blocks that are handed out first are of one group, of the chunks of "wxyz",
     which the device alone has; those of the other group are behind them.
     """
-    groups = [Group(name=name, kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=100) for name in ("one", "two")]
+    groups = [PrefixGroup(name=name, block_tokens=GRID, block_bytes=100) for name in ("one", "two")]
     device = TwoGroups(16)
     cache = CPUPrefixCache(
         HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID),
         device,
         host_blocks=64,
-        offload="lazy",
-        steps=EngineSteps(max_tokens=GRID, ahead_blocks=1),
+        **cache_options(offload="lazy", steps=EngineSteps(max_tokens=GRID, ahead_blocks=1)),
     )
 
     def computes(prompt):

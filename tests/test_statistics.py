@@ -1,4 +1,4 @@
-"""What the counts mean, one by one: each from 0, and where it is a level, back to 0."""
+"""The meaning of each count, from 0, and where it is a level, back to 0."""
 
 from cpu_prefix_cache import RankReport
 from tests.story import GRID, Engine
@@ -47,7 +47,7 @@ def test_chunks_of_a_store_that_failed_and_of_one_that_a_reset_overtook_were_giv
     assert engine.cache.statistics().store_cancelled == 6
 
 
-def test_what_a_reset_overtook_has_not_failed():
+def test_transfers_cancelled_by_a_reset_have_not_failed():
     """All copies went well: who looks for failures must find none."""
     engine = Engine(host=8)
     engine.serves("ab")

@@ -1,4 +1,4 @@
-"""`check_device` passes devices that keep their contract, and names what one does wrong."""
+"""`check_device` passes devices that keep their contract, and names the fault of one that does not."""
 
 from itertools import islice
 
@@ -37,13 +37,13 @@ def test_an_order_may_go_on_from_its_front():
     check_device(lambda: GoesOnFromTheFront(7), examples=50)
 
 
-def test_what_waited_when_it_was_held_comes_back_to_its_place():
+def test_blocks_held_while_waiting_come_back_to_their_places():
     engine = SmallEngine(3)
     engine.release(engine.hold([1]))
     assert list(engine.queue()) == [0, 1, 2]
 
 
-def test_what_was_in_use_when_it_was_held_waits_last():
+def test_blocks_held_while_in_use_wait_last():
     engine = SmallEngine(3)
     request = engine.take(["a"], 0, 1)
     hold = engine.hold(request.blocks)
@@ -236,7 +236,7 @@ def test_a_hold_may_be_of_nothing():
 
 class EvictsUnheard(Pages):
     def evicted(self, pages):
-        """The engine does not say so."""
+        """The engine does not report it."""
 
 
 class FreesUnderALoad(Pages):
@@ -246,7 +246,7 @@ class FreesUnderALoad(Pages):
 
 class SplitsUnheard(Pages):
     def placed(self, node):
-        """The engine says so of new leaves only."""
+        """The engine reports new leaves only."""
         if not node.children:
             super().placed(node)
 
@@ -296,7 +296,7 @@ def test_a_fault_in_a_radix_engine_is_found_and_named(device, told):
         check_device(lambda: RadixTrial(9, 2, device=device), examples=1_000, shrink=False)
 
 
-def test_an_engine_may_tell_of_the_new_half_of_a_split_only():
+def test_an_engine_may_place_only_the_new_half_of_a_split():
     class TellsOfUpper(Pages):
         def placed(self, node):
             if self._node[node.pages[0]] is not node:
@@ -305,7 +305,7 @@ def test_an_engine_may_tell_of_the_new_half_of_a_split_only():
     check_device(lambda: RadixTrial(9, 2, device=TellsOfUpper))
 
 
-def test_an_engine_that_does_not_say_that_it_hands_out_first_notes_nothing():
+def test_an_engine_without_hands_out_first_notes_nothing():
     device = SmallEngine(3, hands_out_first=False)
     with pytest.raises(MisuseError, match="hands_out_first"):
         device.evicted(0)

@@ -1,4 +1,4 @@
-"""The tokens that a GiB holds, as docs/vllm.md says them, follow from the models' configurations."""
+"""The tokens that a GiB holds, as printed in docs/vllm.md, follow from the models' configurations."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.tokens_per_gib import GIB, KIB, MIB, MODELS, groups_of, table, tokens_in_a_gib
 from cpu_prefix_cache import HybridChunkPlanner
-from cpu_prefix_cache.replay.models import checkpoint_bytes, prefix_bytes_per_token
+from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 
@@ -52,7 +52,7 @@ def test_a_gib_holds_that_many_prompts_with_a_checkpoint_each_but_for_little_was
         assert ideal * 0.97 < tokens_in_a_gib(planner, prompt) <= ideal
 
 
-def test_what_the_page_says_of_ranks_and_dtypes():
+def test_bytes_per_token_by_ranks_and_dtypes_are_those_on_the_page():
     def token(name, **options):
         return prefix_bytes_per_token(groups_of(MODELS[name], **options)) / KIB
 

@@ -1,4 +1,4 @@
-"""The ledger: every transfer resolves exactly once, whatever the ranks say and in whatever order (rules 11, 15)."""
+"""The ledger: every transfer resolves exactly once, whatever the ranks report and in whatever order (rule 10)."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def test_one_failure_fails_it(bad):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_of_contradictory_reports_the_failure_counts(first):
+def test_a_failure_outweighs_a_contradictory_report(first):
     """L5.27"""
     ledger = Ledger(2)
     store = ledger.store(b"a")
@@ -106,7 +106,7 @@ def test_a_cancelled_store_forgets_only_its_own_keys():
     assert ledger.writing == {b"a": new}
 
 
-def test_a_cancelled_load_is_told_once_and_still_resolves():
+def test_a_cancelled_load_is_sent_once_and_still_resolves():
     """S7.41"""
     ledger = Ledger(1)
     load = ledger.load(b"a")

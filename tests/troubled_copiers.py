@@ -22,7 +22,7 @@ class FailingCopier(MeddlingCopier):
 
 
 class LateCopier(MeddlingCopier):
-    """A copy begins when its end has been asked for three times, or waited for."""
+    """A copy begins when its end has been queried three times, or waited for."""
 
     def __init__(self, copier):
         super().__init__(copier)
@@ -41,7 +41,10 @@ class LateCopier(MeddlingCopier):
 
 class _Late:
     def __init__(self, copier, direction, copies):
-        self.copier, self.direction, self.copies, self.asked = copier, direction, copies, 0
+        self.copier = copier
+        self.direction = direction
+        self.copies = copies
+        self.asked = 0
 
     def passed(self):
         self.asked += 1

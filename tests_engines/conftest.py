@@ -1,4 +1,4 @@
-"""Foreign engines. A run says which ATOM it has, and in its last line how many tests it leaves out for want of one."""
+"""Foreign engines. A run prints which ATOM it has, and in its last line how many tests it leaves out without one."""
 
 from pathlib import Path
 

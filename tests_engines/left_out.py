@@ -29,7 +29,7 @@ def left_out(files: set[Path], why_not_atom: str | None, nano: Path) -> Counter[
 
 
 def last_line(counts: Counter[str]) -> str:
-    """What a run says at its end."""
+    """Last line of a run."""
     if not counts:
         return ""
     reasons = "; ".join(f"{number} tests ({why})" for why, number in counts.items())

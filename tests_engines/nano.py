@@ -2,7 +2,7 @@
 
     python -m tests_engines.nano TREE STORIES ANSWERS        both JSON; a tree with a `host.py` has a host cache
 
-A story says which prompts come, which are aborted and when, and what goes wrong with copies. An answer has for every
+A story lists the prompts that come, those that are aborted and when, and the faults of copies. An answer has for every
 prompt that was not aborted its tokens, and of each token's logits the largest and the log-sum-exp.
 """
 
@@ -39,7 +39,9 @@ class Server:
 
         self.story, self.nano = story, nano
         config = type("Config", (), {})()
-        config.max_num_seqs, config.max_num_batched_tokens, config.eos = 8, 16 * story["size"], -1
+        config.max_num_seqs = 8
+        config.max_num_batched_tokens = 16 * story["size"]
+        config.eos = -1
         config.kvcache_block_size, config.num_kvcache_blocks = story["size"], DEVICE_BLOCKS[story["size"]]
         nano.Sequence.block_size = story["size"]
         self.engine = LLMEngine.__new__(LLMEngine)
@@ -74,7 +76,9 @@ class Server:
     def serve(self):
         story, nano = self.story, self.nano
         draw = random.Random(story["seed"])
-        todo, running, answers = list(enumerate(prompts_of(story["seed"], story["size"]))), {}, {}
+        todo = list(enumerate(prompts_of(story["seed"], story["size"])))
+        running = {}
+        answers = {}
         doomed = {number: draw.randrange(1, 16) for number, _ in todo if draw.random() < story["aborts"]}  # in steps
         aborted, resets = 0, 0
         while todo or not self.scheduler.is_finished():

@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_engine_alone(name, alone, cached):
     assert counts["free"] == (40 if STORIES[name]["size"] == 16 else 6), "a device block is lost"
 
 
-def test_stories_have_what_they_are_told_for(alone, cached):
+def test_each_story_has_the_events_that_it_is_for(alone, cached):
     assert any(counts["aborted while loading"] for _, counts in cached.values())
     for name, (answers, _) in cached.items():
         truth = alone[STORIES[name]["size"], STORIES[name]["seed"]]

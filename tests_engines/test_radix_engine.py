@@ -55,7 +55,10 @@ def new_engine(page):
 
 def serve(made, seed, aborts=0.0, each_step=lambda todo: None):
     """Answers by the number of the prompt, and how many requests were aborted while they loaded."""
-    draw, todo, alive, answers = random.Random(seed), list(enumerate(prompts(seed))), {}, {}
+    draw = random.Random(seed)
+    todo = list(enumerate(prompts(seed)))
+    alive = {}
+    answers = {}
     aborted_loading = 0
     while todo or not made.is_idle:
         for number, (prompt, num_output) in todo[:2]:
@@ -128,7 +131,7 @@ def test_answers_are_those_of_the_engine_alone(name):
     assert made.cache.promised == 0
 
 
-def test_stories_have_what_they_are_told_for():
+def test_each_story_has_the_events_that_it_is_for():
     assert any(served(name)[2] for name in STORIES), "no request was aborted while it loaded"
     assert any(served(name)[3].loads_failed for name in STORIES), "no load failed"
 

@@ -25,7 +25,7 @@ FOLDERS = ROOT / ".field"
 
 
 class NotRun(Exception):
-    """The environment is not there, or cannot be made: the sentence says why."""
+    """The environment is not there, or cannot be made: the sentence gives the reason."""
 
 
 @dataclass(frozen=True)

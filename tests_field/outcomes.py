@@ -1,4 +1,4 @@
-"""What a row comes to, by what its tests say.
+"""State of a row, by the outcomes of its tests.
 
 right        all pass
 refused      it has nothing but refusals, and all of them pass
@@ -30,7 +30,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What pytest says of one selection."""
+    """Result of pytest for one selection."""
 
     passed: int = 0
     failed: tuple[str, ...] = ()  # tests
@@ -39,7 +39,7 @@ class Report:
 
     @classmethod
     def read(cls, file: Path) -> "Report":
-        """Of a file that pytest has written with --junitxml."""
+        """Read from a file that pytest has written with --junitxml."""
         cases = list(ElementTree.parse(file).iter("testcase"))
         failed = tuple(case.get("name", "?") for case in cases if case.find("failure") is not None)
         skips = (case.find("skipped") for case in cases)
@@ -50,7 +50,7 @@ class Report:
 
 
 def outcome(reports: Mapping[str, Report]) -> Outcome:
-    """Of a row, by the kinds of its selections."""
+    """Outcome of a row, by the kinds of its selections."""
     for kind, report in reports.items():
         if report.error:
             return Outcome(State.WRONG, f"{kind}: {report.error}")

@@ -63,7 +63,7 @@ def _check(row: Row) -> None:
 
 
 def selected(said: str, row: Row, python: Path, variables: dict[str, str]) -> Report:
-    """Run what is said, with pytest. Raises NotRun if it selects nothing."""
+    """Run a selection with pytest. Raises NotRun if it selects nothing."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={file}", *shlex.split(said)]

@@ -1,7 +1,7 @@
 """A release of vLLM whose kernels nobody has built for CPUs: its Python files over the kernels of the one installed.
 
     folder/vllm             a copy of the package installed, and the Python files of the release over it
-    folder/vllm-*.dist-info its metadata, which say that it is one for CPUs
+    folder/vllm-*.dist-info its metadata, which mark it as one for CPUs
 
 Enough for schedulers, block pools and connectors. Nothing is computed with it.
 """

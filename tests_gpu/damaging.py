@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from connector.vllm import CPUPrefixCacheConnector, worker
-from cpu_prefix_cache import GroupKind
 from tests.faults import CorruptingCopier, damaging
 
 __all__ = ["CPUPrefixCacheConnector"]
@@ -21,7 +20,7 @@ def damaging_the_drafter(choose_copier: Any) -> Any:
 
     def choose_and_damage(shapes: Any, tensors: Any, *arguments: Any, **options: Any) -> Any:
         choice = choose_copier(shapes, tensors, *arguments, **options)
-        group = next(at for at, piece in enumerate(shapes.pieces) if piece.group.kind is GroupKind.PREFIX)
+        group = next(at for at, piece in enumerate(shapes.pieces) if piece.in_chunk)
         rows = [rows[-1:] for rows in tensors]
         copier = CorruptingCopier(choice.copier, rows, group, loads=None, blocks=slice(None))
         return replace(choice, copier=copier)

@@ -1,4 +1,4 @@
-"""What the tests on a device share: a group of parts there, a region here, and a copier between them."""
+"""Shared by the tests on a device: a group of parts there, a region here, and a copier between them."""
 
 import random
 import time
@@ -36,7 +36,7 @@ class Stage:
         self.copier, self.reason = choice.copier, choice.reason
 
     def rows(self, blocks):
-        """What the host should hold of these device blocks: uint8 [blocks, bytes], there."""
+        """Bytes that the host should hold of these device blocks: uint8 [blocks, bytes], there."""
         return torch.cat([part[list(blocks)] for part in self.parts], dim=1)
 
     def copy(self, direction, host_blocks, device_blocks):

@@ -1,4 +1,4 @@
-"""Right bytes on a device, for layouts that only a device can tell wrong: alignments, padding, far addresses."""
+"""Right bytes on a device, for layouts whose faults only a device can show: alignments, padding, far addresses."""
 
 import random
 
@@ -33,7 +33,9 @@ def memory_of(part):
 @pytest.mark.parametrize("seed", range(24))
 def test_any_layout_is_copied_as_the_reference_does(seed):
     rng = random.Random(seed)
-    blocks, count, host_block_bytes = 24, 4, rng.choice((512, 1000, 4096, 20_000))
+    blocks = 24
+    count = 4
+    host_block_bytes = rng.choice((512, 1000, 4096, 20_000))
     tensors = [[random_part(rng, blocks) for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(1, 3))]
     device_blocks = [rng.randint(1, 3) for _ in tensors]
     shapes = Shapes(
@@ -76,7 +78,9 @@ def test_any_layout_is_copied_as_the_reference_does(seed):
 
 
 def test_blocks_may_lie_more_than_4_gib_apart():  # L5.33
-    stride, size, blocks = 3 << 29, 18 * 1024, 5  # 1.5 GiB apart
+    stride = 3 << 29  # 1.5 GiB apart
+    size = 18 * 1024
+    blocks = 5
     memory = torch.empty((blocks - 1) * stride + size, dtype=torch.uint8, device=DEVICE)
     far, near = memory.as_strided((blocks, size), (stride, 1), 0), random_bytes(blocks, 64)
     values = random_bytes(blocks, size)

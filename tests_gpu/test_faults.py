@@ -1,4 +1,4 @@
-"""What goes wrong on the way fails its own transfer and no other, and leaves the ring as good as new."""
+"""A fault on the way fails its own transfer and no other, and leaves the ring as good as new."""
 
 import itertools
 

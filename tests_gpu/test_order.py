@@ -1,4 +1,4 @@
-"""Order by event (rule 12): compute writes blocks, they are stored, and overwritten as soon as they are released.
+"""Order by event (rule 11): compute writes blocks, they are stored, and overwritten as soon as they are released.
 
 Eight sets of blocks go round and round, each at its own pace:
 
@@ -13,12 +13,15 @@ import torch
 
 from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import POISON
 from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
-SETS, BLOCKS, ROUNDS = 8, 8, 1000
+SETS = 8
+BLOCKS = 8
+ROUNDS = 1000
 
 
 class Careless(Copier):
@@ -99,7 +102,7 @@ def test_without_the_wait_bytes_are_wrong(direction):
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_compute_that_is_held_reads_what_a_load_brings_though_nobody_waits_for_its_end(holds):
-    """And the control: compute that is not reads junk."""
+    """The control: compute that is not held reads junk."""
     rounds, blocks = Rounds(), range(SETS * BLOCKS)
     rounds.fill(blocks, 1)
     wait_for(rounds.worker, rounds.begin(Direction.STORE, blocks))
@@ -107,7 +110,7 @@ def test_compute_that_is_held_reads_what_a_load_brings_though_nobody_waits_for_i
     rounds.late()
     load = rounds.begin(Direction.LOAD, blocks)
     if holds:
-        rounds.worker.hold_compute({load})
+        EarlyEnds(rounds.worker, rounds.stage.copier).hold_compute({load})
     for layer, part in enumerate(rounds.stage.parts):
         rounds.wrong += (part[blocks[0] : blocks[-1] + 1] != 1 + layer).sum()
     wait_for(rounds.worker, load)

@@ -44,7 +44,7 @@ def test_graphs_are_captured_before_and_while_the_region_is_pinned():
     worker.close()
 
 
-def test_and_while_blocks_are_copied():
+def test_graphs_are_captured_while_blocks_are_copied():
     stage = Stage(blocks=2048)
     worker = CopyWorker(0, stage.copier, stage.arena, threads=True)
     ids = iter(range(1000))
@@ -177,7 +177,7 @@ stage.arena.close()
 """
 
 
-def test_what_one_rank_stores_in_a_shared_region_another_loads():
+def test_blocks_that_one_rank_stores_in_a_shared_region_another_loads():
     file = os.memfd_create("cpu-prefix-cache-gpu")
     ranks = []
     try:

@@ -2,8 +2,8 @@
 
     python -m tests_gpu.tier_round_trip [FOLDER]
 
-Prompts are computed (patterns are written), evicted from the device by others, and from the host too; then they are
-asked for again, and come from the files through pinned host memory. Beside it: how much longer a product of matrices
+Prompts are computed (patterns are written), evicted from the device by others, and from the host too; then they
+come again, and are loaded from the files through pinned host memory. Beside it: how much longer a product of matrices
 takes while the tier reads at full rate.
 """
 
@@ -19,9 +19,13 @@ import torch
 from cpu_prefix_cache import FileTier, HostCache, Loading, Prefix, Run, Wait, keys_and_values
 from tests.small_engine import SmallEngine
 
-TOKENS, LAYERS, BLOCK_BYTES = 16, 16, 2 << 20
+TOKENS = 16
+LAYERS = 16
+BLOCK_BYTES = 2 << 20
 CHUNKS = 32  # of a prompt: 64 MiB
-DEVICE_PROMPTS, HOST_PROMPTS, PROMPTS = 2, 6, 24
+DEVICE_PROMPTS = 2
+HOST_PROMPTS = 6
+PROMPTS = 24
 TIER_BYTES = (PROMPTS + 4) * CHUNKS * (BLOCK_BYTES + 128)
 
 

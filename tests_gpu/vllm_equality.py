@@ -1,4 +1,4 @@
-"""Whether a vLLM server answers with what came back from the host as it does with what it kept: on one GPU, or several.
+"""Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--at-once 3]
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
@@ -6,12 +6,12 @@
 Each model is run by engines in processes of their own:
 
     kept           no connector, and a device that keeps everything
-    lazy, eager    a device of a few prompts: they have left it when they are asked again
+    lazy, eager    a device of a few prompts: they have left it when they come again
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
     damaged drafter    with a drafter, the control of its own layer: what it loads is overwritten
 
-They are asked eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to
-its middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
+They get eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to its
+middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
 control is about. What a drafter proposes must be the same, too; where only its layer is damaged, nothing else differs.
 The status is the number of engines for which that is not so.
 
@@ -38,14 +38,16 @@ from tests_vllm.models import initialise, some_tokens
 
 MARK = "ANSWER "  # vLLM writes to the same pipe
 TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written
-NUM_PROMPTS, TAIL, ANSWER = 8, 24, 6
+NUM_PROMPTS = 8
+TAIL = 24
+ANSWER = 6
 DAMAGED_DRAFTER = "damaged drafter"
 ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
 HOST_BYTES = 1 << 30
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
 SIZES |= dict(hidden_size=256, intermediate_size=512)
 # name -> what transformers calls its configuration, what is not as in SIZES, device blocks, tokens of a prompt, and
-# what vLLM must be told
+# vLLM's options
 MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
     "llama": ("LlamaConfig", dict(num_hidden_layers=4, head_dim=64), 150, 1000, {}),
     "gemma3": ("Gemma3TextConfig", dict(**models.WINDOWS, head_dim=64, query_pre_attn_scalar=64), 700, 1000, {}),

@@ -1,4 +1,4 @@
-"""The wheel holds what is used, and of what tests only `cpu_prefix_cache.testing`. The sdist holds what tests it."""
+"""The wheel holds the library, and of its tests only `cpu_prefix_cache.testing`. The sdist holds all tests."""
 
 import ast
 import email
@@ -44,7 +44,7 @@ def test_the_sdist_holds_all_that_the_repository_does_and_no_caches(sdist):
     assert repository() - names == ONLY_FOR_GIT
 
 
-def test_the_metadata_says_what_there_is(wheel):
+def test_the_metadata_names_license_version_and_extras(wheel):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}

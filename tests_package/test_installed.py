@@ -12,7 +12,7 @@ TRACE = [dict(timestamp=second, input_length=64, output_length=1, hash_ids=[seco
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> Path:
-    """That of an environment with the wheel and what it requires."""
+    """Python of an environment with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("installed")
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"
@@ -21,12 +21,12 @@ def python(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def test_what_is_imported_is_what_was_installed(python, tmp_path):
+def test_the_installed_library_is_the_one_imported(python, tmp_path):
     printed = run([python, "-c", "import cpu_prefix_cache; print(cpu_prefix_cache.__file__)"], tmp_path)
     assert Path(printed.strip()).is_relative_to(python.parents[1])
 
 
-def test_the_command_says_the_version_of_the_wheel(python, wheel, tmp_path):
+def test_the_command_prints_the_version_of_the_wheel(python, wheel, tmp_path):
     version = wheel.name.split("-")[1]
     assert run([python.parent / "cpu-prefix-cache", "--version"], tmp_path) == f"cpu-prefix-cache {version}\n"
     printed = run([python, "-c", "import cpu_prefix_cache; print(cpu_prefix_cache.__version__)"], tmp_path)
@@ -41,7 +41,7 @@ def test_the_command_replays_a_trace(python, tmp_path):
 
 
 def test_the_entry_point_of_vllm_leads_to_the_connector(python, tmp_path):
-    """And from there to vLLM, which is not in this environment."""
+    """From there it leads to vLLM, which is not in this environment."""
     code = """
 from importlib.metadata import entry_points
 (entry,) = entry_points(group="vllm.general_plugins")

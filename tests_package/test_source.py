@@ -22,7 +22,7 @@ def test_some_of_them_pass_on_its_own_code(unpacked):
 
 
 def test_control_they_read_the_code_beside_them(unpacked):
-    """And not that of the repository, which this venv has installed."""
+    """They do not read the code of the repository, which this venv has installed."""
     file = unpacked / "src" / "cpu_prefix_cache" / "model" / "planner.py"
     text = file.read_text()
     file.write_text(text + "\nraise RuntimeError('planted')\n")

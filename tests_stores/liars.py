@@ -1,7 +1,7 @@
-"""A server that speaks for Redis, until it is told to lie: some ways to answer what no Redis answers.
+"""A server that speaks for Redis, until a test has it lie: answers that no Redis gives.
 
-A lie is a function of the connection and of the words that were asked. One that goes on for ever ends when the server
-is told to stop, or the client has gone.
+A lie is a function of the connection and of the words of a command. One that goes on for ever ends when the server is
+stopped, or the client has gone.
 """
 
 import socket
@@ -18,7 +18,9 @@ class Liar:
     """Listens at `port`. `lie` is one of LIES, or None; `about` has the commands to which it lies, None: to all."""
 
     def __init__(self):
-        self.values, self.lie, self.about = {}, None, None
+        self.values = {}
+        self.lie = None
+        self.about = None
         self._connections = set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -86,7 +88,9 @@ class Liar:
 
 class _Connection:
     def __init__(self, liar, accepted):
-        self._liar, self._socket, self._lie = liar, accepted, None
+        self._liar = liar
+        self._socket = accepted
+        self._lie = None
         self._file = accepted.makefile("rb")
 
     def words(self):
@@ -180,7 +184,7 @@ LIES = {
     "TLS": ends(b"\x15\x03\x03\x00\x02\x02\x46"),
     "noise": sends(bytes(range(256)) * 300),
 }
-# What an engine may go on with: nothing but a wrong answer in the right form.
+# Lies that an engine may go on with: nothing but a wrong answer in the right form.
 POLITE = {
     "wrong bytes",
     "a value that is too short",
@@ -188,7 +192,7 @@ POLITE = {
     "a number above what was asked for",
     "OK to everything",
 }
-# Of each kind one: time, memory, form, what is left over, another protocol.
+# One of each kind: time, memory, form, bytes left over, another protocol.
 FEW = (
     "is silent",
     "a byte now and then, in a line",

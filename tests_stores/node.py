@@ -1,4 +1,4 @@
-"""`python node.py URL FILE`: gives memory to the cluster until it is killed, and tells by FILE."""
+"""`python node.py URL FILE`: gives memory to the cluster until it is killed, and reports in FILE."""
 
 import sys
 import time

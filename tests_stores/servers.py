@@ -18,7 +18,9 @@ class Server:
     """A process that listens at `port`."""
 
     def __init__(self, folder):
-        self.folder, self.port, self.process = folder, free_port(), None
+        self.folder = folder
+        self.port = free_port()
+        self.process = None
         self.start()
 
     def command(self):
@@ -119,7 +121,7 @@ class MooncakeNode(Server):
 
 
 def environment():
-    """Of programs that import what we do."""
+    """Environment of programs that import from where we do."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -152,8 +154,22 @@ def free_port():
 def make_certificate(key, certificate):
     subprocess.run(
         [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            str(key),
+            "-out",
+            str(certificate),
         ],
         check=True,
         capture_output=True,
@@ -161,7 +177,7 @@ def make_certificate(key, certificate):
 
 
 def missing():
-    """What is not installed here: name -> why its tests are skipped."""
+    """Servers not installed here: name -> why its tests are skipped."""
     lacks = {}
     if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
         lacks["redis"] = "redis-server is not installed (apt install redis-server)"

@@ -1,6 +1,6 @@
-"""Servers that lie: each call ends by its time-out with little memory, and what comes after is not fooled.
+"""Servers that lie: each call ends by its time-out with little memory, and later calls are not fooled.
 
-Some lies are told here; `make test-long` tells all of them (LIES=all).
+Some lies run here; `make test-long` runs all of them (LIES=all).
 """
 
 import os
@@ -34,7 +34,7 @@ def liar():
 
 @pytest.fixture
 def store(liar):
-    """Of a server that has been honest so far, and has "key"."""
+    """A store on a server that has been honest so far, and has "key"."""
     liar.values[b"key"] = VALUE
     store = RedisStore(liar.url())
     yield store
@@ -42,7 +42,7 @@ def store(liar):
 
 
 def ended(call):
-    """What a call returned or raised. Fails if it does not end, or takes memory without bounds."""
+    """Result or error of a call. Fails if it does not end, or takes memory without bounds."""
     result = []
 
     def run():
@@ -124,8 +124,8 @@ def test_in_service(liar, store, lie, name):
 
 
 def test_an_engine_computes_what_a_liar_does_not_give(liar, lie):
-    """Nothing is wrong, and no step waits for it; a tier that gives no answers is asked no more for a while."""
-    engine = engine_with(SharedTier(liar.url(), "tiny", "1", ask_seconds=0.1, flush_seconds=0.0))
+    """Nothing is wrong, and no step waits for it; a tier that gives no answers is left alone for a while."""
+    engine = engine_with(SharedTier(liar.url(), model="tiny", revision="1", ask_seconds=0.1, flush_seconds=0.0))
     wrong, before = serve(engine, number=10)
     liar.begin(lie)
     for seed in range(ROUNDS):

@@ -67,7 +67,7 @@ def told(url, error=ConfigurationError):
 @pytest.mark.parametrize(
     "rest", ["", "127.0.0.1", "127.0.0.1:1/path", "127.0.0.1:1?size=3", "127.0.0.1:1?segment=much"]
 )
-def test_what_is_no_url(rest):
+def test_texts_that_are_no_url_are_refused(rest):
     assert (
         "SCHEME://" in told(f"mooncake://{rest}") if not rest else "a Mooncake store is" in told(f"mooncake://{rest}")
     )
@@ -131,7 +131,7 @@ def test_one_question_at_most_is_left_behind(master):
 
 @pytest.mark.parametrize("call", ["get", "put"])
 def test_no_master_is_no_answer(master, node, call):
-    """And not the answer that the store has none of the keys, or that the values do not fit."""
+    """It is not the answer that the store has none of the keys, or that the values do not fit."""
     store = MooncakeStore(master.url())
     traffic, other = Traffic(store), Traffic(store, "other")
     traffic.put()
@@ -183,7 +183,7 @@ def test_a_node_is_killed_in_the_middle(master, node, call):  # tiers 28
 
 
 def put_anew(traffic):
-    """What is there already is not moved."""
+    """Values that are there already would not be moved."""
     traffic.store.delete(traffic.keys, 5.0)
     traffic.put()
 

@@ -176,11 +176,11 @@ def test_tls_where_there_is_none_none_where_there_is_and_an_unknown_authority(re
 
 
 @pytest.mark.parametrize("rest", ["127.0.0.1:port", "127.0.0.1?db=first"])
-def test_what_is_no_url(rest):
+def test_texts_that_are_no_url_are_refused(rest):
     assert "a store is redis://" in told(f"redis://{rest}")
 
 
-# What a server may do
+# Liberties of a server
 
 
 def test_a_value_that_was_taken_may_be_gone(start):  # tiers 26
@@ -206,7 +206,7 @@ def test_a_replica_refuses_the_call(start):
     assert not any(traffic.get())
 
 
-def test_a_user_who_may_read_only_is_told(start):
+def test_a_user_who_may_only_read_gets_an_error_on_writes(start):
     server = start(RedisServer, *USER, "+get", "+exists", "+ping")
     traffic = Traffic(RedisStore(server.url("kv:secret@")))
     with pytest.raises(OSError, match="NOPERM"):

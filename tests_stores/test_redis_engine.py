@@ -14,7 +14,7 @@ READER = ["--user", "reader", "on", ">secret", "~*", "+get", "+exists", "+del", 
 
 
 def engine_on(url):
-    return engine_with(SharedTier(url, "tiny", "1", ask_seconds=5.0))
+    return engine_with(SharedTier(url, model="tiny", revision="1", ask_seconds=5.0))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def server(start):
 
 
 @pytest.mark.parametrize("why", ["it is full", "the user may not write"])
-def test_what_a_server_has_is_read_although_it_takes_nothing(server, why, caplog, monkeypatch):
+def test_values_of_a_server_are_read_although_it_takes_none(server, why, caplog, monkeypatch):
     monkeypatch.setattr(tier_cache, "STORE_PAUSE_SECONDS", 1e6)
     if why == "it is full":
         server.ask("CONFIG", "SET", "maxmemory", "1mb")  # it uses more already

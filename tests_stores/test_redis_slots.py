@@ -1,4 +1,4 @@
-"""What a rank asks a real Redis server, as MONITOR shows it: a miss is one GET, and takes nothing from others."""
+"""Commands of a rank to a real Redis server, as MONITOR shows them: a miss is one GET and harms no other rank."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.needs("redis")
 
 @contextmanager
 def monitored(server):
-    """Yields what the server was asked meanwhile, when it is over: command and first word behind it."""
+    """Yields the server's commands meanwhile, complete when it is over: each with the first word behind it."""
     seen = []
     watch = subprocess.Popen(["redis-cli", "-p", str(server.port), "MONITOR"], stdout=subprocess.PIPE, text=True)
     try:
@@ -38,14 +38,14 @@ def name(rank, block):
     return rank.slots.names.of_label(labels([block])[0])
 
 
-def test_a_miss_asks_once_and_deletes_nothing(redis_server):
+def test_a_miss_is_one_get_and_deletes_nothing(redis_server):
     rank = Rank(RedisStore(redis_server.url()))
     with monitored(redis_server) as seen:
         assert rank.read(0, 1, 2) == [0, 1, 2]
     assert seen == [("GET", name(rank, block)) for block in range(3)]
 
 
-def test_what_another_process_puts_meanwhile_stays(redis_server):
+def test_values_that_another_process_puts_meanwhile_stay(redis_server):
     rank, other = Rank(RedisStore(redis_server.url())), Rank(RedisStore(redis_server.url()))
     get = rank.slots.store.get_into
 

@@ -1,4 +1,4 @@
-"""Calls that are under way when something happens to the server, and memory that tells what they wrote."""
+"""Calls in flight when something happens to the server, and memory that shows the bytes they wrote."""
 
 import mmap
 import random
@@ -53,7 +53,9 @@ class Under:
     """Runs a call again and again in a thread, until it raises OSError, which is then `raised`."""
 
     def __init__(self, call):
-        self.calls, self.raised, self.failed = 0, None, None
+        self.calls = 0
+        self.raised = None
+        self.failed = None
         self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
         self._thread.start()
         while self.calls < 2 and self._thread.is_alive():

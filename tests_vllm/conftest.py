@@ -13,7 +13,7 @@ logging.getLogger("vllm").setLevel(logging.ERROR)
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    """What connector and library say, in place of vLLM's log."""
+    """The log of connector and library, in place of vLLM's."""
     from connector.vllm.log import OURS, log_through_vllm
 
     log_through_vllm()

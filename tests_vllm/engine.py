@@ -63,10 +63,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.vllm.device import _place
 from connector.vllm.groups import planner_for
 from connector.vllm.messages import WorkerReports
 from connector.vllm.metrics import TransferTimes
+from connector.vllm.pool_view import _place
 from connector.vllm.rank_tier import Onlooker
 from cpu_prefix_cache import Direction, Hit, Miss, Pending, RankReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -79,11 +79,15 @@ MAX_MODEL_LEN = 256
 HEADS = dict(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
 ATTENTION = FullAttentionSpec(**HEADS)
 NULL = 0  # vLLM's block that stands for no block
-POISON, ZERO, TORN = "poison", "zero", "torn"
+POISON = "poison"
+ZERO = "zero"
+TORN = "torn"
 AT_ONCE, NEVER = 0, inf
 STEP_SECONDS = 0.01
 
-LOADING, RUNNING, PREEMPTED = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING, RequestStatus.PREEMPTED
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+RUNNING = RequestStatus.RUNNING
+PREEMPTED = RequestStatus.PREEMPTED
 
 Device = dict[int, object]  # what is in each block of one rank
 
@@ -170,7 +174,7 @@ def drafting(method: str, drafts: int = 3, **fields: object) -> SpeculativeConfi
     return config
 
 
-# What a forward pass does with the blocks of one group. Blocks are counted from token 0, and named with the token that
+# A forward pass over the blocks of one group. Blocks are counted from token 0, and named with the token that
 # what they hold goes up to
 
 
@@ -274,7 +278,9 @@ class FakeModel:
         del self.tokens[id], self._chain[id]
 
     def prefix(self, id: str, end: int) -> object:
-        tokens, chain, unit = self.tokens[id], self._chain[id], self._unit
+        tokens = self.tokens[id]
+        chain = self._chain[id]
+        unit = self._unit
         while len(chain) * unit <= end:
             at = len(chain) * unit
             chain.append(hash((chain[-1], *tokens[at - unit : at])))
@@ -395,7 +401,7 @@ class FakeModel:
                     device[table[at]] = pattern
 
     def _sample(self, id: str, stop: int) -> list[int]:
-        """The next token: a function of the ones before, so that a request computed again says the same again."""
+        """The next token: a function of the ones before, so that a request computed again gives the same again."""
         known = len(self.tokens[id])
         assert stop <= known, "a token was scheduled that nobody knows yet"
         if stop < known:
@@ -636,10 +642,10 @@ class Stood(NamedTuple):
 class Engine:
     """An engine whose scheduler, block pool and connector are real. `counts` is what has happened in it.
 
-    `groups` is the model: one group of full attention if it is not said. `retention` is vLLM's: how many tokens lie
+    `groups` is the model: by default one group of full attention. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
-    blocks are. `tier` is what the operator says of a tier of `tier_slots` slots, `tier_faults` what becomes of it. A
+    blocks are. `tier` has the operator's options of a tier of `tier_slots` slots, `tier_faults` its faults. A
     `drafter` proposes no drafts here: what counts is what vLLM drops for it.
     """
 
@@ -731,7 +737,7 @@ class Engine:
         self._holds = False
         self._watch()
 
-    # What a test says
+    # Called by a test
 
     def submit(self, tokens: list[int], max_tokens: int = 4, priority: int = 0) -> str:
         """With `priorities` those of a smaller number come first."""
@@ -825,8 +831,8 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
         assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
-        assert not (self.half._admitted or self.half._on_device or self.half._loads or self.half._readmitted)
-        assert not (self.half._remembered or self.half._load_failed)
+        assert not len(self.half._requests) and not self.half._requests.any_awaited
+        assert not (self.half._step.loads or self.half._step.readmitted)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         self.cache.check_valid()
 
@@ -862,7 +868,7 @@ class Engine:
             result = ModelRunnerOutput(ids, {id: at for at, id in enumerate(ids)}, [sampled[id] for id in ids])
             result.kv_connector_output = rank.poll()
             outputs.append(result)
-        self.random.shuffle(outputs)  # ranks are heard in any order
+        self.random.shuffle(outputs)  # ranks report in any order
         self._in_flight.append((output, self._aggregator.aggregate(outputs, 0)))
 
     def _note_plan(self, metadata: object) -> None:
@@ -883,7 +889,7 @@ class Engine:
             self.counts["reads planned" if transfer.direction is Direction.LOAD else "writes planned"] += 1
 
     def _check_sources(self, store: object, is_overwritten: bool) -> None:
-        """Check that what is stored is there before the step computes anything, and is what the block's hash says;
+        """Check that stored bytes are there before the step computes anything, and are those of the block's hash;
         before it was handed out, if this step overwrites it.
         """
         for block in (block for copy in store.copies for block in copy.device_blocks):
@@ -911,7 +917,7 @@ class Engine:
         self.scheduler.update_from_output(output, result)
 
     def _check_load(self, id: str, copies: Sequence[object]) -> None:
-        """Every group can go on behind a load, and what the device had before was left alone (rule 10)."""
+        """Every group can go on behind a load, and what the device had before was left alone (rule 8)."""
         tables = self.scheduler.kv_cache_manager.get_block_ids(id)
         boundary, n0 = self.requests[id].num_computed_tokens, self._on_device[id]
         assert copies, "a load without destinations went well"
@@ -1066,7 +1072,7 @@ class Engine:
         first, here = 0 if neighbour is None else after.index(neighbour) + 1, after.index(place)
         between = after[first:here]
         assert first <= here, "before what it waited behind"
-        assert all(each in self._came_back or each.hash is None for each in between), "not where it waited"
+        assert all(each in self._came_back or each.name is None for each in between), "not where it waited"
         self.counts["released in place"] += 1
 
     def _waiting(self) -> list[object]:

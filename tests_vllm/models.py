@@ -1,13 +1,13 @@
 """Tiny models for tests with a real vLLM engine, with random weights in which the past matters.
 
-With load_format="dummy" a Llama says the same whatever its cache holds. Here damage shows wherever it is: noise in any
-one block of a prompt of 1,000 tokens moves the logprobs by 8 % of their deviation or more, and in one layer of it by
-2 %. That needs attention that looks at several tokens. With a SHARPNESS of 3 it looks at so few that some blocks count
-for less than what the tests tolerate.
+With load_format="dummy" a Llama gives the same answer whatever its cache holds. Here damage shows wherever it is: noise
+in any one block of a prompt of 1,000 tokens moves the logprobs by 8 % of their deviation or more, and in one layer of
+it by 2 %. That needs attention that looks at several tokens. With a SHARPNESS of 3 it looks at so few that some blocks
+count for less than what the tests tolerate.
 
     embeddings     N(0, 1), as the first layer sees them; not tied to the output
     matrices       N(0, 1 / fan_in); what makes queries and keys SHARPNESS times that
-    norms          1, or 0 where the model adds 1: as they are; those of queries and keys, which undo what is said
+    norms          1, or 0 where the model adds 1: as they are; those of queries and keys, which undo the
                    above, SHARPNESS instead of 1
     A_log          log FORGETTING: of its state, a linear layer forgets half in 100 tokens. As transformers initialises
                    it, after 5 tokens nothing is left, and damage shows nowhere
@@ -79,7 +79,7 @@ def save_qwen3(folder: Path, seed: int = 0) -> Path:
 
 
 def save_long_llama(folder: Path, seed: int = 0) -> Path:
-    """Of one small layer, for prompts of 64K tokens."""
+    """A model of one small layer, for prompts of 64K tokens."""
     small = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2**17)
     return _save(LlamaForCausalLM, LlamaConfig(**SIZES | small, num_hidden_layers=1), folder, seed)
 
@@ -126,7 +126,9 @@ def joining(hidden: int) -> torch.Tensor:
 
 WORDS_OF_IMAGES = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 IMAGE = VOCABULARY - len(WORDS_OF_IMAGES)  # the token that an image of IMAGE_SIDE pixels squared stands for
-IMAGE_SIDE, PATCH, SHUFFLED = 64, 8, 2
+IMAGE_SIDE = 64
+PATCH = 8
+SHUFFLED = 2
 IMAGE_TOKENS = (IMAGE_SIDE // PATCH // SHUFFLED) ** 2
 
 

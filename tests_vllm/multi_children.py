@@ -1,9 +1,9 @@
 """Connectors that are no help, or that need it.
 
 FrozenConnector          never knows what it has
-BrokenConnector          raises an error when it is asked
+BrokenConnector          raises an error at a lookup
 LosingConnector          vLLM's example, which loads nothing in `lost` steps and reports the blocks as invalid
-SavingConnector          saves each request when it has ended, and says so when the test lets it: `saved`
+SavingConnector          saves each request when it has ended, and reports it when the test lets it: `saved`
 """
 
 from typing import ClassVar

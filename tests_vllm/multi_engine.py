@@ -73,7 +73,7 @@ class ChoosingEngine(CachedEngine):
 
 
 class Clock:
-    """In place of that by which the engine's loads and waits are measured: it goes as the test says."""
+    """Replaces the clock by which the engine's loads and waits are measured: the test sets it."""
 
     def __init__(self, engine: ChoosingEngine) -> None:
         self.now = 1000.0

@@ -18,6 +18,6 @@ __all__ = ["get_kv_cache_groups", "kv_cache_configs"]
 
 
 def kv_cache_configs(config: VllmConfig, stages: list[dict[str, KVCacheSpec]], memory: int) -> list[KVCacheConfig]:
-    """Those of each stage, which has so many bytes."""
+    """KV caches of each stage, which has so many bytes."""
     groups = [get_global_kv_cache_groups(config, stages)] if get_global_kv_cache_groups else []
     return get_kv_cache_configs(config, stages, [memory] * len(stages), *groups)

@@ -63,13 +63,13 @@ _folders: list[TemporaryDirectory] = []  # to be removed at exit
 
 @cache
 def expected_of(model: str) -> list[Answer]:
-    """What an engine without a connector answers to PROMPTS. Not to be asked while another engine lives: vLLM has one
+    """Answers of an engine without a connector to PROMPTS. Not to be called while another engine lives: vLLM has one
     connector a process."""
     return cold_answers(folder_of(model), PROMPTS)
 
 
 class CachedEngine(RealEngine):
-    """`cache`: what the operator may say of the connector, beside its memory. `copies`: what becomes of its copies."""
+    """`cache`: options of the connector, beside its memory. `copies`: the fate of its copies."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class CachedEngine(RealEngine):
             self.copies.go_on()  # or its threads would never end
         super().close()
 
-    # What a test does
+    # Actions of a test
 
     def flood(self, prompts: int = 10, tokens: int = 330) -> None:
         """Other prompts, one after another, until nothing of before is left on a device of 100 blocks."""
@@ -150,7 +150,7 @@ class CachedEngine(RealEngine):
         self.scheduler._preempt_request = noted
         return preempted
 
-    # What a test finds
+    # Findings of a test
 
     def on_host(self, prompt: Sequence[int]) -> int:
         """After how many of its tokens a prompt could be resumed from the host alone."""
@@ -168,8 +168,8 @@ class CachedEngine(RealEngine):
             statistics = half.cache.statistics()
             assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
             assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)
-            assert not (half._admitted or half._on_device or half._loads or half._readmitted)
-            assert not (half._remembered or half._load_failed)
+            assert not len(half._requests) and not half._requests.any_awaited
+            assert not (half._step.loads or half._step.readmitted)
             assert not worker._waiting
             half.cache.check_valid()
 
@@ -180,12 +180,12 @@ def _after(first: Callable[[], object], then: Callable[[], object]) -> object:
 
 
 class Copies:
-    """What becomes of copies, between the connector's threads and the copier that it has chosen.
+    """The fate of copies, between the connector's threads and the copier that it has chosen.
 
-    begun     the directions of all that was begun
-    holding   what is begun moves its bytes, all of them, only when the test lets it go on
-    blocking  the thread that takes up the next copy gets no further until then; what is behind it has not begun
-    failing   what is begun fails, and has moved nothing
+    begun     the directions of all copies begun
+    holding   copies begun move their bytes, all of them, only when the test lets them go on
+    blocking  the thread that takes up the next copy gets no further until then; those behind it have not begun
+    failing   copies begun fail, and have moved nothing
     damaged   the name of a group of which every load damages one block: the control of whatever compares answers
 
     Where there are several connectors, it concerns the first alone.

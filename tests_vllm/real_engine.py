@@ -1,11 +1,11 @@
-"""A whole vLLM engine in this process, on the CPU, for a test to question and to look into.
+"""A whole vLLM engine in this process, on the CPU, for a test to use and to look into.
 
     with RealEngine(folder, connector="CPUPrefixCacheConnector", extra={"cpu_bytes_to_use": 2**26}) as engine:
         before = engine.answer(prompts)
         engine.forget()
         assert max(differences(engine.answer(prompts), before)) <= TOLERANCE
 
-Logprobs are those of the whole vocabulary: with a tiny model they cost nothing, and they say what their deviation is.
+Logprobs are those of the whole vocabulary: with a tiny model they cost nothing, and they have a deviation.
 Only one engine can live at a time. Its start seeds all random generators.
 """
 
@@ -31,7 +31,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.request import Request
 
 BLOCK = 32  # tokens; others on the CPU are multiples of it
-TOLERANCE = 1e-4  # of the standard deviation of the logprobs
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+TOLERANCE = 1e-4 if HAS_AVX512 else 3e-4  # of the standard deviation of the logprobs; 1.3e-4 was seen without AVX-512
+SHOWN = 1e-2  # the least difference that other KV makes, in the same unit; damage to one layer of one block made 2.5e-2
 PATIENCE = 60  # seconds
 KERNELS = "register_triton_kernel_overrides"
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -46,7 +48,7 @@ class Answer:
 
 
 def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[float]:
-    """Of each prompt the largest difference in logprobs, in standard deviations of those expected.
+    """Largest difference in logprobs of each prompt, in standard deviations of those expected.
 
     Positions count until the tokens differ: what comes behind has another past. That they do differ shows in the
     logprobs that chose them. Answers that are not as many or not as long are no answers to the same questions.
@@ -66,7 +68,7 @@ def _difference(answer: Answer, expected: Answer) -> float:
 def cold_answers(
     folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 4, blocks: int = 300, **options: object
 ) -> list[Answer]:
-    """Those of an engine without a connector, which has seen nothing yet."""
+    """Answers of an engine without a connector, which has seen nothing yet."""
     with RealEngine(folder, blocks=blocks, **options) as engine:
         return engine.answer(prompts, max_tokens)
 
@@ -124,7 +126,7 @@ class RealEngine:
             seed=0,
             max_logprobs=-1,
             enforce_eager=True,
-            kv_cache_memory_bytes=2**30,  # that it is given saves measuring; `blocks` says how much there is
+            kv_cache_memory_bytes=2**30,  # a given size saves measuring; `blocks` is how much there is
             use_tqdm_on_load=False,
         )
         self._closing = ExitStack()
@@ -154,7 +156,7 @@ class RealEngine:
         self._observe(client)
 
     def _observe(self, client: object) -> None:
-        """Note what the connector has loaded for each prompt; vLLM's own output says only how much it was spared."""
+        """Note what the connector has loaded for each prompt; vLLM's own output has only how much it was spared."""
         get_output = client.get_output
 
         def observed():
@@ -204,7 +206,7 @@ class RealEngine:
         return name
 
     def step(self) -> None:
-        """What ends in it is in `finished` then."""
+        """Takes a step; requests that end in it are in `finished` then."""
         for output in self.llm.llm_engine.step():
             if output.finished:
                 self.finished[output.request_id] = self._read(output)
@@ -245,7 +247,7 @@ class RealEngine:
         return self.scheduler.kv_cache_config.kv_cache_groups
 
     def hashes(self, prompt: Sequence[int]) -> list[bytes]:
-        """Those of its blocks."""
+        """Hashes of its blocks."""
         hasher = self.core.request_block_hasher
         return Request("", list(prompt), SamplingParams(), None, block_hasher=hasher).block_hashes
 

@@ -1,5 +1,5 @@
-"""Models whose groups have blocks of different lengths: which of them vLLM makes, which it can keep, and what becomes
-of chunks of several blocks on the device. That they come back right is told in test_groups.py.
+"""Models whose groups have blocks of different lengths: which of them vLLM makes, which it can keep, and chunks
+of several blocks on the device. That they come back right is shown in test_groups.py.
 
 vLLM makes pages of all groups equal in bytes: layers with less KV for a token get longer blocks. Hits end where blocks
 of all groups do, and hashes are of the length that divides all of them.
@@ -15,6 +15,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
@@ -24,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.vllm import groups as groups_module
-from connector.vllm.groups import device_blocks_per_chunk, planner_for
+from connector.vllm.groups import device_blocks_per_chunk, planned_group_ids, planner_for
 from connector.vllm.keys import ChunkKeys
 from cpu_prefix_cache import ConfigurationError, Miss
 from tests_vllm.engine import Engine, full, local, state, vllm_config, window
@@ -171,6 +172,17 @@ def test_windows_that_vllm_rebuilds_are_refused(tmp_path):
         planner_for(config, caches)
 
 
+def test_a_group_that_vllm_rebuilds_is_left_out(tmp_path):
+    """It has no say in the grid, and a block of its own in each request."""
+    specs = layers(full=[dense(256)] * 2, ring=[CircularBufferSpec(**of(256, block=8))] * 2)
+    config, caches = made_by_vllm(tmp_path, specs)
+    kinds = [type(group.kv_cache_spec) for group in caches.kv_cache_groups]
+    planner = planner_for(config, caches)
+    assert [kinds[at] for at in planned_group_ids(caches)] == [FullAttentionSpec]
+    assert [group.kind for group in planner.groups] == ["prefix"] and planner.grid_tokens == 16
+    assert device_blocks_per_chunk(planner, caches) == 2
+
+
 def test_chunked_local_attention_of_the_longest_blocks_is_kept(tmp_path):
     specs = layers(full=[dense(256)] * 2)
     specs |= layers(local=[ChunkedLocalAttentionSpec(**of(128), attention_chunk_size=8192)] * 2)
@@ -182,7 +194,7 @@ def test_chunked_local_attention_of_the_longest_blocks_is_kept(tmp_path):
 
 
 def blocks_of(engine: Engine, tokens: list[int], group: int) -> list[object]:
-    """Those of a prompt, of which there are no copies."""
+    """Blocks of a prompt, of which there are no copies."""
     each = engine.model.groups[group].block // engine.hash_tokens
     return [engine.pool.get_cached_block(hash, [group])[0] for hash in engine.hashes(tokens)[each - 1 :: each]]
 
@@ -191,7 +203,9 @@ def test_the_blocks_of_a_chunk_are_found_group_by_group_in_token_order(start):  
     engine = start([full(block=8), window(9), full()])
     prompt = list(range(32))
     engine.run(prompt)
-    keys, long, short = engine.keys(prompt), blocks_of(engine, prompt, 0), blocks_of(engine, prompt, 2)
+    keys = engine.keys(prompt)
+    long = blocks_of(engine, prompt, 0)
+    short = blocks_of(engine, prompt, 2)
     assert [engine.device.find(key) for key in keys] == [
         [long[at].block_id, short[2 * at].block_id, short[2 * at + 1].block_id] for at in range(4)
     ]
@@ -313,7 +327,9 @@ def test_a_chunk_is_seen_before_any_part_of_it_leaves(tmp_path, groups, asynchro
     """
     size = {"device_blocks": 60 + 120 * len(groups), "host_blocks": 3000}
     engine = Engine(tmp_path, groups=groups, asynchronous=asynchronous, seed=6, **size)
-    users, seen, late = Users(engine), 0, 0
+    users = Users(engine)
+    seen = 0
+    late = 0
     while engine.counts["submitted"] < 300:
         while len(engine.requests) < 6:
             users.speak()

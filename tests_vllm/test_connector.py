@@ -60,7 +60,7 @@ def order_on_device(engine: Engine, keys: list[bytes]) -> list[int]:
 
 
 def test_the_first_prompt_after_a_pause_in_which_the_host_became_ready_is_stored(tmp_path):
-    """The scheduler hears of it only in the step in which the prompt is computed, and ends."""
+    """The report reaches the scheduler only in the step in which the prompt is computed, and ends."""
     engine = Engine(tmp_path, host_blocks=1000, slowest=1, offload="eager")
     engine.ranks[0].ready = 1000
     assert engine.cache.pool.ready == 0
@@ -99,7 +99,9 @@ def test_a_load_that_has_ended_is_computed_once_vllm_has_looked_after_it(start):
 def test_the_time_of_a_step_is_its_own_however_many_are_under_way(start):
     """Eight stages of a pipeline have eight steps under way: counted to four, one seemed to take no time."""
     engine = start(offload="eager")
-    half, now, taken = engine.half, iter(range(1_000)), []
+    half = engine.half
+    now = iter(range(1_000))
+    taken = []
     half.clock = lambda: float(next(now))
     half.cache.prefilled = lambda tokens, seconds: taken.append((tokens, seconds))
     begun = []
@@ -107,7 +109,7 @@ def test_the_time_of_a_step_is_its_own_however_many_are_under_way(start):
         output = SchedulerOutput.make_empty()
         output.total_num_scheduled_tokens = tokens
         begun.append(half.build_connector_meta(output).timed)
-    assert begun[-2:] == [None, None]  # too few tokens to tell anything
+    assert begun[-2:] == [None, None]  # too few tokens to measure anything
     for timed in (*begun[:3], None, *begun[4:8], begun[2]):  # the output of one of them had nothing in it
         reports = None if timed is None else WorkerReports((), timed)
         half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
@@ -115,9 +117,11 @@ def test_the_time_of_a_step_is_its_own_however_many_are_under_way(start):
     assert not half._begun
 
 
-def test_ranks_are_told_whether_a_step_computes(start):
-    """In one that does not they leave Python to the copies, and may tell of a load before it ends."""
-    half, output, told = start().half, SchedulerOutput.make_empty(), []
+def test_ranks_know_whether_a_step_computes(start):
+    """In one that does not they leave Python to the copies, and may announce a load before it ends."""
+    half = start().half
+    output = SchedulerOutput.make_empty()
+    told = []
     for tokens in (0, 5):
         output.total_num_scheduled_tokens = tokens
         told.append(half.build_connector_meta(output).computes)
@@ -161,7 +165,7 @@ def test_lazy_loses_nothing_of_long_prompts_that_come_without_a_break(start, asy
     assert all(map(all, stored[:20])) and not any(map(any, on_device[:20]))
 
 
-def test_what_one_step_computes_goes_out_with_the_next(start):  # S7.9
+def test_chunks_that_one_step_computes_are_stored_with_the_next(start):  # S7.9
     engine = start(offload="eager")
     engine.submit(list(range(100)), max_tokens=1)
     on_their_way = []
@@ -228,14 +232,14 @@ def test_lazy_does_not_read_the_order_of_eviction_where_it_stores_at_hand_out(st
 # Going wrong
 
 
-def test_whose_load_has_failed_is_forgotten_when_the_request_ends(start):
+def test_a_failed_load_is_forgotten_when_its_request_ends(start):
     """The next request of that name loads."""
     engine = start(offload="eager")
     engine.run(PROMPT)
     flood(engine)
     engine.ranks[0].failure_rate = 1.0
     engine.run(PROMPT)
-    assert engine.half._load_failed == set()
+    assert not len(engine.half._requests)
 
 
 def test_a_request_that_is_admitted_again_finds_what_others_have_computed(start, monkeypatch):
@@ -256,7 +260,7 @@ def test_a_request_that_is_admitted_again_finds_what_others_have_computed(start,
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_of_three_loads_only_the_one_that_fails_is_computed(start, asynchronous):
+def test_only_the_one_of_three_loads_that_fails_is_computed(start, asynchronous):
     engine = start(offload="eager", asynchronous=asynchronous, device_blocks=80)
     prompts = [[first, *PROMPT] for first in (900, 901, 902)]
     said = [engine.run(prompt) for prompt in prompts]
@@ -332,7 +336,7 @@ def test_memory_is_whole_bytes_and_enough_for_a_chunk(tmp_path):
         connector(cpu_bytes_to_use=100)
 
 
-def test_without_prefix_caching_it_says_so_and_does_nothing(tmp_path, log):
+def test_a_connector_without_prefix_caching_logs_it_and_does_nothing(tmp_path, log):
     config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
     config.cache_config.enable_prefix_caching = False
     connector = CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, one_group(80))
@@ -343,7 +347,7 @@ def test_without_prefix_caching_it_says_so_and_does_nothing(tmp_path, log):
     assert not connector.has_pending_push_work()
 
 
-def test_without_prefix_caching_it_asks_nothing_of_the_model_and_much_of_the_options(tmp_path):
+def test_a_connector_without_prefix_caching_checks_the_options_and_not_the_model(tmp_path):
     """vLLM then keeps states in another way, which we could not: mamba_cache_mode is "none"."""
 
     def connector(**said):
@@ -358,7 +362,7 @@ def test_without_prefix_caching_it_asks_nothing_of_the_model_and_much_of_the_opt
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (8, 1), (4, 2)])
-def test_of_mla_a_token_takes_as_many_host_bytes_on_any_number_of_ranks(tmp_path, tensor, pipeline):
+def test_a_token_of_mla_takes_as_many_host_bytes_on_any_number_of_ranks(tmp_path, tensor, pipeline):
     config = vllm_config(tmp_path, cpu_bytes_to_use=2**30)
     config.parallel_config.tensor_parallel_size = tensor
     config.parallel_config.world_size = tensor * pipeline

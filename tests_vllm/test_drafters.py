@@ -115,7 +115,7 @@ def test_a_drafter_costs_a_conversation_at_most_a_tenth_of_its_hits(tmp_path, mo
 
 
 def test_a_drafter_costs_no_more_where_the_device_keeps_the_beginning(tmp_path):
-    """What the device drops of its hit, the host has, too, above what it alone has."""
+    """Chunks that the device drops of its hit, the host has, too, above those that it alone has."""
     check_what_a_drafter_costs(tmp_path, [full()], "lazy", host_blocks=400, shared=10 * BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""What a router hears of the host: exactly what could be hit there, at every moment."""
+"""A router's picture of the host: exactly the prefixes that could be hit there, at every moment."""
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ PROMPT = list(range(30))  # 7 full blocks and 2 tokens
 
 
 class Router:
-    """Who hears vLLM's KV events, and knows nothing else."""
+    """A subscriber of vLLM's KV events, which knows nothing else."""
 
     def __init__(self):
         self.on_host = {}  # the hash of a boundary -> that of the block before
@@ -75,7 +75,7 @@ def start(tmp_path, monkeypatch):
 
 
 def can_be_hit(cache):
-    """What the pool has, chunk by chunk, that a request could resume after."""
+    """Chunks of the pool that a request could resume after, one by one."""
     pool = cache.pool
     nodes = [node for node in range(len(pool._forest.key)) if pool.key(node) and node not in pool.checkpoints]
     return {
@@ -142,7 +142,7 @@ def test_a_router_knows_what_can_be_hit_at_every_step(start, model, offload, ran
 # One by one
 
 
-def test_a_prompt_is_told_when_its_store_has_landed(start):
+def test_a_prompt_is_announced_when_its_store_has_landed(start):
     engine = start(slowest=1)
     heard = []
     engine.router.hear = heard.append
@@ -157,7 +157,7 @@ def test_a_prompt_is_told_when_its_store_has_landed(start):
     assert event.block_hashes == [request.block_hashes[7]] and event.parent_block_hash == request.block_hashes[6]
 
 
-def test_a_reset_is_told_block_by_block_and_only_of_the_host(start):
+def test_a_reset_is_announced_block_by_block_and_only_for_the_host(start):
     """AllBlocksCleared would make a router forget the device too: S7.48."""
     engine = start()
     engine.run(PROMPT)
@@ -170,7 +170,7 @@ def test_a_reset_is_told_block_by_block_and_only_of_the_host(start):
     assert engine.scheduler.connector.take_events() == []
 
 
-def test_a_model_with_states_tells_the_boundary_that_has_one(start):
+def test_a_model_with_states_announces_the_boundary_that_has_one(start):
     engine = start(groups=[full(), state()])
     request = engine.requests[engine.submit(PROMPT, max_tokens=1)]
     engine.drain()

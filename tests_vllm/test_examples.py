@@ -1,5 +1,5 @@
-"""The files of examples/vllm against a running engine: its /metrics has the names and labels that the board and the
-alert rules ask for, and vLLM understands the command lines.
+"""The files of examples/vllm against a running engine: its /metrics has the names and labels of the board and of
+the alert rules, and vLLM understands the command lines.
 """
 
 import json
@@ -32,7 +32,7 @@ Series = Mapping[str, Mapping[str, set[str]]]  # from a name to its labels, and 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Series:
-    """What /metrics says after two prompts, of an engine with a tier."""
+    """Series of /metrics after two prompts, of an engine with a tier."""
     tier = dict(kind="file", path=str(tmp_path_factory.mktemp("tier")), bytes=4 * HOST_BYTES, revision="1")
     with CachedEngine(folder_of("llama"), engine=dict(log_stats=True), offload="eager", tier=tier) as engine:
         engine.answer(PROMPTS[:2])
@@ -66,7 +66,7 @@ def expressions() -> list[str]:
 
 
 def missing(expression: str, served: Series) -> Iterable[str]:
-    """What an expression asks for, and the server does not have."""
+    """Names and labels of an expression that the server does not have."""
     asked = re.findall(r"(vllm:\w+)(?:{([^}]*)})?", expression)
     assert asked, expression
     for name, selector in asked:
@@ -84,7 +84,7 @@ def missing(expression: str, served: Series) -> Iterable[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_the_server_has_what_board_and_rules_ask_for(served, expression):
+def test_the_server_has_all_metrics_of_board_and_rules(served, expression):
     assert list(missing(expression, served)) == []
 
 
@@ -111,12 +111,13 @@ def test_alerts_are_tried_with_series_as_the_server_has_them(served):
             assert set(served[f"vllm:{name}"]) == labels, told
 
 
-def test_the_board_asks_for_all_that_the_cache_tells(served):
-    """But for what is in other numbers, too."""
+def test_the_board_shows_all_metrics_of_the_cache(served):
+    """Metrics that are in other numbers, too, are left out."""
     told = {name for name in served if name.startswith("vllm:cpu_prefix_cache_") and not name.endswith("_created")}
     asked = {name for each in expressions() for name in re.findall(r"vllm:\w+", each)}
     assert told - asked == {
-        *("vllm:cpu_prefix_cache_transfer_seconds_count", "vllm:cpu_prefix_cache_union_misses_total"),
+        "vllm:cpu_prefix_cache_transfer_seconds_count",
+        "vllm:cpu_prefix_cache_union_misses_total",
         *(
             f"vllm:cpu_prefix_cache_tier_{rest}"
             for rest in ("found_chunks_total", "resident_blocks", "capacity_blocks")

@@ -1,7 +1,7 @@
 """Short stories about models with several groups, and with groups beside full attention or without it.
 
-Every story is told for each model below. What a step reads and what a load brings is checked by the engine in every
-step (`engine.py`); the stories say where requests resume. Blocks are of 4 tokens, and with `retention=0`, vLLM's
+Every story runs for each model below. Bytes that a step reads and that a load brings are checked by the engine in every
+step (`engine.py`); the stories check where requests resume. Blocks are of 4 tokens, and with `retention=0`, vLLM's
 default, the device keeps windows and states at the last boundary of each prompt, and where it has seen a branch:
 
     prompt of 30 tokens     0       4       8       12      16      20      24      28  30
@@ -119,7 +119,7 @@ def test_a_prompt_the_device_forgot_comes_back_at_its_last_boundary(start, model
 
 
 @pytest.mark.parametrize("model", ["full", "full, window, state", "latent"])
-def test_eight_requests_at_once_load_what_they_have_in_common_once(start, model):  # rule 13
+def test_eight_requests_at_once_load_what_they_have_in_common_once(start, model):  # rule 12
     engine = start(model, offload="eager", device_blocks=400)
     prompt = noise(engine, 160)
     for tail in ("once", "twice"):  # windows and states are kept where two have parted
@@ -320,7 +320,7 @@ def test_two_with_one_prefix_load_it_once(start, model, offload):  # S7.26
 
 @both_modes
 @every_model
-def test_requests_that_lose_their_blocks_say_the_same_in_the_end(start, model, offload):  # S7.16, S7.25
+def test_requests_that_lose_their_blocks_give_the_same_answer_in_the_end(start, model, offload):  # S7.16, S7.25
     prompts = [[100 * at + token for token in range(8)] for at in range(5)]
     alone = start(model, device_blocks=200)
     said = [alone.run(prompt, max_tokens=40) for prompt in prompts]
@@ -430,8 +430,8 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_not_tried_again(start, mo
 
 @pytest.mark.parametrize("model", ["full", "full, window", "full, state", "full 8, full", "window"])
 def test_vllm_may_take_less_than_the_host_has(start, model):
-    """Up to a boundary where the request can resume, it is loaded. Else all is computed, and nobody is told of tokens
-    that nobody has."""
+    """Up to a boundary where the request can resume, it is loaded. Otherwise all is computed, and no tokens
+    are promised that nobody has."""
     engine = start(model, offload="eager")
     connector, most = engine.scheduler.connector, [0]
     ask = connector.get_num_new_matched_tokens

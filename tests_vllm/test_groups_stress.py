@@ -103,7 +103,7 @@ def check_lived(engine: Engine, model: str, loads: int) -> None:
 
 
 def device_blocks(model: str, few: int) -> int:
-    """What presses a model hard: `few` for each group where blocks are soon free again."""
+    """Blocks that press a model hard: `few` for each group where blocks are soon free again."""
     return few * len(MODELS[model]) if model in PURE else 24 + 24 * len(MODELS[model])
 
 

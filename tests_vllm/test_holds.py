@@ -8,19 +8,19 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from connector.vllm.device import VllmDevice
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
+from connector.vllm.pool_view import PoolView
+from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup
 
 
 class Queue:
     """vLLM's pool, all of whose blocks wait under names of their own, and a device over so many groups of it."""
 
     def __init__(self, blocks: int, groups: int = 1) -> None:
-        kinds = [
-            Group(name=f"full-{at}", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=64) for at in range(groups)
-        ]
+        kinds = [PrefixGroup(name=f"full-{at}", block_tokens=16, block_bytes=64) for at in range(groups)]
         planner = HybridChunkPlanner(kinds, max_model_len=16 * blocks)
         self.pool = BlockPool(blocks + 1, True, 16)
-        self.device = VllmDevice(self.pool, planner, range(groups))
+        self.view = PoolView(self.pool)
+        self.device = VllmDevice(self.view, planner, range(groups))
 
     def name(self, block: object, key: bytes, group: int = 0) -> None:
         block._block_hash = make_block_hash_with_group_id(BlockHash(key), group)
@@ -55,7 +55,7 @@ def test_they_come_back_in_order_whichever_hold_ends_first(scattered):
             assert queue.order == [block for block in before if block not in gone], f"seed {seed}"
         for hold, _ in holds:
             queue.device.release(hold)
-        assert queue.order == before and not len(queue.device._places)
+        assert queue.order == before and not len(queue.view._places)
 
 
 @pytest.mark.parametrize("is_used_meanwhile", [False, True])
@@ -78,22 +78,22 @@ def test_a_prompt_is_taken_in_one_run_for_each_group(is_used_meanwhile):
     if is_used_meanwhile:
         for table in tables:
             queue.pool.free_blocks(reversed(table))
-    assert queue.order == before and not len(queue.device._places)
+    assert queue.order == before and not len(queue.view._places)
 
 
 def test_blocks_that_several_connectors_hold_do_not_count_while_none_of_them_does():
     """A block in use by others counts, too, and each has its references again."""
     queue = Queue(6)
-    other = VllmDevice(queue.pool, queue.device._planner, [0])
+    view, other = queue.view, PoolView(queue.pool)
     (used,) = queue.pool.get_new_blocks(1)
-    holds = [queue.device.hold([2, 3, used.block_id]), queue.device.hold([3]), other.hold([3, 4])]
+    holds = [view.hold([2, 3, used.block_id]), view.hold([3]), other.hold([3, 4])]
     counts = [block.ref_cnt for block in queue.pool.blocks[1:]]
-    with queue.device.without_holds():
+    with view.without_holds():
         assert queue.pool.get_num_free_blocks() == 3
         with other.without_holds():
             assert queue.pool.get_num_free_blocks() == 5
     assert [block.ref_cnt for block in queue.pool.blocks[1:]] == counts and queue.pool.get_num_free_blocks() == 2
-    for device, hold in zip([queue.device, queue.device, other], holds, strict=True):
-        assert device.holds_any
-        device.release(hold)
-    assert not queue.device.holds_any and not other.holds_any
+    for each, hold in zip([view, view, other], holds, strict=True):
+        assert each.holds_any
+        each.release(hold)
+    assert not view.holds_any and not other.holds_any

@@ -1,7 +1,7 @@
-"""What vLLM 0.32 does with the blocks of full attention beside a sliding window, when a connector is configured.
+"""Behaviour of vLLM 0.32 with blocks of full attention beside a sliding window, when a connector is configured.
 
 Nothing of ours is under test. These are the facts that the design of window groups stands on, written so that a new
-release that changes one of them says so. One prompt of 30 tokens and 6 sampled ones, in blocks of 4, window 9:
+release that changes one of them fails. One prompt of 30 tokens and 6 sampled ones, in blocks of 4, window 9:
 
     block                   0   1   2   3   4   5   6   7 | 8
     tokens                  0...                      28 30 | decode
@@ -46,7 +46,9 @@ class Observed:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = Request("request", tokens, sampling, None, block_hasher=hasher)
         self.scheduler.add_request(request)
-        self.hashed, self.tables, self.hits = [], [], []
+        self.hashed = []
+        self.tables = []
+        self.hits = []
         while not request.is_finished():
             self.hits.append(request.num_computed_tokens)
             output = self.scheduler.schedule()

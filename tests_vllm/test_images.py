@@ -12,7 +12,9 @@ from vllm.v1.request import Request
 
 from tests_vllm.engine import BLOCK, Engine
 
-IMAGE_START, IMAGE_TOKENS, PROMPT = 20, 16, 64
+IMAGE_START = 20
+IMAGE_TOKENS = 16
+PROMPT = 64
 PLACEHOLDER = 7
 TOKENS = [*range(100, 100 + IMAGE_START), *[PLACEHOLDER] * IMAGE_TOKENS]
 TOKENS += range(200, 200 + PROMPT - len(TOKENS))

@@ -1,4 +1,4 @@
-"""What connector and library say is in vLLM's log, in its format, and one line tells how an engine has started."""
+"""Messages of connector and library are in vLLM's log, in its format, and one line sums up the start of an engine."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ BLOCKS = 48
 
 
 def lines_of_start(folder, log, caches, ranks=1, **said):
-    """What the worker halves of an engine with so many ranks say."""
+    """Lines that the worker halves of an engine with so many ranks log."""
     config = vllm_config(folder, **said)
     config.cache_config.num_gpu_blocks = BLOCKS
     config.parallel_config.world_size = config.parallel_config.pipeline_parallel_size = ranks
@@ -41,7 +41,7 @@ def tensors_of(caches):
     return made
 
 
-def test_one_line_says_how_much_and_how(tmp_path, log):
+def test_one_line_gives_the_size_and_the_options(tmp_path, log):
     lines = lines_of_start(tmp_path, log, one_group(BLOCKS), cpu_bytes_to_use=2**30)
     chunk = 2 * 2 * BLOCK * 2 * 16 * 4
     assert lines == [
@@ -51,7 +51,7 @@ def test_one_line_says_how_much_and_how(tmp_path, log):
     ]
 
 
-def test_it_says_what_the_operator_has_chosen(tmp_path, log):
+def test_the_line_has_the_options_of_the_operator(tmp_path, log):
     tier = {"kind": "file", "path": str(tmp_path), "bytes": 3 * 2**20, "revision": "random"}
     chosen = dict(cpu_bytes_to_use=2**20, offload="eager", policy="arc", tier=tier, reset="never")
     (line,) = lines_of_start(tmp_path, log, one_group(BLOCKS), **chosen)
@@ -73,7 +73,7 @@ def test_tokens_are_those_that_fit_with_their_checkpoints(tmp_path, log):
 
 @pytest.fixture
 def shown():
-    """What vLLM shows."""
+    """Lines that vLLM shows."""
     lines, logger = [], logging.getLogger("vllm")
 
     class Shown(logging.Handler):
@@ -101,7 +101,7 @@ def test_lines_are_shown_from_the_level_on_that_vllm_has(shown, name):
     assert lines == [("INFO", "begun with 20"), ("ERROR", "ended with 20"), ("ERROR", "ended with 40")]
 
 
-def test_who_has_given_handlers_to_our_loggers_keeps_them(shown, monkeypatch):
+def test_handlers_given_to_our_loggers_are_kept(shown, monkeypatch):
     lines, _ = shown
     own = logging.NullHandler()
     ours = logging.getLogger("cpu_prefix_cache")

@@ -118,7 +118,7 @@ def start(tmp_path, board):
 
 
 class Still:
-    """A cache that stands still, but for what a test says of it."""
+    """A cache that stands still, but for the statistics that a test sets."""
 
     def __init__(self, statistics):
         self.now, self.is_off = statistics, False
@@ -157,7 +157,7 @@ FROM = {
 
 
 def test_the_table_above_is_complete():
-    """But for what ranks tell: what they have copied."""
+    """The ranks' reports of their copies are not in it."""
     told = times(store=[1.0], load=[1.0]).data
     assert set(FROM) | set(told) == set(OF_HOST) and not set(FROM) & set(told)
     assert len(set(FROM.values())) == len(FROM)
@@ -230,7 +230,7 @@ def test_an_engine_without_requests_steps_until_its_memory_is_ready(start, ranks
 
 
 def test_memory_that_never_becomes_ready_is_not_waited_for(start):
-    """A rank is short of memory, or has larger blocks than others: it says that it has all that it will ever have."""
+    """A rank is short of memory, or has larger blocks than others: it reports that it has all it will ever have."""
     watched = start()
     engine, half = watched.engine, watched.engine.half
     half._unprepared = {0}
@@ -254,7 +254,7 @@ def test_vllm_counts_hits_apart_that_a_request_has_after_it_was_preempted(start)
     assert watched.shows("hit_tokens") == [sum(watched.hits_as_vllm_says)]
 
 
-def test_what_is_in_flight_and_pinned_goes_up_and_down(start):
+def test_transfers_in_flight_and_pins_go_up_and_down(start):
     watched = start(slowest=30)
     watched.engine.run(PROMPT)
     levels = ["transfers_in_flight:store", "transfers_in_flight:load", "pinned_blocks"]
@@ -276,7 +276,7 @@ def test_a_small_host_evicts(start):
     assert now.pool.evictions > 0
 
 
-def test_what_is_not_stored_says_why(start):
+def test_chunks_that_are_not_stored_count_by_reason(start):
     watched = start(store_after=2)
     watched.engine.run(PROMPT)
     declined = watched.shows("dropped_chunks:declined")[0]
@@ -284,11 +284,13 @@ def test_what_is_not_stored_says_why(start):
     watched.engine.ranks[0].failure_rate = 1.0
     watched.engine.run(PROMPT, max_tokens=1)
     assert watched.shows("dropped_chunks:declined", "dropped_chunks:failed", "dropped_chunks:pool_full") == [
-        *(declined, 7, 0)
+        declined,
+        7,
+        0,
     ]
 
 
-def test_a_full_host_says_so(start):
+def test_chunks_without_room_on_a_full_host_are_counted(start):
     watched = start(host_blocks=20)
     watched.flood(4)
     pool = watched.engine.cache.pool
@@ -345,7 +347,7 @@ def test_hits_of_the_tier_are_those_that_came_from_it(start_with_tier):
     assert watched.shows("tier_requests:late", "tier_refused_slots", "tier_failed_transfers") == [0, 0, 0]
 
 
-def test_what_goes_wrong_in_a_tier_is_counted(start_with_tier):
+def test_failures_of_a_tier_are_counted(start_with_tier):
     watched = start_with_tier(tier={"offload": "eager"}, tier_faults=dict(refusal_rate=1.0))
     watched.engine.run(PROMPT, max_tokens=1)
     watched.flood()
@@ -362,7 +364,7 @@ def test_what_goes_wrong_in_a_tier_is_counted(start_with_tier):
     assert watched.shows("tier_unsaved_chunks")[0] > 0
 
 
-def test_what_a_rank_has_moved_is_told_once():
+def test_bytes_that_a_rank_has_moved_are_reported_once():
     moves = TierMoves()
     moved = SlotStatistics(100, 200, 0.5, 0.25, 0, None, None)
     assert moves.take(moved).data == {
@@ -402,7 +404,7 @@ def test_bytes_over_seconds_are_the_rate_of_a_rank(board):
     assert board.shows("transfer_seconds:load", engine=1) == board.shows("transferred_bytes:load", engine=1) == 0
 
 
-def test_what_was_told_is_told_once_and_of_what_a_rank_has_no_share_nothing():
+def test_times_are_reported_once_and_not_for_transfers_without_bytes_of_the_rank():
     taken = TransferTimes()
     taken.observe(plan_of(0, Direction.STORE, 10**9), 1.0)
     taken.observe(plan_of(1, Direction.LOAD, 0), 1.0)
@@ -411,7 +413,7 @@ def test_what_was_told_is_told_once_and_of_what_a_rank_has_no_share_nothing():
     assert taken.take() is None
 
 
-def test_a_worker_tells_how_long_its_copies_took(tmp_path, board):
+def test_a_worker_reports_the_time_of_its_copies(tmp_path, board):
     """A real worker on CPU tensors: two blocks to the host and one back."""
     config = vllm_config(tmp_path, cpu_bytes_to_use=16 * CHUNK_BYTES)
     worker = CPUPrefixCacheConnector(config, KVConnectorRole.WORKER, one_group(8))
@@ -470,7 +472,7 @@ def test_reports_of_one_step_add_up_in_any_order_and_grouping():
         assert as_sets(of(a).aggregate(CacheStats()).aggregate(of(b).aggregate(of(c)).aggregate(of(d)))) == SUM
 
 
-def test_of_two_steps_counts_add_up_and_the_later_level_counts():
+def test_counts_of_two_steps_add_up_and_the_later_level_counts():
     steps = [{"hit_tokens": 28, "resident_blocks": 7}, {"hit_tokens": 4, "resident_blocks": 2}, {"hit_tokens": 1}]
     a, b, c = (CacheStats.of(step) for step in steps)
     assert a.aggregate(b).aggregate(c).data == {"hit_tokens": 33, "resident_blocks": 2}
@@ -518,7 +520,7 @@ def test_ranks_and_the_scheduler_are_added_up_by_vllm_itself(start):
 # The log
 
 
-def test_the_log_says_what_matters(tmp_path):
+def test_the_log_shows_the_figures_that_matter(tmp_path):
     logging = KVConnectorLogging(vllm_config(tmp_path, cpu_bytes_to_use=2**20).kv_transfer_config)
     lines = []
     logging.log(lambda text, *args: lines.append(text % args))

@@ -1,4 +1,4 @@
-"""Several connectors in a real engine: the one that saves the most time loads, and what it loads is right.
+"""Several connectors in a real engine: the one that saves the most time loads, and its loads are right.
 
 Where answers are compared, they are those of an engine without a connector, by the logprobs of the whole vocabulary. In
 the controls what is loaded is damaged, and the comparison fails.
@@ -29,12 +29,12 @@ on_two_models = pytest.mark.parametrize("model", ["llama", "gemma3"])
 both_schedulers = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 
 
-# Who loads
+# The connector that loads
 
 
 @both_schedulers
 @on_two_models
-def test_of_two_the_faster_loads_once_both_were_measured(model, asynchronous):
+def test_the_faster_of_two_connectors_loads_once_both_were_measured(model, asynchronous):
     with ChoosingEngine(folder_of(model), ours(), ours(), asynchronous=asynchronous) as engine:
         engine.slow_down(0, Clock(engine))
         answers = engine.answer(PROMPTS)
@@ -103,7 +103,7 @@ def test_a_damaged_file_of_the_example_shows(tmp_path):
     assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of("llama"))) >= 7
 
 
-# Those that are no help
+# Connectors that are no help
 
 
 @both_schedulers
@@ -151,7 +151,7 @@ def test_one_that_raises_an_error_has_nothing(caplog):
 
 @both_schedulers
 @on_two_models
-def test_what_one_fails_to_load_the_other_loads(model, asynchronous):
+def test_a_prompt_that_one_connector_fails_to_load_the_other_loads(model, asynchronous):
     with ChoosingEngine(folder_of(model), ours(), ours(), asynchronous=asynchronous) as engine:
         answers = engine.answer(PROMPTS[:1])
         engine.forget()
@@ -246,7 +246,7 @@ def test_many_requests_that_are_loaded_preempted_and_aborted(model, asynchronous
     assert max(differences(answers, expected)) <= TOLERANCE
 
 
-# What is told
+# Metrics
 
 
 def shown(name: str) -> dict[str, float]:
@@ -259,7 +259,7 @@ def shown(name: str) -> dict[str, float]:
     return found
 
 
-def test_each_connector_is_told_in_metrics(tmp_path):
+def test_each_connector_has_its_metrics(tmp_path):
     first, second = "0:ExampleConnector", "1:CPUPrefixCacheConnector"
     with ChoosingEngine(folder_of("llama"), example(tmp_path), ours(), **WHOLE) as engine:
         assert shown("queries_total") == shown("wins_total") == {first: 0, second: 0}
@@ -269,7 +269,7 @@ def test_each_connector_is_told_in_metrics(tmp_path):
         engine.cache.reset()
         engine.answer(PROMPTS)
         engine.rest()
-        engine.answer(PROMPTS[:1])  # vLLM tells of loads with the step that follows
+        engine.answer(PROMPTS[:1])  # vLLM reports loads with the step that follows
         counts = [engine.count(at) for at in (0, 1)]
         assert shown("queries_total") == {first: 17, second: 17}
         assert shown("wins_total") == {first: 8, second: 0}
@@ -280,7 +280,7 @@ def test_each_connector_is_told_in_metrics(tmp_path):
         assert shown("misses_total")[f"{second} nothing"] == counts[1].misses["nothing"] == 17
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

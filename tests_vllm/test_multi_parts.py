@@ -1,4 +1,4 @@
-"""What goes between the processes of vLLM when there are several connectors: times of steps, and statistics."""
+"""Messages between the processes of vLLM when there are several connectors: times of steps, and statistics."""
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from connector.vllm.multi.steps import Steps
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 from cpu_prefix_cache_vllm import register
+from tests_vllm.contract import members, methods
 from tests_vllm.test_contract import RELEASES, parameters_of, without_self
 
 
@@ -30,7 +31,7 @@ class Clock:
 
 
 class Watched:
-    """Steps of two connectors, with a clock that goes as the test says."""
+    """Steps of two connectors, with a clock that the test sets."""
 
     def __init__(self):
         self.clock = Clock()
@@ -59,9 +60,9 @@ def watched():
 # Steps
 
 
-def test_long_steps_tell_how_fast_prompts_are_computed(watched):
+def test_long_steps_measure_how_fast_prompts_are_computed(watched):
     watched.step(2000, seconds=0.5)
-    watched.step(100, seconds=0.5)  # too short to tell
+    watched.step(100, seconds=0.5)  # too short to measure
     watched.load("a", 500, 0, is_async=False)
     watched.step(2000, seconds=0.01)  # with a load in it
     assert watched.prefill.tokens_per_second is None
@@ -101,7 +102,7 @@ def test_a_load_has_failed_if_one_of_its_blocks_is_invalid(watched, is_async):
     assert (watched.chooser.counts[0].wins, watched.chooser.counts[0].misses["failed"]) == (1, 1)
 
 
-def test_a_load_has_failed_if_its_request_is_said_to(watched):
+def test_a_load_has_failed_if_its_request_is_reported_as_failed(watched):
     watched.load("good", 500, 0, is_async=True)
     watched.load("bad", 500, 0, is_async=True)
     watched.steps.received({"good", "bad"}, {"bad"}, ())
@@ -168,14 +169,14 @@ def test_reports_survive_the_way_to_the_frontend(watched):
 
 
 @pytest.mark.parametrize("number", RELEASES)
-def test_what_we_override_and_use_of_vllms_class_is_there(number):
-    theirs = RELEASES[number]["MultiConnector"]
+def test_overridden_and_used_members_of_vllms_class_exist(number):
+    theirs = methods(RELEASES[number], "MultiConnector")
     for name in vars(CPUPrefixCacheMultiConnector):
         if not name.startswith("_"):
             ours = parameters_of(getattr(CPUPrefixCacheMultiConnector, name))
-            assert ours == without_self(theirs["methods"][name]), name
-    assert "_get_connector_classes_and_configs" in theirs["methods"]
-    assert {"_connectors", "_requests_to_connector"} <= set(theirs["fields"])
+            assert ours == without_self(theirs[name]), name
+    assert "_get_connector_classes_and_configs" in theirs
+    assert {"_connectors", "_requests_to_connector"} <= members(RELEASES[number], "MultiConnector")
 
 
 @pytest.mark.parametrize("module", [None, "connector.vllm.multi"])

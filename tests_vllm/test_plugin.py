@@ -60,7 +60,7 @@ def test_a_foreign_module_of_its_package_s_name_in_the_way_is_named(tmp_path):
     assert f"{tmp_path / 'connector.py'} hides the package of the same name" in ran.stderr
 
 
-def test_an_engine_that_does_not_ask_for_the_connector_is_not_bothered(tmp_path):
+def test_an_engine_without_the_connector_does_not_import_it(tmp_path):
     (tmp_path / "connector.py").write_text("raise SystemExit('imported')\n")
     code = "from vllm.plugins import load_general_plugins; load_general_plugins()"
     ran = python_in(tmp_path, "-c", code)

@@ -39,7 +39,7 @@ def latent_caches(group):
 
 
 def plain_caches():
-    """Those of `one_group`."""
+    """KV caches of `one_group`."""
     return {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
 
 
@@ -103,7 +103,7 @@ def shared_files():
     return [file.name for file in claims.SHARED.iterdir() if "cpu-prefix-cache" in file.name and not file.is_dir()]
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path):
+def test_all_ranks_refuse_if_one_does(tmp_path):
     """Nobody waits for one that has given up, and no file is left in shared memory."""
     before = shared_files()
     said = said_by(begins, tmp_path, tmp_path / "meeting")
@@ -126,7 +126,7 @@ def test_a_problem_of_one_rank_is_one_of_the_others_and_of_other_stages(tmp_path
     assert said == {0: "there is no room", 1: "there is no room"}
 
 
-def test_of_a_rank_that_is_killed_nothing_is_left_and_the_other_keeps_the_region(tmp_path):
+def test_a_rank_that_is_killed_leaves_nothing_and_the_other_keeps_the_region(tmp_path):
     before = shared_files()
     context = multiprocessing.get_context("spawn")
     told = [context.Queue() for _ in range(2)]  # a killed process may take the lock of its queue along
@@ -197,8 +197,8 @@ def test_a_copier_is_made_in_a_thread_of_its_own(tmp_path):
     assert makers and threading.get_ident() not in makers
 
 
-def test_a_step_that_computes_nothing_or_is_timed_always_has_something_to_say(tmp_path):
-    """vLLM keeps an empty output to itself. Nothing is said beside computing that was said before."""
+def test_a_step_that_computes_nothing_or_is_timed_always_reports(tmp_path):
+    """vLLM keeps an empty output to itself. Beside computing, nothing is reported twice."""
     worker = half(tmp_path, None, 1)
     worker.register_kv_caches(plain_caches())
     said = []

@@ -1,6 +1,6 @@
 """Copies that fail, and copies that never end: everybody is answered right, nothing is tried for ever.
 
-vLLM is told which requests' loads have failed, and computes them, from what the device has.
+vLLM learns which requests' loads have failed, and computes them, from the device's prefix.
 """
 
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import pytest
 
 import connector.vllm.worker as worker_module
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.copier.worker import AnnouncedLoadError
+from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, differences
@@ -62,7 +62,7 @@ def test_a_load_that_fails_is_computed_and_stored_anew(model, asynchronous):  # 
 
 @both_schedulers
 @on_two_models
-def test_what_could_not_be_loaded_is_not_there_any_more(model, asynchronous):
+def test_chunks_that_could_not_be_loaded_are_withdrawn(model, asynchronous):
     with engine_with(folder_of(model), asynchronous) as engine:
         with engine.copies.failing(LOAD):
             name = engine.submit(PROMPT, **NOT_STORED)
@@ -167,17 +167,17 @@ def test_while_a_copy_is_with_the_copier_an_idle_engine_leaves_python_to_its_thr
         assert is_busy
 
 
-# Loads that fail when vllm has been told that they are over
+# Loads that fail when they have been announced to vLLM as over
 
 
 @pytest.mark.parametrize("computes_at_once", [True, False])
-def test_a_load_that_fails_after_vllm_was_told_of_its_end_stops_the_engine(computes_at_once):
+def test_a_load_that_fails_after_its_end_was_announced_to_vllm_stops_the_engine(computes_at_once):
     """Also if there is no room to compute what it was for, and many steps settle it and compute nothing."""
     with CachedEngine(folder_of("llama"), offload="eager", copies=Copies()) as engine:
         engine.answer(PROMPTS[:1])
         engine.forget()
         ((_, worker),) = engine.halves
-        announces = patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting))
+        announces = patch.object(EarlyEnds, "ends_soon", lambda early, seconds: set(worker._waiting))
         with announces, engine.copies.failing(LOAD), engine.copies.blocking(LOAD):
             name = engine.submit(PROMPT)
             engine.step_until(lambda: worker._announced)
@@ -188,13 +188,13 @@ def test_a_load_that_fails_after_vllm_was_told_of_its_end_stops_the_engine(compu
                 engine.step_until(lambda: name in engine.finished, seconds=5)
 
 
-def test_vllm_is_told_of_no_end_before_it_where_it_copies_blocks_itself():
-    """It does so before it says that a step begins, so nothing could have it wait."""
+def test_no_end_is_announced_to_vllm_where_it_copies_blocks_itself():
+    """It does so before it begins a step, so nothing could have it wait."""
     with engine_with(folder_of("gemma3")) as engine:
         ((_, worker),) = engine.halves
         with (
-            patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting)),
-            patch.object(worker._worker, "hold_compute", side_effect=AssertionError("vLLM was told")),
+            patch.object(EarlyEnds, "ends_soon", lambda early, seconds: set(worker._waiting)),
+            patch.object(EarlyEnds, "hold_compute", side_effect=AssertionError("vLLM was told")),
             engine.copies.holding(LOAD),
         ):
             name = engine.submit(PROMPT)
@@ -212,7 +212,7 @@ def test_vllm_is_told_of_no_end_before_it_where_it_copies_blocks_itself():
 
 @both_schedulers
 @on_two_models
-def test_what_could_not_be_stored_is_stored_the_next_time(model, asynchronous):
+def test_chunks_that_could_not_be_stored_are_stored_the_next_time(model, asynchronous):
     options = dict(asynchronous=asynchronous)
     with CachedEngine(folder_of(model), offload="eager", copies=Copies(), engine=options) as engine:
         with engine.copies.failing(STORE):
@@ -248,7 +248,7 @@ def test_one_store_that_fails_takes_those_behind_it_with_it(offload):
 
 
 def check_that_it_is_off(engine, expected, log):
-    """It has said so, once; it begins no copies any more, and all prompts are answered right."""
+    """It has logged it, once; it begins no copies any more, and all prompts are answered right."""
     message = f"{FAILURES_IN_A_ROW} copies have failed in a row: the host cache is off from now on"
     assert engine.cache.is_off and log.text.count(message) == 1
     engine.forget()

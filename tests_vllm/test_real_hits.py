@@ -1,4 +1,4 @@
-"""What the host brings back gives the answers of an engine that has no such cache, and is as much as it should be.
+"""Hits of the host give the answers of an engine that has no such cache, and are as many as they should be.
 
 In each engine eight prompts are answered three times: computed, brought back from the host when the device has lost
 them, and found on the device. Where they are compared, the control damages one block of one group after each load, and
@@ -41,7 +41,7 @@ WAYS = {
     ("model", "way"),
     [(model, way) for model in MODELS for way in WAYS if model != "qwen3" or way in ("lazy", "eager")],
 )
-def test_what_comes_back_is_as_good_as_computed(model, way):
+def test_loaded_blocks_are_as_good_as_computed_ones(model, way):
     with CachedEngine(folder_of(model), **WAYS[way]) as engine:
         computed = answer_in_pairs(engine, PROMPTS)
         engine.flood()
@@ -88,9 +88,9 @@ def test_all_but_the_last_block_of_any_prompt_comes_back(model):  # S7.27
 
 
 class Conversations:
-    """16 people who take turns, two at a time; each goes on with all that was said. A long one begins anew.
+    """16 people who take turns, two at a time; each goes on with the whole conversation. A long one begins anew.
 
-    Of those who begin with the same words there are five or six.
+    Five or six begin with the same words.
     """
 
     def __init__(self, engine: RealEngine) -> None:
@@ -122,7 +122,7 @@ DEVICE_BLOCKS = {"llama": 60, "qwen3": 60, "gemma3": 120}
 
 @pytest.fixture(scope="module")
 def with_a_large_device():
-    """What the same people hear from an engine with ten times the blocks, and no connector."""
+    """Answers to the same people of an engine with ten times the blocks, and no connector."""
 
     def hear(model: str) -> list[Answer]:
         with RealEngine(folder_of(model), blocks=10 * DEVICE_BLOCKS[model]) as engine:
@@ -155,14 +155,14 @@ OTHERS = [some_tokens(10 * BLOCK + 5, ("other", seed)) for seed in range(10)]
 
 @pytest.mark.parametrize("way", ["lazy", "lazy asynchronous"])
 @on_any("llama", "gemma3")
-def test_of_prompts_that_push_each_other_out_nothing_is_lost(model, way):
+def test_nothing_is_lost_of_prompts_that_push_each_other_out(model, way):
     with CachedEngine(folder_of(model), **WAYS[way]) as engine:
         answer_in_pairs(engine, LONG)
         engine.flood()
         assert [engine.on_host(prompt) // BLOCK for prompt in LONG] == [20] * 8
 
 
-def test_of_prompts_that_loads_push_out_hardly_anything_is_lost():
+def test_hardly_anything_is_lost_of_prompts_that_loads_push_out():
     """A load allocates all of its blocks in one step, more than the walk has reckoned with."""
     with CachedEngine(folder_of("llama"), offload="lazy") as engine:
         answer_in_pairs(engine, LONG + OTHERS)
@@ -172,7 +172,7 @@ def test_of_prompts_that_loads_push_out_hardly_anything_is_lost():
 
 
 @pytest.mark.parametrize("way", ["lazy", "lazy asynchronous"])
-def test_of_prompts_that_are_asked_for_all_at_once_nearly_all_come_back(way):
+def test_nearly_all_prompts_that_come_at_once_are_loaded(way):
     """Twelve for which the device has room for five: as many loads as it has room for would go out in one step."""
     prompts = [some_tokens(10 * BLOCK + 10, ("at once", seed)) for seed in range(12)]
     with CachedEngine(folder_of("llama"), **WAYS[way] | dict(engine=dict(blocks=60, step_tokens=128))) as engine:
@@ -202,8 +202,8 @@ def branches():
 
 
 @pytest.mark.parametrize(("interval", "resumed"), [(0, 0), (3 * BLOCK, 9 * BLOCK), (5 * BLOCK, 10 * BLOCK)])
-def test_a_prompt_with_windows_is_resumed_where_checkpoints_were_asked_for(branches, interval, resumed):
-    """At intervals vLLM keeps windows only if it was asked too; by default at the end of prompts."""
+def test_a_prompt_with_windows_is_resumed_at_configured_checkpoints(branches, interval, resumed):
+    """At intervals vLLM keeps windows only if it is configured, too; by default at the end of prompts."""
     expected = cold_answers(folder_of("gemma3"), branches)
     options = dict(checkpoint_interval=interval) if interval else {}
     engine = dict(prefix_cache_retention_interval=interval)

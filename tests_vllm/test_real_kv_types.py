@@ -3,10 +3,11 @@
 import pytest
 
 from tests_vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, Copies, folder_of
-from tests_vllm.real_engine import BLOCK, TOLERANCE, RealEngine, differences
+from tests_vllm.real_engine import BLOCK, HAS_AVX512, TOLERANCE, RealEngine, differences
 
 FP8 = dict(kv_cache_dtype="fp8", dtype="bfloat16")
 MODEL = "llama"
+pytestmark = pytest.mark.skipif(not HAS_AVX512, reason="vLLM has KV of eight bits on CPUs with AVX-512 only")
 
 
 def answers_one_by_one(engine: RealEngine):

@@ -205,7 +205,7 @@ def test_blocks_of_another_length():
     assert [answer.loaded_tokens for answer in answers] == [0, 0, ALL, ALL]
 
 
-# What is left of them
+# Leftovers
 
 HOST_BYTES = 2**28  # of which every page is written
 

@@ -1,4 +1,4 @@
-"""What becomes of single requests: preempted, aborted, waiting for each other, with wishes of their own.
+"""Single requests: preempted, aborted, waiting for each other, with parameters of their own.
 
 All answers are those of an engine without a connector. The control at the end damages what is loaded.
 """
@@ -11,6 +11,7 @@ import pytest
 
 import connector.vllm.worker as worker_module
 from cpu_prefix_cache import Direction
+from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.offload import prefill_rate
 from tests_vllm.models import MODELS, save_long_llama, some_tokens
@@ -187,7 +188,7 @@ def test_the_blocks_of_an_aborted_load_are_nobody_elses_until_its_bytes_have_com
 @pytest.mark.parametrize(
     ("model", "interval"), [("llama", 0), ("qwen3", 0), pytest.param("gemma3", 256, id="gemma3, every 256 tokens")]
 )
-def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(model, interval):
+def test_chunks_of_an_aborted_request_are_kept_but_for_its_last_step(model, interval):
     """With windows, which vLLM keeps at the ends of prompts and at intervals alone, up to the last of those."""
     prompt, step_tokens = some_tokens(3000, "aborted"), 128
     options = dict(checkpoint_interval=interval) if interval else {}
@@ -207,7 +208,7 @@ def test_what_an_aborted_request_has_computed_is_kept_but_for_its_last_step(mode
     assert max(differences([answer], cold_answers(folder_of(model), [prompt]))) <= TOLERANCE
 
 
-def test_of_64k_tokens_aborted_at_three_quarters_all_but_the_last_step_is_kept(tmp_path):
+def test_64k_tokens_aborted_at_three_quarters_are_kept_but_for_the_last_step(tmp_path):
     prompt, step_tokens = some_tokens(2**16, "long"), 2**13
     engine = dict(step_tokens=step_tokens, blocks=2**16 // BLOCK + 10)
     with CachedEngine(save_long_llama(tmp_path), offload="eager", host_bytes=2**27, engine=engine) as engine:
@@ -229,7 +230,7 @@ def test_of_64k_tokens_aborted_at_three_quarters_all_but_the_last_step_is_kept(t
 
 @both_schedulers
 @on_any("llama", "gemma3")
-def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(model, asynchronous):  # S7.26
+def test_the_second_of_two_with_one_prefix_waits_and_then_finds_it(model, asynchronous):  # S7.26
     options = dict(asynchronous=asynchronous)
     with CachedEngine(folder_of(model), offload="eager", copies=Copies(), engine=options) as engine:
         engine.answer([PROMPT])
@@ -252,7 +253,7 @@ def test_of_two_with_one_prefix_the_second_waits_and_then_finds_it(model, asynch
 
 
 @on_any("llama", "gemma3")
-def test_who_has_waited_long_enough_loads_a_copy_of_its_own(model):  # S7.26
+def test_a_request_that_has_waited_long_enough_loads_a_copy_of_its_own(model):  # S7.26
     with CachedEngine(folder_of(model), offload="eager", copies=Copies()) as engine:
         engine.answer([PROMPT])
         engine.forget()
@@ -330,7 +331,7 @@ def test_by_default_loads_that_take_longer_than_computing_are_not_made():
 
 
 @on_any("llama", "gemma3")
-def test_who_wants_logprobs_of_its_prompt_has_all_of_it_computed(model):  # S7.28
+def test_a_request_for_logprobs_of_its_prompt_has_all_of_it_computed(model):  # S7.28
     with CachedEngine(folder_of(model), offload="eager", copies=Copies()) as engine:
         engine.answer([PROMPT])
         engine.forget()
@@ -362,14 +363,14 @@ def test_the_host_adds_what_the_device_has_lost(offload):  # S7.28
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_computes(waits):
-    """And the control: without waiting vLLM computes with what is not there yet."""
+def test_a_load_is_announced_to_vllm_before_its_end_and_the_rank_waits_where_it_computes(waits):
+    """The control: without waiting vLLM computes with KV that is not there yet."""
     copies = Copies()
     with CachedEngine(folder_of("llama"), offload="eager", copies=copies) as engine:
         engine.answer(PROMPTS[:1])
         engine.forget()
         ((_, worker),) = engine.halves
-        with patch.object(worker._worker, "ends_soon", lambda seconds: set(worker._waiting)):
+        with patch.object(EarlyEnds, "ends_soon", lambda early, seconds: set(worker._waiting)):
             copies.held.add(LOAD)
             name = engine.submit(PROMPT)
             engine.step_until(lambda: worker._announced)
@@ -377,7 +378,7 @@ def test_vllm_is_told_of_a_load_before_its_end_and_the_rank_waits_where_it_compu
             if waits:
                 threading.Timer(0.2, copies.go_on).start()
             else:
-                worker._worker.hold_compute = lambda ids: None
+                worker._early.hold_compute = lambda ids: None
             engine.step_until(lambda: name in engine.finished)
         copies.go_on()
         engine.check_nothing_leaked()
@@ -402,7 +403,7 @@ def test_one_damaged_block_of_a_load_shows(group):
 @pytest.mark.xfail(strict=True, reason="vLLM takes blocks that a window has passed for blocks that a request holds")
 @both_schedulers
 def test_two_that_are_loaded_are_not_in_each_others_way(asynchronous):
-    """Who has been loaded holds its blocks and cannot be preempted. Each of the two needs more, to go on: 4
+    """A loaded request holds its blocks and cannot be preempted. Each of the two needs more, to go on: 4
     blocks in each of three groups. With 24 blocks for each, of 59, there are 11 left."""
     beginnings = [some_tokens(20 * BLOCK, ("parked", seed)) for seed in range(2)]
     prompts = [beginning + some_tokens(5 * BLOCK, "rest") for beginning in beginnings]

@@ -1,8 +1,8 @@
-"""After a reset nothing from before is found, whatever was on its way; who was running is answered all the same.
+"""After a reset nothing from before is found, whatever was in flight; running requests are answered all the same.
 
-vLLM resets its own cache first, and refuses while requests have blocks. If it says so by returning False, ours is reset
-all the same; if it raises (`reset_running_requests`), ours is not asked. Blocks that only our copies use are no reason
-to refuse, but for a sleep. Whoever needs both empty repeats the call until it is told that they are.
+vLLM resets its own cache first, and refuses while requests have blocks. If it refuses by returning False, ours is reset
+all the same; if it raises (`reset_running_requests`), ours is not called. Blocks that only our copies use are no reason
+to refuse, but for a sleep. A caller that needs both empty repeats the call until it returns True.
 """
 
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_a_reset_during_a_load(model, asynchronous):  # S7.40
 
 @both_schedulers
 def test_a_reset_before_a_load_has_begun(asynchronous):  # S7.41
-    """Of two loads the first is in the copier; the second waits for it, is called back, and is not waited for."""
+    """The first of two loads is in the copier; the second waits for it, is called back, and is not waited for."""
     with ResettableEngine(folder_of("llama"), asynchronous) as engine:
         engine.answer(PROMPTS[:2])
         engine.forget()
@@ -99,8 +99,8 @@ def test_a_reset_during_a_store(model, asynchronous):  # S7.40
 @both_schedulers
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
 @on_two_models
-def test_what_was_running_in_a_reset_is_answered_and_not_stored(model, offload, asynchronous):
-    """It goes on from what was computed before, so none of it may be found afterwards (rule 14)."""
+def test_requests_running_at_a_reset_are_answered_and_not_stored(model, offload, asynchronous):
+    """It goes on from what was computed before, so none of it may be found afterwards (rule 13)."""
     with ResettableEngine(folder_of(model), asynchronous, offload=offload) as engine:
         names = [engine.submit(prompt) for prompt in PROMPTS[:3]]
         engine.step_until(lambda: engine.request(names[1]).num_computed_tokens > 0)
@@ -153,7 +153,7 @@ def test_a_caller_repeats_a_reset_until_nothing_is_in_the_way():
 
 
 @on_two_models
-def test_what_was_there_before_a_sleep_is_not_there_after_it(model):  # S7.43
+def test_chunks_from_before_a_sleep_are_gone_after_it(model):  # S7.43
     """The CPU has nothing to put to sleep. The scheduler's part of it is a reset of both caches."""
     with ResettableEngine(folder_of(model)) as engine:
         engine.answer([PROMPT])
@@ -263,7 +263,7 @@ def trained_during_a_store(model, new, *, resets, offload="eager", asynchronous=
 
 @both_schedulers
 @pytest.mark.parametrize(("model", "offload"), [("llama", "eager"), ("gemma3", "eager"), ("gemma3", "lazy")])
-def test_a_trainer_need_not_ask_whether_something_was_being_stored(tmp_path, model, offload, asynchronous):
+def test_a_trainer_need_not_check_for_stores_in_flight(tmp_path, model, offload, asynchronous):
     """vLLM resets its own cache as it would without us, and what was read of it then is found by nobody.
 
     Lazy stores nothing of llama while nobody runs.
@@ -306,7 +306,7 @@ def test_a_host_that_is_never_emptied_is_there_after_a_sleep(model):
 
 
 def test_a_reset_that_preempts_what_runs_empties_the_host_too():
-    """What ran before it has KV of before it, and stores nothing of that."""
+    """A request that ran before it has KV of before it, and stores nothing of that."""
     with CachedEngine(folder_of("llama"), offload="eager", reset="with_device") as engine:
         engine.answer(PROMPTS[:1])
         names = [engine.submit(prompt, max_tokens=40) for prompt in PROMPTS[:2]]

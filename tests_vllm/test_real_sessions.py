@@ -1,7 +1,7 @@
-"""Sessions of streaming input: one request whose prompt grows while it lives, by what its client sends next.
+"""Sessions of streaming input: one request whose prompt grows while it lives, by the next parts of its client.
 
     first part     loaded like any prompt
-    later parts    computed behind what the session has: vLLM asks no connector
+    later parts    computed behind what the session has: vLLM calls no connector
     all of it      not stored, because vLLM 0.32 leaves wrong KV under the hashes of later parts (without any connector)
 
 Only with asynchronous scheduling: otherwise vLLM 0.32 never ends the second part.

@@ -8,7 +8,7 @@ from vllm.entrypoints.serve.utils.request_logger import RequestLogger
 from vllm.logger import _DATE_FORMAT
 from vllm.lora.request import LoRARequest
 
-from cpu_prefix_cache.cli import main
+from cpu_prefix_cache.tools.cli import main
 
 
 def test_convert_reads_what_vllm_logs_of_requests(tmp_path):

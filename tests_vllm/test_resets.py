@@ -44,8 +44,8 @@ def test_a_device_that_was_not_reset_leaves_the_host_as_it_is(start):  # noqa: F
     assert resumed(engine, prompt) == (0, 0) and engine.cache.epoch == 1
 
 
-def test_an_idle_engine_is_told_before_its_next_request(start):  # noqa: F811
-    """So files below the host hear of it, also if nothing comes any more."""
+def test_a_reset_reaches_an_idle_engine_before_its_next_request(start):  # noqa: F811
+    """It reaches the files below the host, also if nothing comes any more."""
     engine, _, _ = filled(start, reset="with_device")
     engine.scheduler.reset_prefix_cache()
     engine.scheduler.connector.has_pending_push_work()
@@ -127,7 +127,7 @@ def test_a_load_in_flight_keeps_vllm_from_a_reset(start):  # noqa: F811
     engine.check_nothing_leaked()
 
 
-def test_what_runs_is_preempted_by_a_reset_though_stores_are_in_flight(start):  # noqa: F811
+def test_running_requests_are_preempted_by_a_reset_though_stores_are_in_flight(start):  # noqa: F811
     engine, _, _ = stored_for_ever(start, reset="with_device")
     second = noise(engine, 30)
     engine.submit(second, max_tokens=8)
@@ -139,8 +139,8 @@ def test_what_runs_is_preempted_by_a_reset_though_stores_are_in_flight(start):  
 
 
 @pytest.mark.parametrize("mode", ["with_device", "with_connector", "never"])
-def test_a_reset_of_the_connector_says_that_memory_is_in_use(start, mode):  # noqa: F811
-    """vLLM goes to sleep if it says that it is not."""
+def test_a_reset_of_the_connector_reports_memory_in_use(start, mode):  # noqa: F811
+    """vLLM goes to sleep if it reports that none is."""
     engine, prompt, boundary = stored_for_ever(start, reset=mode)
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert not any(engine.on_device(prompt))

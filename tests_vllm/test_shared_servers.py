@@ -1,5 +1,5 @@
-"""Two vLLM servers, processes of their own, on one Redis and on one Mooncake: what the first has computed the second
-one loads, and says the same. Skipped where the store is not installed.
+"""Two vLLM servers, processes of their own, on one Redis and on one Mooncake: the second loads chunks that
+the first has computed, and gives the same answers. Skipped where the store is not installed.
 """
 
 import json
@@ -26,7 +26,7 @@ START_SECONDS = 300.0
 PATHS = [str(ROOT / "src"), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "MC_TCP_PROGRESS_TIMEOUT_SEC": "20"}
 HITS, RESIDENT = "cpu_prefix_cache_tier_hit_tokens_total", "cpu_prefix_cache_tier_resident_blocks"
-ALIKE = 1e-3  # of logprobs: what a server says of another's KV, and of its own
+ALIKE = 1e-3  # in logprobs: answers of a server from another's KV, and from its own
 
 
 class VllmServer(Server):
@@ -99,17 +99,17 @@ def begin(tmp_path):
 
 
 @pytest.mark.parametrize("store", ["redis", "mooncake"])
-def test_what_one_server_has_computed_another_one_loads(begin, store):
+def test_chunks_that_one_server_has_computed_another_one_loads(begin, store):
     if store in MISSING:
         pytest.skip(MISSING[store])
     keeper = begin(RedisServer if store == "redis" else MooncakeMaster)
     url = keeper.url() if store == "redis" else keeper.url(segment="128MiB")
-    tier = {"kind": store, "url": url, "revision": "1", "ask_milliseconds": 5_000}
+    tier = {"kind": store, "store": url, "revision": "1", "ask_seconds": 5}
     model = folder_of("llama")
     first, second = [begin(VllmServer, model, tier) for _ in range(2)]
     wait_for(lambda: first.is_up() and second.is_up(), START_SECONDS)
     for server in (first, second):
-        server.logprobs(range(5, 50))  # after it all ranks have said that they have the store
+        server.logprobs(range(5, 50))  # after it all ranks have reported that they have the store
     chunks, before = 2 * BLOCKS, second.metric(HITS)
     computed = [first.logprobs(prompt) for prompt in PROMPTS[:2]]
     wait_for(lambda: first.metric(RESIDENT) >= chunks, 60)
@@ -126,7 +126,7 @@ def test_what_one_server_has_computed_another_one_loads(begin, store):
 
 
 def difference(there, here):
-    """Of the logprobs of tokens that both name, the largest; a token that only one of them names is far away."""
+    """Largest difference of the logprobs of tokens that both name; a token that only one of them names is far away."""
     return max(
         abs(each.get(token, 9.0) - other.get(token, 9.0))
         for each, other in zip(there, here, strict=True)

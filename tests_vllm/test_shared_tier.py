@@ -26,9 +26,9 @@ def no_hurry(monkeypatch):
 
 
 def engine_on(url=URL, model="llama", *, engine=None, **tier):
-    said = {"kind": url.partition(":")[0], "url": url, "ask_milliseconds": 10_000, **tier}
+    said = {"kind": url.partition(":")[0], "store": url, "ask_seconds": 10, **tier}
     started = CachedEngine(folder_of(model), offload="eager", host_bytes=HOST, engine=engine, tier=said)
-    started.rest()  # all ranks have said that they have the store
+    started.rest()  # all ranks have reported that they have the store
     return started
 
 
@@ -79,10 +79,11 @@ def test_other_weights_find_nothing():  # tiers 15
     ("tier", "sentence"),
     [
         (dict(kind="redis"), "a tier of kind redis has a URL that begins with redis://, not with memory://"),
-        (dict(path="/nvme"), "unknown key 'path' in tier"),
-        (dict(ask_milliseconds=0), "ask_milliseconds of the tier is a whole number, at least 1; got 0"),
+        (dict(path="/nvme"), "unknown key 'path' in a tier"),
+        (dict(ask_seconds=0), "ask_seconds of a tier is a number of seconds above 0; got 0"),
+        (dict(ask_milliseconds=20), "ask_milliseconds of a tier is ask_seconds, in seconds: 0.02 in place of 20"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tier, sentence):
+def test_invalid_options_of_a_tier_are_refused(tier, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         engine_on(**tier)

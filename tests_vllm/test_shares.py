@@ -1,4 +1,4 @@
-"""What one rank copies of a plan: its own groups, and of what ranks keep together its share."""
+"""A rank's share of a plan: its own groups, and its part of the groups that ranks keep together."""
 
 import doctest
 
@@ -15,7 +15,7 @@ from tests.copier.bench import POISON, poisoned, randoms, raw, shapes_of
 HOST_BLOCK = 64
 
 
-def test_what_the_docstring_shows_is_so():
+def test_the_examples_of_the_docstring_hold():
     assert doctest.testmod(shares) == (0, 3)
 
 
@@ -55,7 +55,7 @@ class Ranks:
 
 @pytest.mark.parametrize("device_blocks", [1, 2])  # of 2 and of 3 host blocks to a piece
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_all_ranks_stored_together_each_of_them_loads(ranks, device_blocks):
+def test_blocks_that_all_ranks_stored_together_each_of_them_loads(ranks, device_blocks):
     stage = Ranks(ranks, device_blocks)
     pieces = range(12 // device_blocks)
     before = [raw(part).clone() for part in stage.parts[0]]
@@ -93,7 +93,7 @@ def test_a_rank_without_a_share_has_ended_at_once_and_copies_nothing():
     assert stage.shares[0].of_transfer(store) == store
 
 
-def test_of_loads_every_rank_has_all():
+def test_every_rank_has_all_of_a_load():
     stage = Ranks(2)
     load = stage.transfer(Direction.LOAD, [0, 1], [5, 6])
     assert [share.of_transfer(load) for share in stage.shares] == [load] * 2
@@ -112,7 +112,7 @@ def test_groups_have_other_numbers_there_and_other_stages_groups_are_left_out():
     assert others == TransferPlan(6, Direction.STORE, (), 0)
 
 
-def test_who_has_everything_is_given_the_plan_itself():
+def test_a_rank_that_has_everything_gets_the_plan_itself():
     pieces = shapes_of([[randoms(4, 10)]], [1], 32).pieces
     plan = StepPlan(0, (TransferPlan(5, Direction.LOAD, (GroupCopy(0, (1,), (7,)),), 10),))
     assert Share(pieces, [0], 1).of_plan(plan) is plan

@@ -1,4 +1,4 @@
-"""Engines of `benchmarks/vllm_simulated.py`, and what `benchmarks/vllm_hits.py` finds in them."""
+"""Engines of `benchmarks/vllm_simulated.py`, and the hits that `benchmarks/vllm_hits.py` finds in them."""
 
 import importlib
 import random
@@ -54,7 +54,7 @@ def test_an_engine_comes_to_rest(engine, kind):
 
 @pytest.mark.parametrize("copy_steps", [0, 1, 5])
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_what_has_left_the_device_is_found_on_the_host(engine, hits, prompt, kind, copy_steps):
+def test_blocks_that_have_left_the_device_are_found_on_the_host(engine, hits, prompt, kind, copy_steps):
     running = engine(kind, 60, 400, copy_steps=copy_steps)
     *_, again = hits.serve(running, [[prompt(session, 10) for session in (1, 2, 3, 1)]], BLOCK_TOKENS)
     least = 0.4 if kind == "simple-lazy" else 0.9  # it loses blocks of a device that is nearly all in use

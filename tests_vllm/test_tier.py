@@ -50,7 +50,7 @@ def started(path, of="llama", *, engine=None, **tier):
 
 
 def write_prompts(path, of="llama", prompts=PROMPTS, **options):
-    """What an engine that ends then leaves in the files: how many chunks and checkpoints."""
+    """Chunks and checkpoints that an engine, which ends then, leaves in the files. Returns their numbers."""
     with started(path, of, **options) as engine:
         for prompt in prompts:
             engine.answer([prompt])
@@ -92,7 +92,7 @@ def serve_until_killed(path, model_folder, told):
     signal.pause()
 
 
-def test_what_a_killed_process_wrote_is_found_by_the_next(path):
+def test_slots_that_a_killed_process_wrote_are_found_by_the_next(path):
     expected = expected_of("llama")
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
@@ -127,7 +127,7 @@ def test_a_small_host_gets_back_from_the_tier_what_it_has_evicted(path):
 
 
 def damage(path, *, is_sealed):
-    """Change some of what every block on disk holds. With `is_sealed` its record says that this is right."""
+    """Change some bytes of every block on disk. With `is_sealed` its record has the checksum of the damaged bytes."""
     (folder,) = path.glob("*/rank-0-of-1")
     manifest = json.loads((folder / "manifest.json").read_text())
     namespace = Namespace(tuple(manifest["namespace"].items()))
@@ -270,7 +270,7 @@ def test_an_engine_starts_without_its_disk_and_finds_what_is_there_later(path, m
         assert again.loaded_tokens == BLOCKS * BLOCK, "hits on the host go on"
         away.rename(path)
         engine.halves[0][1]._tier._attempts.join(PATIENCE)
-        answers += engine.answer(PROMPTS[2:3])  # an idle engine does not step, so it does not hear of it
+        answers += engine.answer(PROMPTS[2:3])  # an idle engine does not step, so it does not learn of it
         engine.rest()
         tier = engine.half.tier.tier_statistics()
         assert (tier.state, tier.found) == ("open", BLOCKS)
@@ -317,10 +317,12 @@ def test_weights_that_are_reloaded_in_place_find_nothing_of_the_old_ones(path):
 @pytest.mark.skipif("ext4" in MISSING, reason=MISSING.get("ext4", ""))
 def test_a_disk_that_is_frozen_and_then_read_only_costs_hits_alone(tmp_path):
     """With a reset in each: it neither waits nor raises, and prefixes are found on the host."""
-    expected, answers, again = expected_of("llama")[:2], [], []
+    expected = expected_of("llama")[:2]
+    answers = []
+    again = []
 
     def answer(engine):
-        """After a reset, and after one that the host does not hear of. What is to be written may still wait."""
+        """After a reset, and after one that does not reach the host. Slots to be written may still wait."""
         engine.step_until(lambda: engine.core.reset_prefix_cache(reset_connector=True))
         answers.extend(engine.answer(PROMPTS[:2]))
         engine.step_until(lambda: engine.core.reset_prefix_cache(reset_connector=False))

@@ -1,4 +1,4 @@
-"""What is refused of a tier, what identifies the bytes in it, and how ranks share it."""
+"""Settings of a tier: refusals, the identity of the bytes in it, and how ranks share it."""
 
 import errno
 import json
@@ -10,15 +10,14 @@ import torch
 from vllm.config import LoRAConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.files import FileTierSettings
 from connector.tier.weights import weights_of
-from connector.vllm import rank_tier, ranks, regions
+from connector.vllm import rank_tier, ranks, regions, tier_options
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.rank_tier import Onlooker
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError, Direction, FileTier, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
@@ -30,7 +29,7 @@ from tests_vllm.test_ranks import BLOCKS, latent_caches, plain_caches
 
 HOST, SIZE = 1 << 20, 8 << 20
 KEY = bytes(range(32))
-KNOWN = "kind, path, bytes, offload, model, revision, keep_others"
+KNOWN = "kind, path, bytes, offload, policy, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def path(tmp_path):
 
 
 def configure(folder, said=None, *, host=HOST, **parallel):
-    """`said` in place of what an operator says of the tier, or beside it."""
+    """A configuration with `said` as the operator's options of the tier."""
     config = vllm_config(folder, cpu_bytes_to_use=host, tier=said)
     for name, value in parallel.items():
         setattr(config.parallel_config, name, value)
@@ -69,38 +68,42 @@ def build(config, *groups):
     ("more", "sentence"),
     [
         (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (
-            dict(size=5),
-            "unknown key 'size' in tier; known keys are kind, path, bytes, offload, model, revision, keep_others",
-        ),
-        (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
-        (dict(bytes=0), "bytes of the tier is a whole number, at least 1; got 0"),
-        (dict(bytes=True), "bytes of the tier is a whole number, at least 1; got True"),
-        (dict(bytes=1e12), "bytes of the tier is a whole number, at least 1; got 1000000000000.0"),
-        (dict(path=7), "path of the tier is a text, got 7"),
-        (dict(path=""), "path of the tier is a text, got ''"),
-        (dict(offload="sometimes"), "offload of the tier is one of lazy, eager; got 'sometimes'"),
-        (dict(revision=None), "revision of the tier is a text, got None"),
-        (dict(keep_others=1), "keep_others of the tier is true or false, got 1"),
+        (dict(size=5), f"unknown key 'size' in a tier; known keys are {KNOWN}"),
+        (dict(bytes="64GiB"), "bytes of a tier is a whole number of bytes, at least 1; got '64GiB'"),
+        (dict(bytes=0), "bytes of a tier is a whole number of bytes, at least 1; got 0"),
+        (dict(bytes=True), "bytes of a tier is a whole number of bytes, at least 1; got True"),
+        (dict(bytes=1e12), "bytes of a tier is a whole number of bytes, at least 1; got 1000000000000.0"),
+        (dict(path=7), "path of a tier is a text that is not empty; got 7"),
+        (dict(path=""), "path of a tier is a text that is not empty; got ''"),
+        (dict(offload="sometimes"), "offload of a tier is lazy or eager or None; got 'sometimes'"),
+        (dict(revision=None), "revision of a tier is left out rather than null; got None"),
+        (dict(keep_others=1), "keep_others of a tier is true or false; got 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path, path, more, sentence):
+def test_invalid_options_of_a_tier_are_refused(tmp_path, path, more, sentence):
     with pytest.raises(ConfigurationError) as refused:
         settings_of(configure(tmp_path, {**tier(path), **more}))
     assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize("missing", ["kind", "path", "bytes"])
-def test_what_is_missing_is_named(tmp_path, path, missing):
+def test_the_missing_field_is_named(tmp_path, path, missing):
     said = {name: value for name, value in tier(path).items() if name != missing}
-    with pytest.raises(ConfigurationError, match=f"tier needs {missing}; its keys are kind, path, bytes"):
+    with pytest.raises(ConfigurationError, match=f"a tier needs {missing}; its keys are kind, path, bytes"):
         settings_of(configure(tmp_path, said))
 
 
-@pytest.mark.parametrize("said", ["file:/nvme:5GB", ["file"], None])
-def test_a_tier_is_a_dictionary(tmp_path, said):
-    with pytest.raises(ConfigurationError, match="tier is a dictionary with kind, path, bytes; got"):
+@pytest.mark.parametrize("said", [["file"], None])
+def test_a_tier_is_a_text_or_a_dictionary(tmp_path, said):
+    with pytest.raises(ConfigurationError, match=r"a tier is a text .* or a dictionary with kind, path, bytes .*; got"):
         settings_of(configure(tmp_path, said))
+
+
+def test_a_text_and_a_dictionary_say_the_same(tmp_path, path, monkeypatch):
+    monkeypatch.setattr(tier_options, "weights_of_all", lambda config: "some weights")
+    spelled = f"file:{path}:{SIZE}", {"kind": "file", "path": str(path), "bytes": SIZE}
+    one, other = (settings_of(configure(tmp_path, said)).tier for said in spelled)
+    assert one == other
 
 
 # What vLLM must be
@@ -114,7 +117,7 @@ def test_keys_that_are_not_cryptographic_are_refused(tmp_path, path, algorithm):
         settings_of(config)
 
 
-def test_adapters_have_names_only_so_a_revision_is_asked_for(tmp_path, path):
+def test_adapters_have_names_only_so_a_revision_is_required(tmp_path, path):
     said = tier(path)
     config = configure(tmp_path, said)
     config.lora_config = LoRAConfig(max_lora_rank=8)
@@ -138,7 +141,7 @@ def identity(config, *groups):
     return settings_of(config, *groups).tier.namespace
 
 
-def test_what_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
+def test_everything_that_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
     def of(change=lambda config: None, *groups, **more):
         config = configure(tmp_path, tier(path, **more))
         change(config)
@@ -170,7 +173,7 @@ def test_what_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
 
 
 def weights(model, revision=None, commit=None):
-    """Of a folder or of a model of a hub."""
+    """Weights of a folder or of a model of a hub."""
     return weights_of(str(model), SimpleNamespace(_commit_hash=commit), revision)
 
 
@@ -202,7 +205,7 @@ def test_weights_of_a_hub_are_known_by_their_commit():
 
 
 def test_each_engine_under_data_parallelism_has_a_folder(tmp_path, path):
-    folders = [settings_of(configure(tmp_path, tier(path), data_parallel_index=at)).tier.said.folder for at in (0, 2)]
+    folders = [settings_of(configure(tmp_path, tier(path), data_parallel_index=at)).tier.tier.folder for at in (0, 2)]
     assert folders == [str(path), str(path / "engine-2")]
 
 
@@ -268,7 +271,7 @@ def test_ranks_with_regions_of_their_own_have_slabs_of_their_own(tmp_path, path,
         each.close()
 
 
-def test_of_ranks_that_share_a_region_the_first_has_the_slab(tmp_path, path, together):
+def test_the_first_of_the_ranks_that_share_a_region_has_the_slab(tmp_path, path, together):
     halves = []
     for rank in range(4):
         size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
@@ -294,7 +297,7 @@ def test_an_onlooker_reports_everything_as_done_until_it_is_resolved():
     assert onlooker.report().is_scanned and not onlooker.is_busy
 
 
-# What cannot be opened
+# Tiers that cannot be opened
 
 
 @pytest.fixture
@@ -304,7 +307,7 @@ def impatient(monkeypatch):
 
 
 def opens_later(worker, mend):
-    """It is there and says that its tier is not open, until somebody has mended it."""
+    """It is there and reports that its tier is not open, until somebody has mended it."""
     assert worker._tier.report().next_generation is None
     worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
     assert worker.reports().tier[0].next_generation is None
@@ -335,20 +338,20 @@ def test_another_size_than_before_keeps_what_fits(tmp_path, path):
     worker.close()
 
 
-def test_what_the_operator_must_change_is_refused_and_leaves_no_region_behind(tmp_path, path, monkeypatch):
+def test_an_error_for_the_operator_leaves_no_region_behind(tmp_path, path, monkeypatch):
     closed, close = [], regions.HostArena.close
     monkeypatch.setattr(regions.HostArena, "close", lambda arena: closed.append(arena) or close(arena))
 
     def fails(*_, **__):
         raise ConfigurationError("give it another name")
 
-    monkeypatch.setattr(FileTierSettings, "open", fails)
+    monkeypatch.setattr(FileTier, "open", fails)
     with pytest.raises(ConfigurationError, match="give it another name"):
         worker_of(configure(tmp_path, tier(path)))
     assert len(closed) == 1
 
 
-def test_what_another_rank_refuses_closes_the_slab_again(tmp_path, path, together, monkeypatch):
+def test_a_refusal_by_another_rank_closes_the_slab_again(tmp_path, path, together, monkeypatch):
     size = dict(world_size=2, tensor_parallel_size=2, rank=0)
     config, calls = configure(tmp_path, tier(path), host=HOST, **size), []
 
@@ -487,14 +490,14 @@ def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
     worker.close()
 
 
-def test_what_a_worker_has_found_is_said_until_it_is_taken_in(tmp_path, path):
+def test_slots_that_a_worker_has_found_are_reported_until_taken_in(tmp_path, path):
     config = configure(tmp_path, tier(path))
     worker = worker_of(config)
     first = worker._tier.report().next_generation
     carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
     worker.close()
     worker = worker_of(config)
-    worker._tier.tier._tier._source._scan.wait()
+    worker._tier.tier._source._scan.wait()
 
     def says(taken):
         """In a step that computes."""

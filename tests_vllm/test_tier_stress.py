@@ -15,8 +15,16 @@ from tests_vllm.test_stress import live_through
 
 FAULTS = dict(failure_rate=0.02, refusal_rate=0.02, slowest=12)
 WANTED = (
-    *("hit", "pending", "loads done", "loads failed", "stores planned", "reads planned", "writes planned"),
-    *("resets", "aborts while WAITING", "aborts while RUNNING"),
+    "hit",
+    "pending",
+    "loads done",
+    "loads failed",
+    "stores planned",
+    "reads planned",
+    "writes planned",
+    "resets",
+    "aborts while WAITING",
+    "aborts while RUNNING",
 )
 PROMPTS = [list(range(at, at + 40)) for at in range(0, 400, 40)]
 RANKS = dict(ranks=2, asynchronous=True)

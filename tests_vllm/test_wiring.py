@@ -1,4 +1,4 @@
-"""Settings and reports of vLLM reach whom they concern: configuration, ranks, blocks that have gone bad."""
+"""Settings and reports of vLLM reach the parts that they concern: configuration, ranks, blocks that have gone bad."""
 
 import subprocess
 import sys
@@ -112,7 +112,7 @@ def warnings_of(folder, log, monkeypatch, number):
 # Several ranks
 
 
-def test_the_ranks_of_a_tensor_parallel_group_ask_it_for_the_region(tmp_path, monkeypatch):
+def test_the_ranks_of_a_tensor_parallel_group_get_the_region_from_it(tmp_path, monkeypatch):
     """Ranks that have KV of their own have a region each."""
     asked, made = [], []
 
@@ -138,7 +138,7 @@ def test_ranks_share_memory_only_if_none_of_them_is_elsewhere(monkeypatch, toget
     assert ranks.share_memory() == all(together)
 
 
-def test_two_stages_of_a_machine_go_by_what_the_first_says_and_share_memory(tmp_path):
+def test_two_stages_of_a_machine_follow_the_first_and_share_memory(tmp_path):
     assert said_by(meets, tmp_path / "meeting") == {0: ([10, 7], True), 1: ([10, 7], True)}
 
 
@@ -150,7 +150,7 @@ def meets(rank, file, told):
     told.put((rank, (ranks.as_on_the_first_stage([10 + rank, 7 + rank]), ranks.share_memory())))
 
 
-# What is refused by name
+# Refusals by name
 
 
 @pytest.mark.parametrize("kind", ["kv_producer", "kv_consumer"])
@@ -177,10 +177,10 @@ def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode)
         Settings.of(configure(tmp_path), caches)
 
 
-# What reaches the cache and the worker
+# Settings that reach the cache and the worker
 
 
-def test_no_host_block_is_used_before_every_rank_has_said_that_it_is_prepared(tmp_path):
+def test_no_host_block_is_used_before_every_rank_has_prepared_it(tmp_path):
     settings = Settings.of(configure(tmp_path), one_group(BLOCKS))
     cache = settings.build(SimpleNamespace(num_blocks=BLOCKS, null_block=0, handed_out=dict))
     assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
@@ -211,11 +211,11 @@ def test_drafts_are_counted_and_what_vllm_drops_for_them(tmp_path, drafter, look
     assert (group.lookahead_tokens, settings.steps.decode_tokens) == (lookahead, step)
 
 
-def test_the_cache_hears_of_the_tokens_of_a_decoding_step(tmp_path, monkeypatch):
+def test_the_cache_knows_the_tokens_of_a_decoding_step(tmp_path, monkeypatch):
     monkeypatch.setattr("connector.tier.cache.CPUPrefixCache", lambda *args, **options: options)
     config = configure(tmp_path)
     config.speculative_config = drafting("eagle")
-    assert Settings.of(config, one_group(BLOCKS)).build(None)["steps"].decode_tokens == 4
+    assert Settings.of(config, one_group(BLOCKS)).build(None)["engine"].steps.decode_tokens == 4
 
 
 def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(log):
 
 
 @pytest.mark.parametrize("bad", [True, False])
-def test_what_was_stored_from_blocks_that_vllm_calls_invalid_is_not_found(tmp_path, bad):
+def test_chunks_stored_from_blocks_that_vllm_calls_invalid_are_not_found(tmp_path, bad):
     engine = Engine(tmp_path, offload="eager", host_blocks=1000, slowest=1)
     engine.step()
     (rank,) = engine.ranks
@@ -266,10 +266,10 @@ def test_what_was_stored_from_blocks_that_vllm_calls_invalid_is_not_found(tmp_pa
     assert len(found) == (0 if bad else 7)
 
 
-def test_what_is_handed_out_is_noted_only_where_nobody_writes_it_first(tmp_path):
+def test_blocks_handed_out_are_noted_only_where_nobody_writes_them_first(tmp_path):
     """Not beside other connectors, and not where workers zero new blocks."""
     assert Engine(tmp_path).device.handed_out() is not None
     assert Engine(tmp_path, offload="eager").half.device._notes.are_taken is False  # nobody would ever take the notes
     assert versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=True))
-    assert versions.zeroes_new_blocks(SimpleNamespace())  # a release that does not say
+    assert versions.zeroes_new_blocks(SimpleNamespace())  # a release without the field
     assert not versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=False))

@@ -4,7 +4,7 @@ import multiprocessing
 
 
 def said_by(target, *arguments):
-    """What each of two processes says: `target(rank, *arguments, told)` puts (rank, something) into `told`."""
+    """Result of each of two processes: `target(rank, *arguments, told)` puts (rank, something) into `told`."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     processes = [context.Process(target=target, args=(rank, *arguments, told), daemon=True) for rank in range(2)]

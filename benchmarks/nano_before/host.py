@@ -7,7 +7,15 @@ to which request. It goes with the same patch of the engine as `examples/nano_vl
 import time
 from types import SimpleNamespace
 
-from cpu_prefix_cache import CPUPrefixCache, Direction, Group, GroupKind, Hit, HybridChunkPlanner, Pending, Request
+from cpu_prefix_cache import (
+    CPUPrefixCache,
+    Direction,
+    Hit,
+    HybridChunkPlanner,
+    Pending,
+    PrefixGroup,
+    Request,
+)
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
@@ -94,7 +102,7 @@ class Host:
         tensors = [canonical(parts)]
         block_bytes = sum(rows.shape[1] for rows in tensors[0])
         size = self.manager.block_size
-        group = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=size, block_bytes=block_bytes)
+        group = PrefixGroup(name="attention", block_tokens=size, block_bytes=block_bytes)
         planner = HybridChunkPlanner([group], max_model_len=max_model_len)
         arena = HostArena(host_bytes // planner.host_block_bytes, planner.host_block_bytes)
         copier = wrap_copier(choose_copier(planner, tensors, arena.blocks, pinned=arena).copier, tensors)
@@ -110,7 +118,9 @@ class Host:
         self.cache = SimpleNamespace(begin_step=self.begin_step, statistics=self.host_cache.statistics)
 
     def start(self, seq, cached):
-        size, now, id = self.manager.block_size, time.monotonic(), str(seq.seq_id)
+        size = self.manager.block_size
+        now = time.monotonic()
+        id = str(seq.seq_id)
         request = Request(id, self.manager.keys(seq, seq.num_tokens // size), seq.num_tokens)
         answer = self.host_cache.lookup(request, cached * size, now)
         if isinstance(answer, Pending):

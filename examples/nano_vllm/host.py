@@ -1,4 +1,4 @@
-"""nano-vllm with a host cache: what its scheduler and its block manager say to a HostCache.
+"""nano-vllm with a host cache: the calls of a HostCache by its scheduler and its block manager.
 
 `nano_vllm.patch` has the engine's side: keys of 16 bytes that are computed once, a queue of sequences that are loading,
 `abort`, and the calls of `Host`.
@@ -56,7 +56,7 @@ class Host:
             self.cache.end(seq.seq_id, seq.num_cached_tokens, preempted=not seq.is_finished)
 
     def end_step(self, seqs):
-        """Sequences whose loads have ended compute from there. Those that wait for another's load ask again."""
+        """Sequences whose loads have ended compute from there. Those that wait for another's load look up again."""
         computed = ((seq.seq_id, seq.num_cached_tokens) for seq in seqs)
         ended = dict(self.cache.end_step(computed) if seqs else self.cache.wait())
         for seq in [seq for seq in self.scheduler.loading if seq.seq_id in ended or not seq.block_table]:

@@ -1,4 +1,4 @@
-"""A small engine with a radix tree, to show what `host.py` says to a HostCache. It runs with and without one.
+"""A small engine with a radix tree, to show the calls of a HostCache in `host.py`. It runs with and without one.
 
     PageCache    pages: free, in the tree, or in a request. A node of the tree has whole pages.
     Engine       steps: admit requests, compute a chunk of each prompt or a token of each answer, keep it in the tree
@@ -34,7 +34,7 @@ class NoHost:
     is_busy = False  # copies are under way
 
     def may_run(self, request):
-        """Whether the request, which has `length` tokens in the tree, computes now. If not, ask again; or it loads."""
+        """Whether the request, which has `length` tokens in the tree, computes now. If not, it loads or is retried."""
         return True
 
     def kept(self, request):
@@ -74,7 +74,10 @@ class PageCache:
 
     def match(self, tokens):
         """The node at which the longest prefix that the tree has ends, and its pages."""
-        node, pages, at, now = self.root, [], 0, next(self.clock)
+        node = self.root
+        pages = []
+        at = 0
+        now = next(self.clock)
         while (child := node.children.get(self._first(tokens[at:]))) is not None:
             pairs = zip(self._by_page(child.tokens), self._by_page(tokens[at:]), strict=False)
             same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -168,7 +171,9 @@ class PageCache:
 
 class Request:
     def __init__(self, id, prompt, num_output):
-        self.id, self.tokens, self.num_output = id, list(prompt), num_output
+        self.id = id
+        self.tokens = list(prompt)
+        self.num_output = num_output
         self.num_prompt, self.end = len(prompt), len(prompt) + num_output
         self.logits = []  # of each token of the answer
         self.node, self.pages = None, []  # its page table, and the node that it locks
@@ -186,9 +191,13 @@ class Engine:
     """Steps `max_requests` requests at most at once, with prompts in chunks of `chunk_tokens` for each request."""
 
     def __init__(self, num_pages, page_tokens, *, max_requests=6, chunk_tokens=24):
-        self.page_tokens, self.max_requests, self.chunk_tokens = page_tokens, max_requests, chunk_tokens
+        self.page_tokens = page_tokens
+        self.max_requests = max_requests
+        self.chunk_tokens = chunk_tokens
         self.cache, self.model = PageCache(num_pages, page_tokens), TinyModel(num_pages, page_tokens)
-        self.queue, self.running, self.loading = deque(), [], {}  # loading: by id
+        self.queue = deque()
+        self.running = []
+        self.loading = {}  # by id
         self.host = NoHost()
 
     @property
@@ -224,7 +233,11 @@ class Engine:
         if request.node is not None:
             self.cache.lock(request.node, -1)
         self.cache.promised -= request.promised
-        request.node, request.pages, request.kept, request.length, request.promised = None, [], 0, 0, 0
+        request.node = None
+        request.pages = []
+        request.kept = 0
+        request.length = 0
+        request.promised = 0
 
     def loaded(self, request):
         """The host has ended a load for this request: match it anew."""
@@ -240,7 +253,9 @@ class Engine:
         if request.node is not None:
             self.cache.lock(request.node, -1)
         own = [page for page, of_tree in zip(request.pages, pages, strict=False) if page != of_tree]
-        request.node, request.pages[:whole], request.kept = node, pages, whole
+        request.node = node
+        request.pages[:whole] = pages
+        request.kept = whole
         self.cache.device.give_back(own)
         self.host.kept(request)
 

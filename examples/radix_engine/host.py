@@ -1,4 +1,4 @@
-"""The radix engine with a host cache: what its tree says to a RadixDevice, and its scheduler to a HostCache."""
+"""The radix engine with a host cache: calls of a RadixDevice by its tree, and of a HostCache by its scheduler."""
 
 from cpu_prefix_cache import ChainHasher, HostCache, Prefix, RadixDevice, Run, Wait, keys_and_values
 

@@ -2,10 +2,10 @@
 
 A store and a hit, with a device pool of four blocks and nobody copying any bytes:
 
->>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1024)
+>>> attention = PrefixGroup(name="attention", block_tokens=16, block_bytes=1024)
 >>> planner = HybridChunkPlanner([attention], max_model_len=4096)
 >>> gpu = BlockPool(num_blocks=4)
->>> cache = CPUPrefixCache(planner, PooledDevice(gpu), host_blocks=64, offload="eager")
+>>> cache = CPUPrefixCache(planner, PooledDevice(gpu), host_blocks=64, options=CacheOptions(offload="eager"))
 >>> first = Request("first", ChainHasher(chunk_tokens=16).keys(range(50)), num_tokens=50)
 >>> cache.lookup(first, n0=0, now=0.0)
 Miss()
@@ -31,20 +31,21 @@ from cpu_prefix_cache.messages.errors import (
     PrefixCacheError,
     TierUnavailable,
 )
+from cpu_prefix_cache.messages.options import OFFLOAD_MODES, CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics, TierStatistics
-from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.offload.device import Device, PooledDevice
-from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.offload.queue_device import QueueDevice
 from cpu_prefix_cache.offload.radix_device import RadixDevice
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
-from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES, CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 from cpu_prefix_cache.stores.settings import SharedTier
@@ -58,18 +59,20 @@ __all__ = [
     "BoundariesStored",
     "BoundaryEvent",
     "CPUPrefixCache",
+    "CacheOptions",
     "CacheStatistics",
     "ChainHasher",
     "ChunkLocal",
+    "ChunkLocalGroup",
     "ConfigurationError",
     "Device",
     "Direction",
     "EngineSteps",
+    "EngineTraits",
     "FileTier",
     "Got",
     "Group",
     "GroupCopy",
-    "GroupKind",
     "Hit",
     "HostCache",
     "HostStatistics",
@@ -92,6 +95,7 @@ __all__ = [
     "PooledDevice",
     "Prefix",
     "PrefixCacheError",
+    "PrefixGroup",
     "QueueDevice",
     "RadixDevice",
     "RankReport",
@@ -100,6 +104,7 @@ __all__ = [
     "Run",
     "SharedTier",
     "State",
+    "StateGroup",
     "StepPlan",
     "Thresholds",
     "TierStatistics",
@@ -108,6 +113,7 @@ __all__ = [
     "TransferPlan",
     "Wait",
     "Window",
+    "WindowGroup",
     "__version__",
     "keys_and_values",
     "latents",

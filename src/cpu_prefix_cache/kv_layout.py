@@ -1,4 +1,4 @@
-"""How an engine's KV lies in its tensors, in words an engine has: what a HostCache is told once.
+"""How an engine's KV lies in its tensors, in words an engine has: given to a HostCache once.
 
     Prefix(keys_and_values(kv, block_dim=2), block_tokens=16)          kv [2, layers, blocks, 16, heads, width]
     Prefix(keys_and_values(*layers, block_dim=1), block_tokens=16)     each [2, blocks, 16, heads, width]
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import check_whole
-from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +49,14 @@ class KVGroup:
         self.layers = sorted({part.layer for part in parts})
 
 
-# Below, `options` are other fields of `Group`; the bytes of a block are those of the parts.
+# Below, `options` are other fields of the group; the bytes of a block are those of the parts.
 
 
 class Prefix(KVGroup):
     """Full attention, MLA: every block before a boundary is needed."""
 
     def __init__(self, parts: Parts, *, block_tokens: int, name: str = "attention", **options: Any) -> None:
-        super().__init__(_group(GroupKind.PREFIX, parts, name, block_tokens, **options), parts)
+        super().__init__(_group(PrefixGroup, parts, name, block_tokens, **options), parts)
 
 
 class Window(KVGroup):
@@ -65,7 +65,7 @@ class Window(KVGroup):
     def __init__(
         self, parts: Parts, *, block_tokens: int, window_tokens: int, name: str = "window", **options: Any
     ) -> None:
-        group = _group(GroupKind.WINDOW, parts, name, block_tokens, window_tokens=window_tokens, **options)
+        group = _group(WindowGroup, parts, name, block_tokens, window_tokens=window_tokens, **options)
         super().__init__(group, parts)
 
 
@@ -75,7 +75,7 @@ class ChunkLocal(KVGroup):
     def __init__(
         self, parts: Parts, *, block_tokens: int, window_tokens: int, name: str = "chunk-local", **options: Any
     ) -> None:
-        group = _group(GroupKind.CHUNK_LOCAL, parts, name, block_tokens, window_tokens=window_tokens, **options)
+        group = _group(ChunkLocalGroup, parts, name, block_tokens, window_tokens=window_tokens, **options)
         super().__init__(group, parts)
 
 
@@ -83,7 +83,7 @@ class State(KVGroup):
     """Mamba, linear attention: the state at a boundary is needed. States are kept every `block_tokens` tokens."""
 
     def __init__(self, parts: Parts, *, block_tokens: int, name: str = "state", **options: Any) -> None:
-        super().__init__(_group(GroupKind.STATE, parts, name, block_tokens, **options), parts)
+        super().__init__(_group(StateGroup, parts, name, block_tokens, **options), parts)
 
 
 def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
@@ -142,7 +142,7 @@ def latents(*tensors: "torch.Tensor", block_tokens: int) -> Parts:
     for each in tensors:
         check_tensor(each)
     return [
-        token_major(*(layer, Role.LATENT, each), num_blocks=each.shape[0] // block_tokens, block_tokens=block_tokens)
+        token_major(layer, Role.LATENT, each, num_blocks=each.shape[0] // block_tokens, block_tokens=block_tokens)
         for layer, each in enumerate(tensors)
     ]
 
@@ -165,10 +165,10 @@ def _check(name: str, parts: Parts) -> None:
         raise ConfigurationError(f"group {name!r} has no parts: give it the tensors of its layers")
 
 
-def _group(kind: GroupKind, parts: Parts, name: str, block_tokens: int, **options: Any) -> Group:
+def _group(kind: type[Group], parts: Parts, name: str, block_tokens: int, **options: Any) -> Group:
     _check(name, parts)  # first, because a Group of no bytes is refused in other words
     block_bytes = sum(part.rows.shape[1] for part in parts)
-    return Group(name=name, kind=kind, block_tokens=block_tokens, block_bytes=block_bytes, **options)
+    return kind(name=name, block_tokens=block_tokens, block_bytes=block_bytes, **options)
 
 
 def _parts(

@@ -1,6 +1,6 @@
 """CPUPrefixCache: the host prefix cache, as an engine's KV cache manager uses it.
 
-It decides in one thread, and takes the time as an argument. The manager asks, and reports what happens:
+It decides in one thread, and takes the time as an argument. The manager queries it, and reports events:
 
     question                                      event
     lookup     how long a prefix can be loaded?   admit        a request was scheduled
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
@@ -35,7 +36,7 @@ from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
-from cpu_prefix_cache.offload.engine_steps import USUAL_STEPS, EngineSteps
+from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.late import Late
 from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
 from cpu_prefix_cache.offload.offload import Offload
@@ -43,7 +44,7 @@ from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
+from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool, num_bytes
 from cpu_prefix_cache.pool.states import State
@@ -51,12 +52,11 @@ from cpu_prefix_cache.pool.states import State
 logger = logging.getLogger(__name__)
 
 # A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
-# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 13).
+# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
 PENDING_GRACE_SECONDS = 0.05
 # A request for what has left the device and is on its way to the host waits so long at most: a store is reported after
 # its step, and one of 8,192 tokens takes a quarter of a second (Llama 3.1 8B, one H100).
 STORE_SECONDS = 0.6
-OFFLOAD_MODES = ("lazy", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +84,15 @@ class CPUPrefixCache:
     """A prefix cache in host memory for an engine that has one on its device.
 
     Every rank's host region has `host_blocks` blocks of `planner.host_block_bytes` bytes each. Of these `ready_blocks`
-    may be used at once (default: all), and more as ranks report them. `steps` bounds the engine's steps.
-
-    If the model needs checkpoints, they are kept for the last boundaries of prompts and of finished requests, where a
-    second continuation of a prefix appears, and every `checkpoint_interval` tokens if given (a multiple of the grid).
-
-    `thresholds` exclude rare or short prompts from stores. The default excludes none. With `declines` off, nothing is
-    declined, by neither thresholds nor policy.
-
-    Hits of fewer than `min_load_tokens` tokens are misses. None: of as many as are computed faster than loaded, by what
-    `prefilled` and the ranks report (break_even.py).
+    may be used at once (default: all), and more as ranks report them. `options` are the user's, and `engine` says how
+    the engine steps and what it does by itself.
 
     After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good (`is_off`).
 
-    With `waits_for_loads` off, no lookup is Pending because others load (rule 13): for an engine in which a request
-    that waits has its device blocks already.
-
-    With `exchanges` a load may take the place of what it overwrites (exchange.py). The ranks must do so: a CopyWorker
-    does, where no two share a host region. Lazy makes use of it, in models with one group and no checkpoints.
-
-    With `log_boundaries`, `take_events` tells which boundaries can be hit on the host; lazy without checkpoints, behind
-    what the device has (rule 3). It does not take off what groups that look ahead drop from the end of a hit.
-
     Raises ConfigurationError when the parts do not fit together.
     """
+
+    _declines = True  # whether policy and thresholds may keep a chunk out
 
     def __init__(
         self,
@@ -116,46 +101,39 @@ class CPUPrefixCache:
         *,
         host_blocks: int,
         ready_blocks: int | None = None,
-        offload: str = "lazy",
-        policy: str = "lru",
-        ranks: int = 1,
-        steps: EngineSteps = USUAL_STEPS,
-        checkpoint_interval: int | None = None,
-        thresholds: Thresholds = NO_THRESHOLDS,
-        min_load_tokens: int | None = 0,
-        declines: bool = True,
-        waits_for_loads: bool = True,
-        exchanges: bool = False,
-        log_boundaries: bool = False,
+        options: CacheOptions = USUAL_OPTIONS,
+        engine: EngineTraits = USUAL_ENGINE,
     ) -> None:
-        _check(planner, host_blocks, offload, checkpoint_interval)
+        _check(planner, host_blocks, options.checkpoint_interval)
+        offload = options.offload
         self.planner = planner
         self._device = device
         self.pool = new_pool(
-            *(planner, host_blocks, policy),
+            planner,
+            host_blocks,
+            options.policy,
             ready=ready_blocks,
-            thresholds=thresholds,
-            declines=declines,
-            log_boundaries=log_boundaries,
+            thresholds=Thresholds(options.store_after, options.min_store_tokens) if self._declines else None,
+            log_boundaries=engine.log_boundaries,
             beside=device.num_blocks // planner.device_blocks_per_chunk if self._shares(planner, offload) else None,
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
         self.epoch = 0
         self.is_off = False
-        self._ranks = ranks
-        self._steps = steps
-        self._checkpoint_interval = checkpoint_interval
-        self._waits_for_loads = waits_for_loads
-        self._exchanges = exchanges and self.pool.is_shared and len(planner.pieces) == 1
-        self._ledger = TransferLedger(ranks)
+        self._ranks = engine.ranks
+        self._steps = engine.steps
+        self._checkpoint_interval = options.checkpoint_interval
+        self._waits_for_loads = engine.waits_for_loads
+        self._exchanges = engine.exchanges and self.pool.is_shared and len(planner.pieces) == 1
+        self._ledger = TransferLedger(engine.ranks)
         margin = MARGIN if offload == "lazy" and not self.pool.is_shared else 1.0
         self._stores = StorePlanner(self.coordinator, device, self._ledger, margin)
         self._offload = self._new_offload(offload)
-        self._running = RunningRequests(self.coordinator, device, self._offload, steps)
+        self._running = RunningRequests(self.coordinator, device, self._offload, engine.steps)
         self._completion = Completion(
             self.pool, self._ledger, device, self._offload, self._running.__contains__, self._committed
         )
-        self._break_even = BreakEven(min_load_tokens, planner.chunk_bytes / planner.grid_tokens, ranks)
+        self._break_even = BreakEven(options.min_load_tokens, planner.chunk_bytes / planner.grid_tokens, engine.ranks)
         self._is_full = False  # in this step a load had no room beside others
         self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
         self._hit_tokens = self._union_misses = 0
@@ -167,7 +145,7 @@ class CPUPrefixCache:
         """How far `request` could be resumed, when the device has everything before token `n0`, and from where to load.
 
         Changes one thing only: after an answer Pending for lack of device blocks, all later loads of this step are
-        Pending too (rule 13). `now` is in seconds, of any clock that does not run backwards.
+        Pending too (rule 12). `now` is in seconds, of any clock that does not run backwards.
         """
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         is_worth = boundary - n0 >= max(1, self.min_load_tokens)
@@ -197,7 +175,7 @@ class CPUPrefixCache:
         self.pool.unpin(lease.pin)
 
     def check_destinations(self, destinations: Sequence[Sequence[int]], n0: int, boundary: int) -> None:
-        """Check what `load` demands of destinations, for a manager that asks before it admits the request.
+        """Check what `load` demands of destinations, for a manager that checks before it admits the request.
 
         Raises MisuseError for blocks not given by group, too few or too many, null ones, and one named twice.
         """
@@ -283,7 +261,10 @@ class CPUPrefixCache:
         if self.planner.has_checkpoints:
             kept = [self.planner.chunks_to_resume(resumed)] if resumed else []
             kept += self.coordinator.wanted_checkpoints(
-                *(request.keys, end, request.num_tokens, self._checkpoint_interval),
+                request.keys,
+                end,
+                request.num_tokens,
+                self._checkpoint_interval,
                 is_elsewhere=lambda key: self._device.find(key) is not None,
             )
             self._union_misses += self._is_union_miss(request, end)
@@ -296,7 +277,7 @@ class CPUPrefixCache:
     def due(self) -> list[Hashable]:
         """The requests that may have crossed a boundary since `computed` was last called for them.
 
-        An engine that steps many requests at once calls `computed` for these and no others (rule 18).
+        An engine that steps many requests at once calls `computed` for these and no others (rule 16).
         """
         return self._running.due()
 
@@ -322,7 +303,7 @@ class CPUPrefixCache:
         self._running.begin_step()
         self._is_full = False
         if self.is_off:
-            self._offload.invalidated()  # what leaves the device is not stored
+            self._offload.invalidated()  # blocks that leave the device are not stored
         else:
             self._offload.plan()
         plans, cancelled = self._ledger.launch()
@@ -387,14 +368,14 @@ class CPUPrefixCache:
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
-        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 14), and a load
+        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 13), and a load
         whose hit was found before saves nothing.
         """
         self._offload.invalidated()
         self._completion.cancel_stores_from(device_blocks)
 
     def reset(self) -> None:
-        """Nothing cached before now may be used again. Never fails, takes effect at once (rule 14).
+        """Nothing cached before now may be used again. Never fails, takes effect at once (rule 13).
 
         Transfers in flight resolve as usual and register nothing. Nothing more is stored for running requests, whose
         tokens from before the reset must not be used either.
@@ -425,7 +406,7 @@ class CPUPrefixCache:
         return len(self._ledger) > 0
 
     def statistics(self) -> CacheStatistics:
-        """Counts of what the cache holds and has done so far. O(1)."""
+        """Counts of what the cache holds and has done so far. O(pins)."""
         loading = len(self._ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
@@ -457,13 +438,13 @@ class CPUPrefixCache:
         for node in writing:
             assert self.pool.state(node) in (State.WRITING, State.RETIRED), "a store lost its blocks"
         for key, transfer in self._ledger.writing.items():
-            assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 13)"
+            assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 12)"
             assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"
         for transfer in self._ledger:
             for key in transfer.keys if transfer.is_store and not transfer.is_cancelled else ():
-                assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 13)"
+                assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 12)"
             if transfer.phase is Phase.LANDED:
-                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 11)"
+                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 10)"
 
     # Details
 
@@ -602,11 +583,9 @@ class CPUPrefixCache:
         return running
 
 
-def _check(planner: HybridChunkPlanner, host_blocks: int, offload: str, checkpoint_interval: int | None) -> None:
+def _check(planner: HybridChunkPlanner, host_blocks: int, checkpoint_interval: int | None) -> None:
     """Raises ConfigurationError when the parts of a cache do not fit together."""
-    if offload not in OFFLOAD_MODES:
-        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {offload!r}")
-    if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % planner.grid_tokens):
+    if checkpoint_interval is not None and checkpoint_interval % planner.grid_tokens:
         raise ConfigurationError(
             f"checkpoint_interval must be a multiple of the grid's {planner.grid_tokens} tokens, "
             f"got {checkpoint_interval}"

@@ -1,11 +1,11 @@
 """How vLLM finds the connectors by their names alone: the entry point in `vllm.general_plugins`.
 
     register()                      called by vLLM in each of its processes, whether a connector is used or not
-    CPUPrefixCacheConnector         imported from `connector.vllm` when vLLM asks for it
+    CPUPrefixCacheConnector         imported from `connector.vllm` when vLLM needs it
     CPUPrefixCacheMultiConnector    imported from `connector.vllm.multi`
 
 Another module named `connector` that comes first in sys.path, as one in the folder from which `python -m` was started,
-hides the package. This one has a name that nobody else uses, so it can be found, and say what is in the way.
+hides the package. This one has a name that nobody else uses, so it can be found, and name the package in the way.
 """
 
 from contextlib import suppress

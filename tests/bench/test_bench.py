@@ -1,4 +1,4 @@
-"""`cpu-prefix-cache bench`, as far as it goes without a CUDA device: what it says, what it draws, what it refuses."""
+"""`cpu-prefix-cache bench`, as far as it goes without a CUDA device: its report, its picture, its refusals."""
 
 import json
 import subprocess
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.bench import measure
-from cpu_prefix_cache.bench.rates import Rate, draw, table
-from cpu_prefix_cache.cli import main
-from cpu_prefix_cache.replay.rate_options import number_or_file
+from cpu_prefix_cache.tools.bench import measure
+from cpu_prefix_cache.tools.bench.rates import Rate, draw, table
+from cpu_prefix_cache.tools.cli import main
+from cpu_prefix_cache.tools.replay.rate_options import number_or_file
 
 RATES = [
     Rate("staged", 4096, "store", 50.0),
@@ -61,15 +61,16 @@ def test_it_prints_what_was_measured_and_draws_and_writes_it(capsys, monkeypatch
     assert written["rates"][0] == {"method": "staged", "fragment_bytes": 4096, "direction": "store", "gb_per_s": 50.0}
 
 
-def test_without_a_device_it_says_so(capsys, monkeypatch):
+def test_a_machine_without_a_device_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench"]) == 2
     assert "there is no CUDA or HIP device 0 here: 0 were found" in capsys.readouterr().err
 
 
-def test_without_torch_it_says_what_to_install():
+def test_a_missing_torch_is_named_with_its_install_command():
     program = (
-        "import sys; sys.modules['torch'] = None; from cpu_prefix_cache.cli import main; sys.exit(main(['bench']))"
+        "import sys; sys.modules['torch'] = None; "
+        "from cpu_prefix_cache.tools.cli import main; sys.exit(main(['bench']))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "pip install torch triton, or torch for ROCm" in result.stderr

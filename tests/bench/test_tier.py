@@ -1,4 +1,4 @@
-"""`cpu-prefix-cache bench --tier`: what it measures of a small file and of a store, and that nothing is left behind."""
+"""`cpu-prefix-cache bench --tier`: its figures of a small file and of a store, and that nothing is left behind."""
 
 import json
 import subprocess
@@ -7,21 +7,21 @@ import sys
 import pytest
 
 from cpu_prefix_cache import PrefixCacheError
-from cpu_prefix_cache.bench import slot_rates, tier_bench
-from cpu_prefix_cache.bench.file_rates import FileUnderTest
-from cpu_prefix_cache.bench.slot_rates import measure_slots
-from cpu_prefix_cache.bench.tier_report import break_even
-from cpu_prefix_cache.cli import main
 from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 from cpu_prefix_cache.stores.opening import OURS
+from cpu_prefix_cache.tools.bench import slot_rates, tier_bench
+from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
+from cpu_prefix_cache.tools.bench.slot_rates import measure_slots
+from cpu_prefix_cache.tools.bench.tier_report import break_even
+from cpu_prefix_cache.tools.cli import main
 
 SLOT = 8192
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """What takes a second: slots of two pages, eight at a time, and one run of each."""
+    """A bench of one second: slots of two pages, eight at a time, and one run of each."""
     monkeypatch.setattr(slot_rates, "TRANSFER_BYTES", 8 * SLOT)
     monkeypatch.setattr(tier_bench, "SLOT_BYTES", (SLOT, SLOT // 2))
     monkeypatch.setattr(tier_bench, "LEAST_BYTES", SLOT)
@@ -60,7 +60,7 @@ def test_interrupted_it_leaves_nothing_either(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_what_was_read_is_verified(tmp_path):
+def test_the_slots_read_are_verified(tmp_path):
     file = FileUnderTest(str(tmp_path), 64 * SLOT, SLOT)
     file.write()
     assert file.read().seconds > 0
@@ -75,13 +75,15 @@ def test_what_was_read_is_verified(tmp_path):
 
 
 class Kept(MemoryStore):
-    """What happened to the store at memory://, and what is left in it."""
+    """The store at memory://: its history, and the values left in it."""
 
     last = None
 
     def __init__(self, url):
         super().__init__()
-        Kept.last, self.put, self.is_closed = self, [], False
+        Kept.last = self
+        self.put = []
+        self.is_closed = False
 
     def put_from(self, keys, buffers, timeout):
         self.put += keys
@@ -153,7 +155,7 @@ def test_an_interrupted_measurement_leaves_nothing_in_the_store(monkeypatch):
         (Fails, "did not answer in time"),
     ],
 )
-def test_a_store_that_fails_is_said(at_memory, capsys, kind, sentence):
+def test_a_store_that_fails_is_reported(at_memory, capsys, kind, sentence):
     at_memory(kind)
     assert main(["bench", "--tier", "memory://here"]) == 2
     assert sentence in capsys.readouterr().err
@@ -173,7 +175,7 @@ def test_a_store_that_fails_is_said(at_memory, capsys, kind, sentence):
         (["--prefill-rate", "5"], "--prefill-rate is for --tier"),
     ],
 )
-def test_what_cannot_be_measured_is_said(capsys, options, sentence):
+def test_options_that_cannot_be_measured_are_refused(capsys, options, sentence):
     assert main(["bench", *options]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -183,9 +185,10 @@ def test_a_file_faster_than_computing_is_worth_reading():
     assert break_even(0.5, 1_000_000, 1_000).endswith("nothing would be read")
 
 
-def test_without_torch_it_says_what_to_install():
+def test_a_missing_torch_is_named_with_its_install_command():
     program = (
-        "import sys; sys.modules['torch'] = None; from cpu_prefix_cache.cli import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; sys.modules['torch'] = None; "
+        "from cpu_prefix_cache.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "bench", "--tier", "/tmp"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What can be wrong in a snapshot: one function for each, which gives a damaged copy.
+"""Damages of a snapshot: one function for each, which gives a damaged copy.
 
 Each takes what the model keeps, a snapshot, the states of an earlier boundary, and a number that varies the place.
 """

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from connector.transformers.forward import ForwardPass
+from connector.transformers.layers import first_seen
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.rows import BlockTable
@@ -102,7 +103,7 @@ class Running:
 
     def window(self, group):
         """The blocks that a checkpoint here needs, each whole."""
-        first = group.local.first(self.table.length) // self.bench.block_tokens * self.bench.block_tokens
+        first = first_seen(group.local, self.table.length) // self.bench.block_tokens * self.bench.block_tokens
         return self.blocks(group, first, self.table.length)
 
     def blocks(self, group, first, end):

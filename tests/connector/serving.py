@@ -10,7 +10,7 @@ from connector.transformers.continuing import Continuation
 from random_models import WINDOW, build_family
 from tests.connector.running import error, prompt
 
-# Of the deviation of the logits. Measured 2e-6 and 4e-2.
+# In deviations of the logits. Measured 2e-6 and 4e-2.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 BLOCK = 16
 PREFILL = 64

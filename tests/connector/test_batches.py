@@ -123,7 +123,7 @@ def test_answers_end_one_after_the_other(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "falcon_h1"])
 def test_a_conversation_goes_on_behind_an_answer_of_a_batch(family):
-    """What the rows wrote to the pool, and the checkpoints taken of them, are theirs."""
+    """KV that the rows wrote to the pool, and checkpoints taken of them, are their own."""
     with generator_of(family) as generator:
         answers, _ = answered(generator, prompts(), do_sample=False)
         turns = [[*ids, *answer.tokens, 9] for ids, answer in zip(prompts(), answers, strict=True)]
@@ -266,7 +266,7 @@ def test_a_prompt_that_is_refused_costs_no_answer_before_it(at):
         generator.pool.check_valid()
 
 
-def test_a_streamer_hears_one_answer():
+def test_a_streamer_gets_one_answer():
     with generator_of("llama", batch_size=2) as generator:
         with pytest.raises(ConfigurationError, match="a streamer hears one answer"):
             generator.generate(prompts(), 3, streamer=Listener())

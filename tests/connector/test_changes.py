@@ -140,7 +140,7 @@ def test_an_adapter_that_is_switched_off_counts():
 
 
 @pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
-def test_what_a_model_does_while_it_computes_is_no_change(arch):
+def test_changes_that_a_model_makes_while_it_computes_are_none(arch):
     of = model(arch=arch)
     resets = []
     weights = Weights(of, lambda: resets.append(1))

@@ -1,4 +1,4 @@
-"""Whose hit is loaded: against a model that tries every answer that could still come, in exact numbers."""
+"""The choice of the hit to load, against a model that tries every answer that could still come, in exact numbers."""
 
 import doctest
 from fractions import Fraction
@@ -87,7 +87,7 @@ def test_a_cache_that_loads_faster_does_not_lose_by_it(question, data):
 
 @given(questions(), st.lists(seconds, min_size=4, max_size=4), st.fractions(Fraction(1, 16), 1, max_denominator=16))
 def test_no_answer_that_comes_late_would_have_been_worth_its_wait(question, delays, step):
-    """The caches know after `delays` what they have, and the engine asks once a step until nobody is waited for."""
+    """The caches answer after `delays`, and the engine queries once a step until it waits for none."""
     truth, prompt, _ = question
     waited = Fraction(0)
     while True:

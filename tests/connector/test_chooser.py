@@ -1,4 +1,4 @@
-"""Requests from the first question to the end of their loads, with a clock that goes as the test says."""
+"""Requests from the first query to the end of their loads, with a clock that the test sets."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def ask_and_admit(chooser, id, *tokens):
     return chooser.admitted(id, 0 if choice.winner is None else tokens[choice.winner])
 
 
-# Who loads
+# The cache that loads
 
 
 def test_the_faster_one_loads_once_both_were_measured(clock):
@@ -70,15 +70,15 @@ def test_the_queue_of_one_sends_requests_to_the_other(clock):
     assert Counter(load.cache for load in loads) == {0: 5, 1: 5}
 
 
-def test_what_the_engine_does_not_take_is_not_loaded(clock):
+def test_a_choice_that_the_engine_does_not_take_is_not_loaded(clock):
     chooser = chooser_of(1, clock)
     assert chooser.answered("a", [500], 1000) == Choice(0, ())
     assert chooser.admitted("a", 0) is None
-    assert chooser.admitted("a", 500) is None  # nobody was asked
+    assert chooser.admitted("a", 500) is None  # no query was made
     assert chooser.counts[0].queries == 1
 
 
-# Who is waited for
+# Caches that are waited for
 
 
 def test_one_that_never_answers_costs_one_deadline(clock):
@@ -122,13 +122,13 @@ def test_nobody_waits_longer_than_could_be_saved(clock):
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [(0, "nothing"), (ERROR, "error")])
-def test_one_that_has_nothing_or_fails_to_say_is_a_miss(clock, tokens, reason):
+def test_a_cache_that_has_nothing_or_gives_no_answer_is_a_miss(clock, tokens, reason):
     chooser = chooser_of(2, clock)
     assert ask_and_admit(chooser, "a", tokens, 500).cache == 1
     assert chooser.counts[0].misses[reason] == chooser.counts[0].queries == 1
 
 
-def test_what_failed_for_a_request_is_not_heard_again_by_it(clock):
+def test_a_cache_whose_load_failed_is_not_chosen_again_for_the_request(clock):
     chooser = chooser_of(2, clock)
     load = ask_and_admit(chooser, "a", 900, 500)
     load.has_failed = True

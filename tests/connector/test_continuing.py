@@ -1,4 +1,4 @@
-"""What is learnt of a model when it is loaded: what its layers keep, and how it goes on from there."""
+"""Facts learnt about a model when it is loaded: the states that its layers keep, and how it goes on from there."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
-from cpu_prefix_cache import ConfigurationError, GroupKind
+from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError, WindowGroup
 from random_models import FAMILIES, WINDOW, build_family, initialise, tiny
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
@@ -36,7 +36,7 @@ def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
 
 
 class CountsFromZero(LlamaForCausalLM):
-    """What Bamba does when it is not told the positions: several tokens count from 0 again, whatever came before."""
+    """Behaves like Bamba without positions: several tokens count from 0 again, whatever came before."""
 
     def forward(self, input_ids, position_ids, **options):
         if input_ids.shape[1] > 1:
@@ -90,7 +90,7 @@ def test_recurrent_gemma_keeps_its_states_in_its_modules_and_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_shows_behind_a_window_only_is_found(dtype):
+def test_a_fault_that_shows_only_beyond_the_window_is_found(dtype):
     torch.manual_seed(0)
     model = ForgetsFarTokens(tiny("gemma3").config).eval()
     initialise(model)
@@ -107,9 +107,9 @@ def llama(layers, **options):
 def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
     kinds = ["full_attention", "sliding_attention", "chunked_attention", "sliding_attention"]
     past = ModelPast(llama(4, layer_types=kinds, sliding_window=48, attention_chunk_size=24))
-    assert [(each.local.kind, each.local.tokens, each.token_bytes) for each in past.locals] == [
-        (GroupKind.WINDOW, 48, 512),
-        (GroupKind.CHUNK_LOCAL, 24, 256),
+    assert [(type(each.local), each.local.window_tokens, each.token_bytes) for each in past.locals] == [
+        (WindowGroup, 48, 512),
+        (ChunkLocalGroup, 24, 256),
     ]
     assert [[part.layer for part in each.parts] for each in past.locals] == [[1, 1, 3, 3], [2, 2]]
     assert past.full.num_bytes == 256
@@ -129,7 +129,7 @@ def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
         ("deepseek_v3", "f f f f", (320, 0, 0)),
     ],
 )
-def test_what_a_family_keeps_and_what_it_weighs(family, layers, weight):
+def test_each_family_keeps_these_layers_in_these_bytes(family, layers, weight):
     """Bytes of full attention per token, of windows per token, and of all states."""
     past = ModelPast(tiny(family))
     names = ["f" * each.full + local(each) + "s" * bool(each.states) for each in past.layers]
@@ -138,7 +138,7 @@ def test_what_a_family_keeps_and_what_it_weighs(family, layers, weight):
 
 
 def local(layer):
-    return {None: "", GroupKind.WINDOW: "w", GroupKind.CHUNK_LOCAL: "c"}[layer.local and layer.local.kind]
+    return {None: "", "window": "w", "chunk-local": "c"}[layer.local and layer.local.kind]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Every family of models, served with the cache as without it; and every comparison shown to see a wrong piece.
 
-A story asks a generator with a small device pool, so that what it asks for again comes back from the host, and asks
-the same engine without a cache, with the same prefill cuts. The tokens must be the same, and the logits of the first
+A story runs a generator with a small device pool, so that repeated prompts come back from the host, and the same
+engine without a cache, with the same prefill cuts. The tokens must be the same, and the logits of the first
 one within 1e-4 of their deviation. Blocks are of 16 tokens; windows and chunks of attention reach over 32, and a
 prefill chunk over 64, so that it is longer than either.
 
-    documents     asked again once they have left the device, on and beside every kind of boundary
+    documents     repeated once they have left the device, on and beside every kind of boundary
     turns         a conversation goes on behind its own answer
     branches      two prompts part inside a chunk, and a third finds where they did
     reset         the device forgets everything, the host does not
@@ -16,7 +16,7 @@ The controls below each kind of hit damage one piece of one group: at least 7 of
 
 import pytest
 
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, GroupKind
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, WindowGroup
 from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
 from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
@@ -102,7 +102,7 @@ def test_a_device_that_forgets_finds_everything_on_the_host(family, mode):
 
 
 @families
-def test_what_is_on_the_device_is_resumed_without_a_host(family):
+def test_prompts_on_the_device_are_resumed_without_a_host(family):
     pair = Pair(family, "off")
     for length in (16, 33, 64, 81, 113):
         opening = document(length, length)
@@ -168,11 +168,11 @@ def damages(planner):
             return lambda copier, tensors: CorruptingCopier(copier, tensors, at, loads=None, blocks=blocks)
 
         yield f"{group.name}: the last piece", zeroes(slice(-width, None))
-        if group.kind is GroupKind.PREFIX:
+        if group.is_prefix:
             yield f"{group.name}: the first piece", zeroes(slice(width))
-        if group.kind is GroupKind.WINDOW:
+        if isinstance(group, WindowGroup):
             yield f"{group.name}: its oldest piece, a window that is too short", zeroes(slice(width))
-        if group.kind is GroupKind.STATE:
+        if group.is_state:
             yield f"{group.name}: another boundary's", lambda copier, tensors, at=at: StaleCopier(copier, at)
 
 

@@ -1,8 +1,8 @@
-"""What users of `model.generate` expect: the same answer for the same settings, from a cache or not.
+"""Equality with `model.generate`: the same answer for the same settings, from a cache or not.
 
-`generate` is asked beside the generator, with the same options and the same seed. A recorder in the list of
+`generate` runs beside the generator, with the same options and the same seed. A recorder in the list of
 processors keeps the logits of every step; they must be equal within 1e-4 of their deviation, and the tokens equal. Each
-prompt is asked until it comes back from host memory. The controls show that a setting that is left out, another seed
+prompt is repeated until it comes back from host memory. The controls show that a setting that is left out, another seed
 and a damaged block are seen.
 """
 
@@ -71,6 +71,19 @@ def generator_of(model, tokenizer=None, **options):
     return PrefixCachedGenerator(model, tokenizer, **{**usual, **options})
 
 
+class Resetting(Recorder):
+    """Resets the generator in the middle of its answer."""
+
+    def __init__(self, generator, at):
+        super().__init__()
+        self.generator, self.at = generator, at
+
+    def __call__(self, ids, scores):
+        if len(self.seen) == self.at:
+            self.generator.reset()
+        return super().__call__(ids, scores)
+
+
 def asked(model, ids, seed=3, **options):
     """The tokens that `generate` answers, and the logits of every step."""
     recorder = Recorder()
@@ -80,8 +93,8 @@ def asked(model, ids, seed=3, **options):
     return tuple(whole[0, len(ids) :].tolist()), torch.stack(recorder.seen)
 
 
-def answered(generator, ids, seed=3, **options):
-    recorder = Recorder()
+def answered(generator, ids, seed=3, recorder=None, **options):
+    recorder = recorder or Recorder()
     options = {"max_new_tokens": NEW_TOKENS, **options}
     answer = generator.answer(ids, seed=seed, logits_processor=[recorder], **options)
     return answer, (answer.tokens, torch.stack(recorder.seen))
@@ -189,7 +202,7 @@ def test_settings_come_from_the_call_then_its_configuration_then_the_models(llam
         (dict(max_new_tokens=0), "max_new_tokens"),
     ],
 )
-def test_what_is_not_carried_out_is_refused_by_its_name(llama, options, name):
+def test_unsupported_options_are_refused_by_name(llama, options, name):
     with generator_of(llama) as generator:
         with pytest.raises(ConfigurationError, match=name):
             generator.generate([document(1, 61)], **options)  # at once, not with the first answer
@@ -223,6 +236,18 @@ def letters():
     tokenizer.decoder = Fuse()
     template = "{% for each in messages %}{{ each.content }}{% endfor %}{% if add_generation_prompt %}f{% endif %}"
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_processor_that_resets_the_generator_costs_the_answer_its_caching_and_no_block(model, at):
+    ids = document(1, 61)
+    expected = asked(model, ids)
+    with generator_of(model) as generator:
+        for _ in range(3):
+            assert agree(answered(generator, ids, recorder=Resetting(generator, at))[1], expected)
+            now = generator.pool.statistics()
+            assert (now.writing, now.retired, now.pinned) == (0, 0, 0)
+        assert agree(answered(generator, ids)[1], expected)
 
 
 def test_an_answer_ends_with_a_stop_string(model):
@@ -275,8 +300,10 @@ class Listener(BaseStreamer):
         self.heard.append("end")
 
 
-def test_a_streamer_hears_what_generate_tells_it(llama):
-    ids, ours, theirs = document(1, 61), Listener(), Listener()
+def test_a_streamer_gets_the_same_calls_as_from_generate(llama):
+    ids = document(1, 61)
+    ours = Listener()
+    theirs = Listener()
     llama.generate(torch.tensor([ids]), max_new_tokens=5, streamer=theirs)
     with generator_of(llama) as generator:
         list(generator.generate([ids, ids], 5, streamer=ours))
@@ -355,7 +382,7 @@ def test_a_chat_template_s_output_is_a_prompt(llama):
         (["a", "b"], "one prompt, got 2: give them to generate"),
     ],
 )
-def test_what_is_no_prompt_is_refused_in_a_sentence(llama, prompt, sentence):
+def test_malformed_prompts_are_refused_in_a_sentence(llama, prompt, sentence):
     with generator_of(llama) as generator, pytest.raises(PromptRefused, match=sentence):
         generator.answer(prompt, 4)
 

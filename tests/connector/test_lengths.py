@@ -1,4 +1,4 @@
-"""Models that say in another word how long a prompt may be, or not at all: GPT-2, Bloom, Mamba, Mamba 2.
+"""Models that give the longest prompt under another name, or not at all: GPT-2, Bloom, Mamba, Mamba 2.
 
 Their answers from host memory are those of `model.generate`. The control: a damaged piece shows.
 """
@@ -90,12 +90,12 @@ def test_control_a_damaged_piece_shows(name):
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_a_model_that_does_not_say_it_must_be_told(name):
+def test_a_model_without_a_length_needs_max_model_len(name):
     with pytest.raises(ConfigurationError, match="does not say how long a prompt may be: give max_model_len"):
         generator_of(name)
 
 
-def test_gpt2_says_it_in_another_word():
+def test_gpt2_has_its_length_under_another_name():
     with generator_of("gpt2") as generator:
         assert generator.max_model_len == 96
     with generator_of("gpt2", max_model_len=50) as generator, pytest.raises(PromptRefused, match="more than the model"):

@@ -49,7 +49,7 @@ def sees():
 
 
 def with_an_image(tokens):
-    """What a processor gives for one small image before these tokens."""
+    """Result of a processor for one small image before these tokens."""
     ids = torch.tensor([[303, IMAGE, 304, *tokens]])
     patches = torch.randn(MERGE * MERGE, 3 * 2 * PATCH * PATCH, generator=torch.Generator().manual_seed(1))
     grid = torch.tensor([[1, MERGE, MERGE]])
@@ -146,7 +146,7 @@ def test_a_token_that_generate_does_not_take_for_padding_counts(llama, options):
     assert rows[0] != as_generate_answers(llama, PADDED, pad_token_id=0)[0]  # the control: padding shows
 
 
-def test_what_a_mask_keeps_counts_whatever_it_is(llama):
+def test_tokens_that_a_mask_keeps_count_whatever_they_are(llama):
     prompt = {"input_ids": PADDED, "attention_mask": [[1] * 33] * 2}
     with generator_of(llama) as generator:
         got = list(generator.generate(prompt, NEW_TOKENS, do_sample=False, pad_token_id=0))
@@ -156,7 +156,7 @@ def test_what_a_mask_keeps_counts_whatever_it_is(llama):
     assert [each.tokens for each in got] == expected
 
 
-# --- what only looks like token ids or a mask --------------------------------------------------------------------
+# --- values that only look like token ids or a mask -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

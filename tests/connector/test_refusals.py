@@ -195,7 +195,7 @@ class Interrupted(MeddlingCopier):
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
-def test_an_interrupted_copy_leaves_nothing_behind(offload):  # rule 11
+def test_an_interrupted_copy_leaves_nothing_behind(offload):  # rule 10
     copiers = []
 
     def wrap(copier, tensors):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from connector.tier.options import check_options, said_tier
+from connector.tier.options import TierOption
 from connector.tier.revision import MAX_BYTES, read_revision, reset
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.stores.memory_store import MemoryStore
@@ -32,7 +32,7 @@ def file(tmp_path):
     return path
 
 
-def test_engines_whose_files_say_the_same_share(file):
+def test_engines_with_equal_revision_files_share(file):
     same = file.with_name("of another machine")
     same.write_text("step 1200")
     other = file.with_name("other")
@@ -70,22 +70,21 @@ def test_a_file_that_is_no_name_is_not_read_whole(file):
 
 
 def test_it_is_the_revision_at_the_start(file):
-    said = {"kind": "redis", "url": "redis://host", "revision_file": str(file)}
-    check_options(said)
+    option = TierOption.of({"kind": "redis", "store": "redis://host", "revision_file": str(file)})
 
     def never():
         raise AssertionError("the weights are not asked for")
 
-    assert said_tier(said, engine=0, model="m", weights=never, hash="sha256").revision == "step 1200"
+    assert option.of_engine(0, model="m", weights=never, hash="sha256").revision == "step 1200"
 
 
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"kind": "redis", "url": "redis://host", "revision": "1"}, "leave one of them out"),
-        ({"kind": "file", "path": "/nvme", "bytes": 5}, "unknown key 'revision_file' in tier"),
+        ({"kind": "redis", "store": "redis://host", "revision": "1"}, "leave one of them out"),
+        ({"kind": "file", "path": "/nvme", "bytes": 5}, "unknown key 'revision_file' in a tier"),
     ],
 )
 def test_it_is_refused_where_it_would_mean_nothing(file, said, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
-        check_options({**said, "revision_file": str(file)})
+        TierOption.of({**said, "revision_file": str(file)})

@@ -56,7 +56,7 @@ def test_four_threads_get_their_own_answers(family, batch_size, quick_switches):
         assert generator._served == THREADS * PROMPTS or batch_size > 1  # a request that finds no room comes again
 
 
-def test_a_processor_may_ask_for_another_answer():
+def test_a_processor_may_start_another_answer():
     model = build_family("llama", hidden=32, layers=2, window=32)
     with PrefixCachedGenerator(model, device_blocks=30, host_bytes=1 << 22) as generator:
         inner = []
@@ -71,7 +71,7 @@ def test_a_processor_may_ask_for_another_answer():
 
 
 def test_statistics_wait_for_no_batch(tmp_path):
-    """Not those that a streamer's reader asks for, and `put` waits for it."""
+    """A streamer's reader may take statistics while `put` waits for it."""
     model = build_family("llama", hidden=32, layers=2, window=32)
     answering, read = threading.Event(), threading.Event()
 

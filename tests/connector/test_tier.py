@@ -44,7 +44,7 @@ def test_other_weights_find_nothing(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_whose_it_is_may_be_said(tmp_path):
+def test_model_and_revision_of_a_tier_are_options(tmp_path):
     answered(model(seed=0), tmp_path, model="mine", revision="1")
     assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
 
@@ -98,7 +98,9 @@ def test_after_a_reset_nothing_of_before_is_found_though_the_weights_are_the_sam
 
 
 def test_a_revision_changes_with_any_byte_and_with_adapters():
-    same, rows, off = model(), model(), model()
+    same = model()
+    rows = model()
+    off = model()
     train_special_tokens(rows)
     off.model.layers[0].self_attn.k_proj._disable_adapters = True
     assert len({weights_revision(each) for each in (same, rows, off)}) == 3
@@ -119,14 +121,16 @@ def raising(tensor):
     raise RuntimeError("out of memory")
 
 
-def test_a_name_alone_does_not_say_which_weights(tmp_path):
+def test_a_name_alone_does_not_identify_the_weights(tmp_path):
     store = MemoryStore()
     first, other, again = (answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))
     assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
 
 
 def test_a_revision_changes_with_weights_and_configuration_alone():
-    same, other, changed = model(), model(seed=1), model()
+    same = model()
+    other = model(seed=1)
+    changed = model()
     assert weights_revision(same) == weights_revision(model())
     assert model_name(same) == "llama"
     same.config._name_or_path = "/somewhere/else"

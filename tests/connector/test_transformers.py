@@ -118,7 +118,7 @@ def test_a_prompt_still_on_the_device_needs_no_host(model):
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
-def test_what_was_asked_once_or_is_short_is_not_stored(model, offload):
+def test_prompts_seen_once_and_short_ones_are_not_stored(model, offload):
     pair = Pair(model, offload, store_after=2, min_store_tokens=100)
     hits = []
     for length in (100, 100, 100, 99, 99, 99):
@@ -170,7 +170,7 @@ class FailingLoads(MeddlingCopier):
         self.copier.copy(direction, copies)
 
 
-def test_what_cannot_be_loaded_is_computed_and_not_tried_again(model):  # S7.24
+def test_loads_that_fail_are_computed_and_not_tried_again(model):  # S7.24
     failing = []
 
     def wrap(copier, tensors):

@@ -66,7 +66,7 @@ def test_after_an_interrupted_load_the_prompt_is_answered(family, mode, late):
 
 
 class TearingCopier(MeddlingCopier):
-    """Damages what every load fills, and then says that it has failed."""
+    """Damages the blocks that every load fills, and then reports that it has failed."""
 
     def __init__(self, copier, tensors) -> None:
         groups = range(len(tensors))
@@ -142,7 +142,7 @@ def test_after_an_interrupted_checkpoint_the_prompt_is_answered(family, monkeypa
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
 @pytest.mark.parametrize("chosen", [0, 6])
 def test_after_a_token_that_was_not_chosen_the_prompt_is_answered(family, mode, chosen):
-    """What it was to be chosen from is computed, but not cached yet: at token 96 that includes a block."""
+    """Its logits are computed, but not cached yet: at token 96 that includes a block."""
     pair, opening = Pair(family, mode), document(1, 90)
 
     def interrupted(ids, scores):

@@ -1,4 +1,4 @@
-"""The tested releases of transformers: what is said of others, and that the pins of CI are the ends of the range."""
+"""The tested releases of transformers: the warning for others, and that the pins of CI are the ends of the range."""
 
 import re
 from pathlib import Path

@@ -72,7 +72,7 @@ def test_a_snapshot_of_a_restored_request_has_the_same_bytes(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_restored_is_copied_from_any_address(family):
+def test_restored_states_are_copied_from_any_address(family):
     """Pages and blocks may be given to others at once, and begin at any byte."""
     models, ids = bench(family), prompt(2)
     snapshot = models.begun(ids, [48]).snapshot()  # for llama4 a single block: the easiest to share by mistake
@@ -116,7 +116,9 @@ def test_where_a_chunk_of_attention_begins_nothing_of_the_last_one_is_needed():
 
 # --- the control: every damage shows -----------------------------------------------------------------------------
 
-AT, TAIL, PROMPTS = 112, [113, 114], 8  # 112 is in the middle of a chunk of 32
+AT = 112  # in the middle of a chunk of 32
+TAIL = [113, 114]
+PROMPTS = 8
 
 
 @cache
@@ -174,11 +176,11 @@ def test_control_jamba_does_not_go_on_with_several_tokens():
     assert count >= PROMPTS - 1
 
 
-# --- what logits cannot see: which byte is where -----------------------------------------------------------------
+# --- the place of each byte, which logits cannot show -----------------------------------------------------------------
 
 
 def feed(request, cuts):
-    """Fill every attention layer with K and V that say where they are: layer, K or V, token, head, width."""
+    """Fill every attention layer with K and V that encode their place: layer, K or V, token, head, width."""
     for cut in cuts:
         begin = request.table.length
         request.table.begin_forward(cut - begin, torch.device("cpu"))
@@ -192,7 +194,9 @@ def feed(request, cuts):
 
 def pattern(layer, name, begin, end, shape):
     """[tokens, heads, width], no two values alike (width and heads of the tiny models are at most 16 and 4)."""
-    tokens, heads, width = torch.arange(begin, end), torch.arange(shape[0]), torch.arange(shape[1])
+    tokens = torch.arange(begin, end)
+    heads = torch.arange(shape[0])
+    width = torch.arange(shape[1])
     place = (2 * layer + (name == "values")) * 256 + tokens[:, None, None]
     return (place * 64 + heads[:, None] * 16 + width).float()
 
@@ -224,12 +228,16 @@ def test_every_token_is_where_it_belongs(family, cuts):
 def test_parts_stand_layer_by_layer_keys_first():
     past = bench("gpt_oss").past
     assert [(part.layer, part.name) for part in past.locals[0].parts] == [
-        *((0, "keys"), (0, "values")),
-        *((2, "keys"), (2, "values")),
+        (0, "keys"),
+        (0, "values"),
+        (2, "keys"),
+        (2, "values"),
     ]
     assert [(part.layer, part.name) for part in bench("bamba").past.states] == [
-        *((0, "conv"), (0, "recurrent")),
-        *((2, "conv"), (2, "recurrent")),
+        (0, "conv"),
+        (0, "recurrent"),
+        (2, "conv"),
+        (2, "recurrent"),
     ]
 
 

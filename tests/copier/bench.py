@@ -1,4 +1,4 @@
-"""Device memory, a host region, and what a planner would say of them: for tests of copiers.
+"""Device memory, a host region, and a planner's description of them: for tests of copiers.
 
 Device memory is host memory, unless COPIER_DEVICE names another device: on a GPU, `make test-gpu` does.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpu_prefix_cache import Group, GroupKind, Piece
+from cpu_prefix_cache import Piece, PrefixGroup
 
 POISON = 0xAB
 DEVICE = torch.device(os.environ.get("COPIER_DEVICE", "cpu"))
@@ -25,7 +25,7 @@ class Shapes:
 def piece_of(name, parts, device_blocks, host_block_bytes):
     """The piece of a group with these parts: as many host blocks as it takes."""
     block_bytes = sum(part[0].numel() * part.element_size() for part in parts)
-    group = Group(name=name, kind=GroupKind.PREFIX, block_tokens=1, block_bytes=block_bytes)
+    group = PrefixGroup(name=name, block_tokens=1, block_bytes=block_bytes)
     num_bytes = device_blocks * block_bytes
     return Piece(group, device_blocks, -(-num_bytes // host_block_bytes), num_bytes)
 

@@ -1,8 +1,9 @@
 """Compiles the copier's kernels for a GPU that is not here. Run by test_kernels_compile.py:
 compile_kernels.py BACKEND ARCH WAVE ALIGNMENTS WIDTHS, the last two separated by commas.
 
-The kernels are those that a Launcher asks Triton for, with the arguments it gives; only the GPU is made up. For each a
-line of JSON is printed: which one it is, the bytes of its binary, and how many loads and stores it has of each width.
+The kernels are those that a Launcher requests from Triton, with the arguments it gives; only the GPU is made up. For
+each a line of JSON is printed: which one it is, the bytes of its binary, and how many loads and stores it has of each
+width.
 """
 
 import json
@@ -38,7 +39,7 @@ def accesses(assembly: str) -> dict[str, dict[int, int]]:
 
 
 def bytes_of(form: str) -> int:
-    """Of one access, by what follows its name.
+    """Bytes of one access, by the suffix of its name.
 
     >>> [bytes_of(form) for form in ("v2.b64", "v4.b32", "b8", "dwordx4", "dwordx2", "dword", "ubyte", "b128", "u8")]
     [16, 16, 1, 16, 8, 4, 1, 16, 1]
@@ -54,7 +55,7 @@ def bytes_of(form: str) -> int:
 
 
 class MadeUp:
-    """As much of Triton's driver as it asks when it compiles."""
+    """As much of Triton's driver as compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""A staged copier of tensors in host memory that cannot tell them from a device's: it has a simulated driver."""
+"""A staged copier of tensors in host memory that takes them for a device's: it has a simulated driver."""
 
 from functools import partial
 

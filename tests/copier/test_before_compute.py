@@ -16,7 +16,11 @@ class NotingCopier(Copier):
     """Notes what it is given and what compute waits for; events are numbered."""
 
     def __init__(self):
-        self.events, self.after, self.behind, self.threads, self.hurried = 0, {}, [], set(), set()
+        self.events = 0
+        self.after = {}
+        self.behind = []
+        self.threads = set()
+        self.hurried = set()
         self.is_hurried, self.ends = False, {}
 
     def here(self):
@@ -81,7 +85,7 @@ def test_they_are_submitted_as_one_and_each_resolves(worker, copier):
     assert worker.report().done == set(range(5))
 
 
-def test_those_that_fail_hold_nothing(worker, copier):
+def test_early_stores_that_fail_hold_no_compute(worker, copier):
     worker.run(
         StepPlan(0, (store(0, 13, holds_compute=True), store(1, 6, holds_compute=True, is_early=True), store(2, 7)))
     )
@@ -144,7 +148,7 @@ def test_an_exchange_with_a_store_that_holds_compute_is_refused(worker, copier):
     assert worker.report().failed == {0, 1} and not copier.behind
 
 
-def test_what_has_ended_is_seen_beside_what_another_thread_submits(copier):
+def test_the_end_of_a_store_is_seen_while_another_thread_submits(copier):
     held = threading.Event()
     usual, worker = copier.submit, CopyWorker(0, copier, threads=True)
     try:

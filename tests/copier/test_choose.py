@@ -1,4 +1,4 @@
-"""Which copier, and why; and of which driver."""
+"""The choice of copier, its reason, and its driver."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_without_triton_staging_is_refused_by_that_name(arguments, monkeypatch):
 def test_the_reference_needs_no_triton():
     program = (
         "import sys, torch; from cpu_prefix_cache import *; from cpu_prefix_cache.copier.choose import choose_copier\n"
-        "group = Group(name='a', kind=GroupKind.PREFIX, block_tokens=1, block_bytes=8)\n"
+        "group = PrefixGroup(name='a', block_tokens=1, block_bytes=8)\n"
         "tensors = [[torch.zeros(4, 8, dtype=torch.uint8)]]\n"
         "choose_copier(HybridChunkPlanner([group], max_model_len=8), tensors, torch.zeros(4, 8, dtype=torch.uint8))\n"
         "print('triton.language' in sys.modules)"
@@ -71,7 +71,7 @@ VENDORS = {
 
 @pytest.fixture
 def built_for(monkeypatch):
-    """Has torch say for whose devices it was built, and gives both vendors a driver that is `found`, or none."""
+    """Sets the vendor that torch was built for, and gives both vendors a driver that is `found`, or none."""
 
     def say(vendor, found=None):
         def find():
@@ -90,12 +90,12 @@ def built_for(monkeypatch):
 
 
 def tensors_on(kind):
-    """All that is asked of tensors before a copier is built."""
+    """All attributes of tensors that are read before a copier is built."""
     return [[SimpleNamespace(device=torch.device(kind))]]
 
 
 @pytest.mark.parametrize("vendor", ["CUDA", "HIP"])
-def test_tensors_that_torch_calls_cuda_are_staged_and_the_log_says_whose_they_are(built_for, monkeypatch, vendor):
+def test_tensors_that_torch_calls_cuda_are_staged_and_the_log_names_their_vendor(built_for, monkeypatch, vendor):
     built_for(vendor, SimpleNamespace(name=vendor))
     monkeypatch.setattr(staged, "StagedCopier", lambda *_, **__: SimpleNamespace(paths="directly"))
     choice = choose_copier(None, tensors_on("cuda"), None)

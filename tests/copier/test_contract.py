@@ -1,4 +1,4 @@
-"""What every copier does: the right bytes to the right blocks, nothing else touched, nothing moved on a bad id."""
+"""Contract of every copier: the right bytes to the right blocks, nothing else touched, nothing moved on a bad id."""
 
 from dataclasses import replace
 
@@ -137,7 +137,7 @@ def test_neighbours_and_scattered_blocks_come_back_alike(build, device_blocks):
         assert (rows[[at for at in range(100) if at not in landed]] == POISON).all()
 
 
-def test_what_a_piece_leaves_of_its_last_host_block_is_left_alone(build):
+def test_the_rest_of_the_last_host_block_of_a_piece_is_left_alone(build):
     part = randoms(4, 90)
     host = poisoned(6, 40)
     copier = build(shapes_of([[part]], [1], 40), [[part]], host)
@@ -150,7 +150,7 @@ def test_what_a_piece_leaves_of_its_last_host_block_is_left_alone(build):
 
 
 def layouts(fp8=torch.float8_e4m3fn):
-    """What engines have, by name: how to allocate it for 6 blocks of 4 tokens, 2 layers, and declare its parts."""
+    """Layouts of engines, by name: how to allocate each for 6 blocks of 4 tokens, 2 layers, and declare its parts."""
 
     def apart(tensors):
         return [
@@ -220,7 +220,7 @@ def test_every_layout_comes_back(build, layout, device_blocks):  # L5.32, S7.49
     assert all((storage == POISON).all() for storage in storages(tensors))  # padding and other blocks
 
 
-def test_the_bytes_on_the_host_do_not_tell_how_the_engine_keeps_k_and_v(build):  # rule 16
+def test_the_bytes_on_the_host_do_not_depend_on_the_engines_layout_of_k_and_v(build):  # rule 14
     keys, values = [randoms(2, 6, 12, seed=seed) for seed in (1, 2)]
     ways = {
         "apart": [

@@ -1,4 +1,4 @@
-"""A load and stores that exchange blocks: in which portions they go, what each waits for, and what fails alone.
+"""A load and stores that exchange blocks: their portions, the order between these, and portions that fail alone.
 
 In most of these tests piece i of load 9 reads host block i and overwrites device block i. Store 0 saves device blocks
 in blocks that are free, from 50 on, or that the load has read.
@@ -13,10 +13,12 @@ import torch
 
 from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.exchange import Whole, cut
+from cpu_prefix_cache.copier.early import EarlyEnds
+from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Whole, cut, exchanges
+from cpu_prefix_cache.copier.pace import RATED_BYTES, RATED_LOADS
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.streams import Passed
-from cpu_prefix_cache.copier.worker import RATED_BYTES, RATED_LOADS, CopyWorker
+from cpu_prefix_cache.copier.worker import CopyWorker
 from tests.copier.bench import poisoned, randoms, shapes_of
 from tests.copier.simulated import simulated_copier
 from tests.simulated_driver import SimulatedDriver
@@ -35,10 +37,15 @@ def load(count, after=(0,), id=9, num_bytes=1, failed=False):
 
 
 class Held(Copier):
-    """Notes what is submitted, and by its device blocks; one block is a piece. Events pass when the test says so."""
+    """Notes what is submitted, and by its device blocks; one block is a piece. Events pass when the test ends them."""
+
+    knows_pieces = True
 
     def __init__(self):
-        self.submitted, self.ended, self.failing, self.said = [], set(), {}, []
+        self.submitted = []
+        self.ended = set()
+        self.failing = {}
+        self.said = []
 
     def here(self):
         return Passed()
@@ -102,6 +109,57 @@ def resolved(worker, done, failed):
 # Portions
 
 
+def test_a_large_load_goes_in_portions_with_stores_that_only_save():
+    """The stores wait for nothing."""
+    loading = load(8, num_bytes=4 * PORTION_BYTES)
+    assert portions(loading, store(range(50, 58), range(8), after=())) == [
+        (0, 0, (0, 1), []),
+        (9, 0, (0, 1), [(0, 0)]),
+        (0, 1, (2, 3), []),
+        (9, 1, (2, 3), [(0, 1)]),
+        (0, 2, (4, 5), []),
+        (9, 2, (4, 5), [(0, 2)]),
+        (0, 3, (6, 7), []),
+        (9, 3, (6, 7), [(0, 3)]),
+    ]
+
+
+SAVES, LARGE = store([50], [0], after=()), load(4, num_bytes=4 * PORTION_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("saves", "loading"),
+    [
+        (SAVES, load(4, num_bytes=PORTION_BYTES)),  # it is small
+        (store([50], [0], after=(), group=1), LARGE),
+        (SAVES, load(4, after=(), num_bytes=4 * PORTION_BYTES)),
+        (SAVES._replace(holds_compute=True), LARGE),
+    ],
+)
+def test_else_a_load_begins_when_its_stores_have_ended(saves, loading):
+    assert exchanges([SAVES, LARGE], knows_pieces=True) == {9: [0]}
+    assert exchanges([saves, loading], knows_pieces=True) == {}
+
+
+def test_a_copier_that_does_not_know_pieces_gets_no_portions(held):
+    """A wrapper around another copier, for example."""
+    held.knows_pieces = False
+    worker = CopyWorker(0, held, threads=False)
+    held.ended.update([(STORE, (0, 1)), (LOAD, (0, 1))])
+    worker.run(StepPlan(0, (store([50, 51], [0, 1], after=()), load(2, num_bytes=4 * PORTION_BYTES))))
+    worker.close()
+    assert held.submitted == [(STORE, (0, 1)), (LOAD, (0, 1))]
+
+
+def test_the_first_portion_of_a_large_load_does_not_wait_for_all_that_is_saved(threaded, held):
+    threaded.run(StepPlan(0, (store(range(50, 54), range(4), after=()), load(4, num_bytes=4 * PORTION_BYTES))))
+    assert held.has(*((STORE, (at,)) for at in range(4)))
+    held.ended.add((STORE, (0,)))
+    assert held.has(*((STORE, (at,)) for at in range(4)), (LOAD, (0,)))
+    held.ended.update((direction, (at,)) for direction in Direction for at in range(4))
+    assert resolved(threaded, {0, 9}, {})
+
+
 def portions(loading, *stores):
     """Each portion: its transfer, its number, its pieces by device block, and what it waits for in the same words."""
     named = [
@@ -136,7 +194,7 @@ def test_with_the_least_lag_they_take_turns():
     ]
 
 
-def test_what_the_load_does_not_overwrite_comes_last():
+def test_store_blocks_that_the_load_does_not_overwrite_come_last():
     assert portions(load(2), store([1, 50, 0], [40, 0, 1])) == [
         (0, 0, (0,), []),
         (9, 0, (0,), [(0, 0)]),
@@ -149,8 +207,14 @@ def test_what_the_load_does_not_overwrite_comes_last():
 def test_stores_have_portions_of_one_size_and_those_that_only_save_make_none_smaller():
     all = portions(load(4), store([50, 51], [0, 2]), store([0], [3], id=1), store([52], [1], id=2))
     assert [(id, number, blocks) for id, number, blocks, _ in all] == [
-        *[(0, 0, (0,)), (9, 0, (0,)), (2, 1, (1,)), (9, 1, (1,)), (0, 2, (2,)), (9, 2, (2,))],
-        *[(1, 3, (3,)), (9, 3, (3,))],
+        (0, 0, (0,)),
+        (9, 0, (0,)),
+        (2, 1, (1,)),
+        (9, 1, (1,)),
+        (0, 2, (2,)),
+        (9, 2, (2,)),
+        (1, 3, (3,)),
+        (9, 3, (3,)),
     ]
     assert len(portions(load(4), store([50, 51], [0, 2]))) == 2
 
@@ -210,7 +274,7 @@ def test_a_store_waits_for_all_of_a_load_that_does_not_wait_for_it(threaded, hel
     assert held.has((LOAD, (0,)))
     held.ended.add((LOAD, (0,)))
     assert held.has((LOAD, (0,)), (STORE, (30,)))
-    assert not held.said  # only the load's thread may say that it waits
+    assert not held.said  # only the load's thread may report that it waits
 
 
 # Stores and loads of other transfers
@@ -238,7 +302,7 @@ def test_a_paced_copier_does_not_sleep_in_an_exchange():
     worker.close()
 
 
-def test_it_says_nothing_of_the_pace_of_other_loads():
+def test_an_exchange_does_not_measure_the_rate_of_loads():
     copier, now = EndingAtOnce(), [0.0]
     worker = CopyWorker(0, copier, threads=True, clock=lambda: now[0])
     copier.num_pieces = lambda direction, copy: now.__setitem__(0, now[0] + 1) or len(copy.host_blocks)
@@ -246,16 +310,16 @@ def test_it_says_nothing_of_the_pace_of_other_loads():
         pair = store([50, 0], [0, 1], id=2 * at, after=(2 * at + 1,)), load(2, (2 * at,), 2 * at + 1, RATED_BYTES)
         worker.run(StepPlan(0, pair))
     worker.drain()
-    assert worker.report().load_bytes_per_second is None and worker._seconds_per_byte is None
+    assert worker.report().load_bytes_per_second is None and worker.pace.seconds_per_byte is None
     worker.close()
 
 
-def test_nor_is_it_said_to_end_soon(threaded, held):
-    threaded._seconds_per_byte = 1e-9
+def test_an_exchange_is_not_reported_to_end_soon(threaded, held):
+    threaded.pace.seconds_per_byte = 1e-9
     threaded.run(StepPlan(0, (store([50, 0], [0, 1]), load(2))))
     held.ended.add((STORE, (0,)))
     assert eventually(lambda: (LOAD, (0,)) in held.submitted)
-    assert threaded.ends_soon(1000) == set()
+    assert EarlyEnds(threaded, held).ends_soon(1000) == set()
 
 
 # Failures
@@ -323,7 +387,7 @@ def test_stores_go_on_if_the_load_is_cancelled_before_it_is_taken_up(threaded, h
 
 
 @pytest.mark.parametrize("cancelled", [(0,), (9,), (0, 9)])
-def test_what_is_cancelled_with_its_plan_is_not_waited_for(cancelled):
+def test_transfers_cancelled_in_their_own_plan_are_not_waited_for(cancelled):
     copier = EndingAtOnce()
     worker = CopyWorker(0, copier)
     worker.run(StepPlan(0, PAIR, cancelled=cancelled))
@@ -406,7 +470,7 @@ def test_a_store_that_was_forgotten_is_not_waited_for():
     ],
     ids=["one store", "one of two", "groups", "copies of the load", "copies of the store", "no pieces"],
 )
-def test_what_cannot_be_exchanged_fails_and_nothing_moves(stores, loading, threads, caplog):
+def test_exchanges_that_cannot_be_made_fail_and_move_nothing(stores, loading, threads, caplog):
     copier = EndingAtOnce()
     worker = CopyWorker(0, copier, threads=threads)
     worker.run(StepPlan(0, (*stores, loading)))
@@ -425,7 +489,7 @@ def test_so_does_what_waits_for_what_begins_after_it():
     worker.close()
 
 
-def test_ids_are_checked_before_a_byte_moves():  # rule 16
+def test_ids_are_checked_before_a_byte_moves():  # rule 14
     bench = Staged()
     before = bench.part.clone()
     worker = CopyWorker(0, bench.copier)

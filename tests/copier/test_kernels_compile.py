@@ -14,7 +14,9 @@ from cpu_prefix_cache.copier.triton_staging import WORDS, tiling_for
 
 TARGETS = [  # backend, architecture, threads that run in step
     *(("cuda", arch, 32) for arch in ("80", "90", "100", "120")),
-    *(("hip", "gfx942", 64), ("hip", "gfx950", 64), ("hip", "gfx1201", 32)),
+    ("hip", "gfx942", 64),
+    ("hip", "gfx950", 64),
+    ("hip", "gfx1201", 32),
 ]
 ALL = os.environ.get("COMPILE_ALL") == "1"
 WIDTHS = tiling_for(32).widths
@@ -22,7 +24,7 @@ CHOSEN = (list(WORDS), WIDTHS) if ALL else ([min(WORDS), max(WORDS)], [max(WIDTH
 
 
 def compiled(backend, arch, wave, cache):
-    """What compile_kernels.py prints. In a process of its own: this one has Triton's interpreter."""
+    """Output of compile_kernels.py, from a process of its own: this one has Triton's interpreter."""
     chosen = (",".join(map(str, some)) for some in CHOSEN)
     program = [sys.executable, "-m", "tests.copier.compile_kernels", backend, arch, str(wave), *chosen]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,4 +1,4 @@
-"""Copies by addresses, through a driver: which way, what goes in a batch, and what goes one by one."""
+"""Copies by addresses, through a driver: their direction, and which go in a batch and which one by one."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ KINDS = {"memory": SLICES, "old": SLICES, "batched": SLICES, "whole": SLICES, "p
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("direction", Direction)
-def test_every_region_copies_what_it_is_told_and_nothing_else(region_of, kind, direction):
+def test_every_region_copies_the_given_spans_and_nothing_else(region_of, kind, direction):
     region, driver, blocks = region_of(kind, KINDS[kind])
     device, host = randoms(SIZE), blocks.view(-1).copy_(randoms(SIZE, seed=1))
     before, stream = [device.clone(), host.clone()], driver.streams.compute
@@ -47,10 +47,14 @@ def test_every_region_copies_what_it_is_told_and_nothing_else(region_of, kind, d
     assert kind == "memory" or (torch.equal(device, before[0]) and torch.equal(host, before[1]))
     stream.synchronize()
     if direction is Direction.STORE:
-        wanted, got, same = before[1].clone(), host, torch.equal(device, before[0])
+        wanted = before[1].clone()
+        got = host
+        same = torch.equal(device, before[0])
         wanted[3:8], wanted[2 * SLICE - 10 : 2 * SLICE] = before[0][40:45], before[0][7:17]
     else:
-        wanted, got, same = before[0].clone(), device, torch.equal(host, before[1])
+        wanted = before[0].clone()
+        got = device
+        same = torch.equal(host, before[1])
         wanted[40:45], wanted[7:17] = before[1][3:8], before[1][2 * SLICE - 10 : 2 * SLICE]
     assert torch.equal(got, wanted) and same
     one_by_one = [("one", stream.handle)] * 2
@@ -58,9 +62,11 @@ def test_every_region_copies_what_it_is_told_and_nothing_else(region_of, kind, d
 
 
 @pytest.mark.parametrize("pinned_slices", [1, 2])
-def test_what_ends_past_the_pinned_bytes_is_not_pinned(region_of, pinned_slices):
+def test_a_span_that_ends_past_the_pinned_bytes_is_not_pinned(region_of, pinned_slices):
     region, driver, blocks = region_of("batched", pinned_slices)
-    device, host, stream = randoms(SLICE), blocks.view(-1).fill_(POISON), driver.streams.compute
+    device = randoms(SLICE)
+    host = blocks.view(-1).fill_(POISON)
+    stream = driver.streams.compute
     spans = [(device.data_ptr(), SLICE, SLICE)]  # the second slice
     region.cross(Direction.STORE, moves_of(spans, host.data_ptr(), SLICE), stream.handle)
     stream.synchronize()

@@ -69,7 +69,7 @@ def test_its_patience_has_an_end(loads, clock, end):
     assert waits(loads, clock) < 2e-3
 
 
-def test_and_comes_back_with_time(loads, clock, end):
+def test_its_patience_comes_back_with_time(loads, clock, end):
     waits(loads, clock)
     clock.now += 1
     assert waits(loads, clock) == pytest.approx(REGAINED, abs=2e-3)

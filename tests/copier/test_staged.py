@@ -1,4 +1,4 @@
-"""The staging ring: when a slot may be used again, what a copy waits for, and what goes through it in which slices."""
+"""The staging ring: when a slot may be used again, the waits of a copy, and the slices in which it goes."""
 
 import gc
 import mmap
@@ -70,10 +70,10 @@ def test_while_one_slot_crosses_the_next_is_packed():
     assert bench.streams.ran == [*packed, *packed, "out", *packed, "out", *packed, "out", "out"]
 
 
-# What a copy waits for
+# Waits of a copy
 
 
-def test_a_store_takes_what_compute_wrote_before_it_was_asked_for():  # L5.16
+def test_a_store_copies_the_bytes_that_compute_wrote_before_it():  # L5.16
     bench = Bench(SimulatedStreams(("pack", "in", "out", "unpack")))  # compute last, unless it is waited for
     bench.streams.compute.submit(lambda _: bench.parts[0].fill_(7))
     bench.copy(Direction.STORE, range(4), range(4))
@@ -210,7 +210,7 @@ def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
 
 
 def test_no_stream_is_made_to_wait_for_a_slot():
-    """What waits at the head of a stream may hold up other streams."""
+    """A wait at the head of a stream may hold up other streams."""
     bench = Bench(SimulatedStreams(("pack", "out")))
     compute, pack, *_ = bench.streams.all
     ids = tuple(range(12))
@@ -223,7 +223,7 @@ LINKS = [(Direction.STORE, "out", "pack"), (Direction.LOAD, "in", "unpack")]
 
 @pytest.mark.parametrize(("direction", "link", "kernels"), LINKS)
 def test_as_many_slices_are_under_way_as_a_ring_has_slots(direction, link, kernels):
-    """What others copy to the host waits for all that a store has submitted."""
+    """Copies of others to the host wait for all that a store has submitted."""
     streams, ids = SimulatedStreams((kernels,)), tuple(range(BLOCKS))  # nothing crosses before the host waits for it
     bench = Bench(streams)
     event = bench.copier.submit(direction, [GroupCopy(0, ids, ids)], bench.copier.here())
@@ -291,7 +291,9 @@ def test_two_threads_copy_while_the_region_is_being_pinned(seed):
     options = dict(pinned=arena, seam_bytes=SLICE, ring_bytes=SLICE)
     copier = simulated_copier(driver, shapes, [[part]], arena.blocks, **options)
     driver.gate = Semaphore(0)
-    worker, ids, stored = CopyWorker(0, copier, arena, threads=True), count(), 0
+    worker = CopyWorker(0, copier, arena, threads=True)
+    ids = count()
+    stored = 0
 
     def copies(direction, blocks):
         transfer = TransferPlan(next(ids), direction, (GroupCopy(0, tuple(blocks), tuple(blocks)),), 1)
@@ -453,7 +455,7 @@ def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
 # Addresses
 
 
-STRIDE = 5 << 30  # more than 32 bits can say
+STRIDE = 5 << 30  # more than 32 bits can hold
 
 
 @pytest.fixture
@@ -534,7 +536,7 @@ def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
 # Where it runs
 
 
-def test_it_says_what_it_needs(monkeypatch):
+def test_a_staged_copier_names_its_requirements(monkeypatch):
     part = randoms(4, 64)
     shapes = shapes_of([[part]], [1], 64)
     with pytest.raises(ConfigurationError, match="contiguous"):

@@ -52,7 +52,7 @@ class Event:
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps", "hpu"])
-def test_compute_on_a_device_that_is_not_cuda_is_asked_where_it_stands_too(monkeypatch, kind):
+def test_compute_on_a_device_that_is_not_cuda_has_an_event_too(monkeypatch, kind):
     """It runs behind the host's back, as CUDA does: a store would read what was not written yet."""
     device = torch.device(kind, 0)
     current = SimpleNamespace(device=device)

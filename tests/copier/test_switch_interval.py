@@ -44,13 +44,13 @@ def test_one_that_is_shorter_already_stays_as_it_is():
     assert sys.getswitchinterval() == pytest.approx(0.00005)
 
 
-def test_what_somebody_else_sets_meanwhile_stays():
+def test_an_interval_that_another_sets_meanwhile_stays():
     with short_switch_interval():
         sys.setswitchinterval(0.003)
     assert sys.getswitchinterval() == pytest.approx(0.003)
 
 
-def test_what_somebody_sets_back_later_to_ours_does_not_stay_for_good(interval):
+def test_our_interval_set_back_later_by_another_does_not_stay_for_good(interval):
     with short_switch_interval():
         ours = sys.getswitchinterval()
         sys.setswitchinterval(0.001)
@@ -61,7 +61,7 @@ def test_what_somebody_sets_back_later_to_ours_does_not_stay_for_good(interval):
 
 
 class Noting(Copier):
-    """Notes how long it is when it is asked to copy, and fails."""
+    """Notes how long the interval is when a copy is submitted, and fails."""
 
     def here(self):
         return Passed()

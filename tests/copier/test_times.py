@@ -1,4 +1,4 @@
-"""How long a transfer took on a rank: told once for each that ended well, and only to who wants to know."""
+"""The time that a transfer took on a rank: passed on once for each that ended well, and only with a callback."""
 
 from itertools import count
 
@@ -13,7 +13,7 @@ COPIES = (GroupCopy(0, (1,), (2,)),)
 
 
 class AnEvent:
-    """An event that is passed when a test says so."""
+    """An event that passes when a test ends it."""
 
     def __init__(self):
         self.ended = False
@@ -40,7 +40,7 @@ class EventCopier(Copier):
 
 
 class Timed:
-    """A worker on a clock that a test sets, and what it tells."""
+    """A worker on a clock that a test sets, and the times that it passes on."""
 
     def __init__(self, **options):
         self.now, self.told = 100.0, []
@@ -71,7 +71,7 @@ def test_seconds_run_from_the_plan_to_the_report_that_sees_the_end(timed):
     assert timed.told == [(0, Direction.STORE, 1_000, 2.0)]
 
 
-def test_each_is_told_once_however_often_it_is_reported(timed):
+def test_each_time_is_passed_on_once_however_often_its_transfer_is_reported(timed):
     timed.begins(0, 1)
     for event in timed.copier.events:
         event.ended = True
@@ -97,7 +97,7 @@ def test_all_of_a_plan_began_with_it(timed):
     assert [seconds for *_, seconds in timed.told] == [6.0, 6.0]
 
 
-def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
+def test_no_time_is_passed_on_of_transfers_that_failed_or_were_cancelled_or_never_began(timed):
     timed.copier.broken = True
     timed.begins(0)
     timed.copier.broken = False
@@ -109,7 +109,7 @@ def test_what_failed_was_cancelled_or_never_began_is_not_told(timed):
     assert not timed.worker._copies, "what is over is kept for ever"
 
 
-def test_a_load_that_came_too_late_is_not_told():
+def test_no_time_is_passed_on_of_a_load_that_came_too_late():
     timed = Timed(load_seconds=5.0)
     timed.begins(0)
     timed.now = 106.0

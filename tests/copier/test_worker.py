@@ -1,4 +1,4 @@
-"""The copying half: every transfer of a plan ends as done or failed, and is said again until it is heard."""
+"""The copying half: every transfer of a plan ends as done or failed, and is reported until a plan settles it."""
 
 import gc
 import os
@@ -11,15 +11,16 @@ import pytest
 
 from cpu_prefix_cache import Direction, GroupCopy, MisuseError, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
 from cpu_prefix_cache.copier.streams import Passed
-from cpu_prefix_cache.copier.worker import AnnouncedLoadError, CopyWorker
+from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import VERSION
 from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually
 
 
 class CountingCopier(Copier):
-    """Counts what it is asked to copy, and fails when told to."""
+    """Counts the copies submitted, and fails while it is `broken`."""
 
     def __init__(self) -> None:
         self.copied = 0
@@ -52,14 +53,14 @@ def worker(copier):
     return CopyWorker(3, copier)
 
 
-def test_what_was_copied_is_done(worker, copier):
+def test_copied_transfers_are_reported_done(worker, copier):
     worker.run(plan(0, 1))
     assert worker.report().rank == 3
     assert worker.report().done == {0, 1}
     assert copier.copied == 2
 
 
-def test_a_report_is_repeated_until_a_plan_says_it_is_settled(worker):
+def test_a_report_is_repeated_until_a_plan_settles_it(worker):
     worker.run(plan(0, 1))
     worker.run(plan(2))
     assert worker.report().done == {0, 1, 2}
@@ -103,7 +104,7 @@ def test_a_plan_of_another_version_is_refused_whole(worker, copier):
     assert copier.copied == 0
 
 
-def test_what_is_settled_one_by_one_is_not_repeated_either(worker):
+def test_transfers_settled_one_by_one_are_not_repeated_either(worker):
     worker.run(plan(0, 1, 2))
     worker.run(plan(resolved_below=1, resolved=(2,)))
     assert worker.report().done == {1}
@@ -125,11 +126,14 @@ def test_an_interrupt_leaves_nothing_that_nobody_will_report(worker, copier):
 
 
 class HeldCopier(CountingCopier):
-    """Every submission waits until it is let through; its events are passed when `passed` says so."""
+    """Every submission waits until it is let through; its events pass once they are in `ended`."""
 
     def __init__(self):
         super().__init__()
-        self.began, self.let_through, self.ended, self.threads = Semaphore(0), Semaphore(0), set(), set()
+        self.began = Semaphore(0)
+        self.let_through = Semaphore(0)
+        self.ended = set()
+        self.threads = set()
 
     def submit(self, direction, copies, after):
         self.threads.add((direction, threading.current_thread().name))
@@ -186,7 +190,7 @@ def test_a_load_does_not_wait_for_the_submission_of_stores(threaded, held):
     assert len({name for _, name in held.threads}) == 2
 
 
-def test_what_copies_nothing_here_waits_for_nothing(threaded, held):
+def test_a_transfer_without_copies_here_waits_for_nothing(threaded, held):
     threaded.run(plan(0))
     threaded.run(plan(1, copies=()))
     assert threaded.report().done == {1}
@@ -262,7 +266,7 @@ def test_without_threads_such_a_load_is_submitted_after_its_store(copier):
     assert worker.report().done == {0, 1}
 
 
-def test_while_a_load_waits_for_a_store_the_copier_is_told(threaded, held, monkeypatch):
+def test_the_copier_is_notified_while_a_load_waits_for_a_store(threaded, held, monkeypatch):
     said = []
 
     @contextmanager
@@ -280,7 +284,7 @@ def test_while_a_load_waits_for_a_store_the_copier_is_told(threaded, held, monke
 
 
 class SlowToFail:
-    """Raises once, for the first thread that asks, and is passed from then on. The engine's thread is slow to ask."""
+    """Raises once, for the first thread that looks, and is passed from then on. The engine's thread is slow to look."""
 
     def __init__(self):
         self.engine, self.has_raised = threading.get_ident(), False
@@ -289,7 +293,7 @@ class SlowToFail:
     def passed(self):
         if threading.get_ident() == self.engine:
             self.looked.set()
-            self.raised.wait(0.2)  # the load's thread asks meanwhile, if it may
+            self.raised.wait(0.2)  # the load's thread looks meanwhile, if it may
         has_raised, self.has_raised = self.has_raised, True
         if not has_raised:
             self.raised.set()
@@ -355,7 +359,7 @@ def test_a_load_that_moves_is_late_until_it_has_ended_and_then_has_failed(punctu
     assert not worker.report().late and not worker.report().failed
 
 
-def test_a_load_that_ended_in_time_and_was_asked_for_late_is_done(punctual, held):
+def test_a_load_that_ended_in_time_and_was_looked_at_late_is_done(punctual, held):
     worker, now = punctual
     worker.run(plan(0))
     held.ended.add(0)
@@ -375,7 +379,7 @@ def test_stores_have_no_deadline(punctual, held):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.filterwarnings("error")
-def test_a_copy_thread_survives_whatever_is_raised(threaded, held, error):  # rule 11
+def test_a_copy_thread_survives_whatever_is_raised(threaded, held, error):  # rule 10
     def failing(direction, copies, after):
         raise error("out of resources")
 
@@ -400,7 +404,7 @@ def test_a_transfer_whose_end_cannot_be_seen_has_failed_and_the_others_have_not(
 
 
 class RaisingOnce(Passed):
-    """It moves when it is looked at first, and raises then: once, for the driver tells its error to one who asks."""
+    """It moves when it is looked at first, and raises then: once, for the driver reports its error to one caller."""
 
     def __init__(self):
         self.looks = 0
@@ -415,7 +419,7 @@ class RaisingOnce(Passed):
 def announced(worker):
     """Compute would run behind load 0."""
     with pytest.raises(AnnouncedLoadError):
-        worker.hold_compute({0})
+        EarlyEnds(worker, worker._copier).hold_compute({0})
 
 
 @pytest.mark.parametrize("look", [CopyWorker.report, CopyWorker.drain, CopyWorker.close, announced])
@@ -426,7 +430,7 @@ def test_a_failure_that_is_raised_once_is_noted_by_whoever_sees_it(worker, copie
     assert worker.report().failed == {0} and not worker.report().done
 
 
-def test_what_is_settled_is_forgotten(worker, copier):
+def test_settled_transfers_are_forgotten(worker, copier):
     worker.run(plan(0, 1, 2, 3, cancelled=(2, 9)))
     worker.run(plan(4, failed=True))
     assert worker.report().failed == {2, 4}
@@ -477,7 +481,7 @@ def test_a_worker_that_nobody_keeps_ends_its_threads():
 
 
 def names_of_rank(rank):
-    """Of the threads of its worker."""
+    """Names of the threads of its worker."""
     names = (thread.name for thread in threading.enumerate())
     return [name for name in names if name.split("_")[0] in (f"store-{rank}", f"load-{rank}")]
 
@@ -549,75 +553,80 @@ def paced(held):
     worker.close()
 
 
+@pytest.fixture
+def early(paced, held):
+    return EarlyEnds(paced, held, clock=lambda: paced.now)
+
+
 def end(held, what=1):
     held.let_through.release()
     held.ended.add(what)
 
 
-def test_how_soon_a_load_ends_is_told_by_those_before(paced):
+def test_the_end_of_a_load_is_predicted_from_earlier_loads(paced, early):
     paced.now = 104.5
-    assert paced.ends_soon(0.4) == set()
-    assert paced.ends_soon(0.6) == {1}
+    assert early.ends_soon(0.4) == set()
+    assert early.ends_soon(0.6) == {1}
     assert paced.report().done == {0}
 
 
-def test_it_is_not_told_before_half_of_it_is_over(paced):
+def test_the_end_of_a_load_is_not_predicted_before_half_of_it_is_over(paced, early):
     paced.now = 102.4
-    assert paced.ends_soon(1000) == set()
+    assert early.ends_soon(1000) == set()
     paced.now = 102.6
-    assert paced.ends_soon(1000) == {1}
+    assert early.ends_soon(1000) == {1}
 
 
-def test_who_goes_by_it_waits_for_the_end(paced, held):
+def test_compute_held_for_a_predicted_end_waits_for_the_load(paced, early, held):
     threading.Timer(0.05, end, [held]).start()
-    paced.hold_compute({1})
+    early.hold_compute({1})
     assert held.copied == 2
     assert paced.report().done == {0, 1}
-    paced.hold_compute({0, 1})
+    early.hold_compute({0, 1})
 
 
-def test_once_it_is_submitted_compute_alone_waits(paced, held):
+def test_once_it_is_submitted_compute_alone_waits(paced, early, held):
     """Where it can: a staged copier has the engine's stream wait."""
     behind = []
     held.hold_compute = lambda event: behind.append(event.number)
     threading.Timer(0.05, held.let_through.release).start()
-    paced.hold_compute({1})
+    early.hold_compute({1})
     assert behind == [1] and paced.report().done == {0}
 
 
-def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, held):
+def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, early, held):
     held.let_through.release()
     held.ended.add((1, "broken"))
     with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
-        paced.hold_compute({1})
+        early.hold_compute({1})
     assert paced.report().failed == {1}
 
 
-def test_who_went_by_it_hears_so_before_the_next_plan_has_it_forgotten(paced, held):
-    assert paced.still_open({0, 1}) == {1}
+def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(paced, early, held):
+    assert early.still_open({0, 1}) == {1}
     held.let_through.release()
     held.ended.add((1, "broken"))
     assert eventually(lambda: paced.report().failed == {1})
     with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
-        paced.still_open({1})
+        early.still_open({1})
     paced.run(StepPlan(0, (), resolved=(1,)))
-    assert paced.still_open({1}) == set()
+    assert early.still_open({1}) == set()
 
 
-def test_so_is_one_that_has_not_ended_by_its_deadline(paced):
+def test_so_is_one_that_has_not_ended_by_its_deadline(paced, early):
     paced.now = 161.0
     with pytest.raises(AnnouncedLoadError):
-        paced.hold_compute({1})
-    assert paced.ends_soon(1000) == set()
+        early.hold_compute({1})
+    assert early.ends_soon(1000) == set()
 
 
-def test_of_what_has_not_begun_nobody_knows(paced):
+def test_loads_that_have_not_begun_are_not_predicted(paced, early):
     paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, MEGA),)))
     paced.now = 104.9
-    assert paced.ends_soon(1000) == {1}
+    assert early.ends_soon(1000) == {1}
 
 
-def test_one_slow_load_does_not_change_much(paced, held):
+def test_one_slow_load_does_not_change_much(paced, early, held):
     paced.now = 120.0  # for 5 s of link
     end(held)
     assert eventually(lambda: paced.report().done == {0, 1})
@@ -625,25 +634,25 @@ def test_one_slow_load_does_not_change_much(paced, held):
     paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
     paced.now = 210.5
-    assert paced.ends_soon(0.4) == set()  # a tenth slower than the fastest
+    assert early.ends_soon(0.4) == set()  # a tenth slower than the fastest
     paced.now = 210.7
-    assert paced.ends_soon(0.4) == {2}
+    assert early.ends_soon(0.4) == {2}
 
 
-def test_nor_does_one_that_took_no_time(paced, held):
+def test_nor_does_one_that_took_no_time(paced, early, held):
     paced.now = 100.0 + 1e-6
     end(held)
     assert eventually(lambda: paced.report().done == {0, 1})
     paced.run(StepPlan(0, (TransferPlan(2, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
     paced.now += 1
-    assert paced.ends_soon(1) == set()
+    assert early.ends_soon(1) == set()
 
 
 def test_before_a_load_has_ended_nobody_knows(threaded, held):
     threaded.run(StepPlan(0, (TransferPlan(0, Direction.LOAD, COPIES, 64 * MEGA),)))
     assert held.began.acquire(timeout=10)
-    assert threaded.ends_soon(1e9) == set()
+    assert EarlyEnds(threaded, held).ends_soon(1e9) == set()
 
 
 def load_of(worker, held, id, num_bytes, seconds):
@@ -656,7 +665,7 @@ def load_of(worker, held, id, num_bytes, seconds):
     return worker.report().load_bytes_per_second
 
 
-def test_how_fast_the_link_is_three_large_loads_tell(held):
+def test_the_rate_of_the_link_is_measured_by_three_large_loads(held):
     """The fastest of them does; of smaller ones a large part is not timed."""
     worker = CopyWorker(0, held, threads=True, clock=lambda: worker.now)
     told = [
@@ -693,7 +702,9 @@ def test_the_host_region_is_pinned_from_the_first_plan_on_even_an_empty_one(copi
 def test_the_region_is_closed_after_the_copies_have_ended(held, driver):
     arena = pinned_arena(driver)
     arena.wait_until_ready()
-    worker, seen, unregister = CopyWorker(0, held, arena, threads=True), [], driver.unregister
+    worker = CopyWorker(0, held, arena, threads=True)
+    seen = []
+    unregister = driver.unregister
     driver.unregister = lambda address: seen.append(held.copied) or unregister(address)
     worker.run(plan(0))
     held.ended.add(0)
@@ -737,5 +748,5 @@ def interrupted(event):
     raise KeyboardInterrupt
 
 
-def test_without_one_it_says_nothing_of_blocks(worker):
+def test_a_worker_without_a_region_reports_no_ready_blocks(worker):
     assert worker.report().ready_blocks is None

@@ -1,4 +1,4 @@
-"""`adaptive` as a story: what it learns, what it declines, and what it asks for."""
+"""`adaptive` as a story: its lessons, the chunks that it declines, and the arguments that it requires."""
 
 import heapq
 import random
@@ -22,7 +22,9 @@ def test_conversations_stay_and_one_off_prompts_go():
 
 
 def share_of_hits(policy):
-    shelf, hits, chunks = Shelf(60, policy=policy), 0, 0
+    shelf = Shelf(60, policy=policy)
+    hits = 0
+    chunks = 0
     for turn, prompt, pause in conversations():
         if turn > 30 and prompt[0] < "z":
             hits += shelf.pool.resident_run(chain(prompt), 0, len(prompt))
@@ -40,9 +42,12 @@ def conversations():
                 yield turn, chr(1000 + turn * 20 + number * 2 + once) * 5, 1.5
 
 
-def test_what_comes_in_bursts_of_one_moment_is_told_apart_all_the_same():
+def test_prompts_in_bursts_of_one_moment_are_distinguished_all_the_same():
     """150 requests have the time of the first of them. With a clock that waits for the next burst nothing is hit."""
-    shelf, now, found, asked = Shelf(50, policy="adaptive"), 0.0, 0, 0
+    shelf = Shelf(50, policy="adaptive")
+    now = 0.0
+    found = 0
+    asked = 0
     for number, (turn, prompt, pause) in enumerate(conversations()):
         now += pause
         if turn > 30 and prompt[0] < "z":
@@ -60,7 +65,10 @@ def test_times_in_whole_minutes_find_nine_tenths_of_what_exact_ones_do():
 
 def hits_of_agents(unit):
     """With all times, or those rounded to so many seconds."""
-    shelf, chance, hits, others = Shelf(40, policy="adaptive"), random.Random(1), 0, 1000
+    shelf = Shelf(40, policy="adaptive")
+    chance = random.Random(1)
+    hits = 0
+    others = 1000
     agents = [(chance.random() * 60, number, 3) for number in range(25)]  # when, who, with how many chunks
     heapq.heapify(agents)
     for number in range(3_000):
@@ -104,7 +112,7 @@ def test_a_scan_of_one_off_prompts_leaves_what_is_used_again(policy, length):
     assert not lru.pool.resident_run(chain("aaa"), 0, 1)
 
 
-def test_what_is_declined_is_the_end_of_a_prompt():
+def test_the_end_of_a_prompt_is_declined_first():
     shelf = Shelf(10, policy="adaptive")
     for _ in range(20):
         shelf.put("aaaaaaaa", after=3.0)
@@ -128,7 +136,7 @@ def test_a_checkpoint_is_declined_with_its_chunks():
     before = pool.statistics()
     keys = chain("zz")
     pool.touch(None, keys, 57.1)
-    assert pool.accepted(pool.root, [*keys, checkpoint_key(keys[-1])], [PieceNeed("state of z", 2)]) < 3
+    assert pool.choose(pool.root, [*keys, checkpoint_key(keys[-1])], [PieceNeed("state of z", 2)]).accepted < 3
     assert pool.statistics() == before
 
 
@@ -152,7 +160,7 @@ def test_a_checkpoint_that_is_resumed_from_is_used_again():
 
 
 def test_ghosts_are_learned_from_and_are_few():
-    """A prompt that comes back after all of it was evicted is not a first turn, and says how long that took."""
+    """A prompt that comes back after all of it was evicted is not a first turn, and shows how long that took."""
     shelf = Shelf(9, policy="adaptive")
     shelf.put("aaa")
     for number in range(30):
@@ -166,14 +174,14 @@ def test_ghosts_are_learned_from_and_are_few():
     assert sum(pool._policy._buckets._survival.reuses) > 0.9 * reuses + 0.9
 
 
-def test_of_a_prompt_that_is_forgotten_its_end_goes_first():
+def test_the_end_of_a_prompt_is_forgotten_first():
     pool = BlockPool(6, "adaptive")  # remembers two ghosts
     for now, prompt in enumerate(("ab", "ac", "x")):
         pool.touch(None, chain(prompt), float(now))
     assert knows(pool) == {"a", "x"}
 
 
-def test_what_is_here_is_right_whatever_a_later_prompt_had_told():
+def test_cached_chunks_outweigh_ghosts_of_a_later_prompt():
     """The prompt "abc" is forgotten, and "abd" is known, when the chunks of "abc" come."""
     pool = BlockPool(3, "adaptive")  # remembers one ghost
     late = pool.touch(None, chain("abc"), 0.0)
@@ -191,7 +199,7 @@ def knows(pool):
 
 
 def test_the_answer_of_a_request_belongs_to_its_prompt():
-    """Its chunks come one at a time while it decodes, and no prompt has told of them: one segment all the same."""
+    """Its chunks come one at a time while it decodes, and no prompt has had them: one segment all the same."""
     pool = BlockPool(20, "adaptive")
     keys = chain("promptanswer")
     touch = pool.touch(None, keys[:6], 0.0)
@@ -204,7 +212,7 @@ def test_the_answer_of_a_request_belongs_to_its_prompt():
     pool.check_valid()
 
 
-def test_it_needs_to_know_who_asks_and_when():
+def test_the_keys_of_each_request_and_the_time_are_required():
     pool = BlockPool(4, "adaptive")
     pool.commit(pool.allocate(1), [b"a"], pool.root, pool.touch(None))  # nobody's
     with pytest.raises(MisuseError, match="needs the keys of every request and the time"):
@@ -232,14 +240,14 @@ def test_time_that_stood_still_for_long_is_caught_up_with():
 
 
 def test_many_requests_of_one_moment_do_not_upset_what_is_learned():
-    """Of 500 requests a second most come after what they share was learned, in this very second."""
+    """At 500 requests a second most come after the chunks that they share were learned, in this very second."""
     shelf = Shelf(50, policy="adaptive")
     for number in range(1_500):
         shelf.now += 0.002
         shelf.put(chr(1000 + number % 40) + "a" + chr(5000 + number), after=0.0)
 
 
-def test_what_was_late_takes_no_time_back():
+def test_late_lessons_do_not_turn_the_clock_back():
     """After a long pause a class is learned while many uses still wait for their next bin."""
     pool = BlockPool(1_000, "adaptive")
     buckets, now = pool._policy._buckets, 0.0
@@ -281,7 +289,7 @@ def test_requests_of_one_moment_grow_old_a_part_in_each_call():
         assert len(moved) >= 10_000 * (BINS - 1)
 
 
-def test_what_is_cut_has_been_in_its_bin_since_it_came_there():
+def test_both_parts_of_a_cut_segment_have_been_in_its_bin_since_it_came_there():
     """Both parts of a prompt of 100 seconds ago have spent 36 of them in the bin that begins at 64."""
     shelf = Shelf(20, policy="adaptive")
     shelf.put("abcd")
@@ -292,7 +300,7 @@ def test_what_is_cut_has_been_in_its_bin_since_it_came_there():
     assert survival.seconds[bucket] + survival.inside[bucket] * shelf.now == pytest.approx(2 * 36)
 
 
-def test_what_was_seen_long_ago_counts_less():
+def test_reuses_of_long_ago_count_less():
     survival = Survival([(0,)])
     survival.begin(0)
     survival.reuses[0] = 8.0
@@ -311,7 +319,10 @@ def test_a_chunk_does_not_leave_for_what_is_to_hang_below_it():
     above, below = policy._segments.find(b"a"), policy._segments.find(b"ab")
     worth = policy._buckets._survival.worth
     worth[above.kind * BINS], worth[below.kind * BINS] = 1.0, 2.0
-    assert pool.accepted(pool.find(b"a"), [b"ab", b"abc"]) == 1
+    assert pool.choose(pool.find(b"a"), [b"ab", b"abc"]) == (2, [])
+    held = pool.pin(pool.find(b"a"))
+    assert len(pool.take(2, [b"ab", b"abc"])) == 1
+    pool.unpin(held)
 
 
 def test_a_log_without_times_is_learned_from_all_the_same():
@@ -321,9 +332,38 @@ def test_a_log_without_times_is_learned_from_all_the_same():
 
 
 def hits_at_one_moment(policy):
-    chance, shelf, hits = random.Random(7), Shelf(60, policy=policy), 0
+    chance = random.Random(7)
+    shelf = Shelf(60, policy=policy)
+    hits = 0
     for number in range(4_000):
         prompt = chr(1000 + int(2_000 ** chance.random())) * 3
         hits += number > 2_000 and shelf.pool.resident_run(chain(prompt), 0, 3)
         shelf.put(prompt, after=0.0)
     return hits
+
+
+def test_chosen_victims_that_free_nothing_leave_once():
+    """Two checkpoints share both blocks: the first of them leaves, and no room is made by it."""
+    pool = BlockPool(5, "adaptive", needs_checkpoint=lambda depth: True)
+    touch = pool.touch(None, chain("ab"), 0.0)
+    for name, above in ((b"a", None), (b"ab", b"a")):
+        parent = pool.root if above is None else pool.find(above)
+        nodes = pool.allocate(1, [name, checkpoint_key(name)], [PieceNeed("shared", 2)])
+        pool.commit(nodes, [name, checkpoint_key(name)], parent, touch)
+    pool.touch(None, chain("cde"), 1.0)
+    accepted, victims = pool.choose(pool.root, chain("cde"))
+    assert accepted == 3 and victims
+    assert len(pool.take(3, chain("cde"), victims=victims)) == 3
+    pool.check_valid()
+
+
+def test_a_chunk_of_no_use_that_left_first_is_not_taken_again():
+    """It is among the chosen victims, too, and leaves before them (rule 9)."""
+    pool = BlockPool(2, "adaptive", needs_checkpoint=lambda depth: True)
+    for name in (b"a", b"x"):
+        pool.commit(pool.allocate(1, [name]), [name], pool.root, pool.touch(None, [name], 0.0))
+    pool.unpin(pool.pin(pool.find(b"a")))
+    pool.touch(None, chain("cd"), 1.0)
+    accepted, victims = pool.choose(pool.root, chain("cd"))
+    assert (accepted, len(victims)) == (2, 2)
+    assert len(pool.take(2, chain("cd"), victims=victims)) == 2

@@ -1,6 +1,6 @@
-"""What the pool expects of any policy. A new one is added to POLICIES and nowhere else.
+"""The pool's requirements of any policy. A new one is added to POLICIES and nowhere else.
 
-That victims come in the right order, whatever happens, is held by property_tests/test_pool_machine.py.
+The order of victims, whatever happens, is held by property_tests/test_pool_machine.py.
 """
 
 import gc
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, BlockPool, PoolExhausted
+from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
 from tests.story import Shelf, chain
 
 pytestmark = pytest.mark.parametrize("policy", POLICIES)
@@ -29,12 +29,12 @@ def test_pinned_chunks_stay(policy):
         pool.commit(pool.allocate(1), [key], pool.root, pool.touch(None))
     pin = pool.pin(pool.find(b"a"))
     pool.abort(pool.allocate(2))
-    assert pool.find(b"a") is not None and pool.available(3) == 2
+    assert pool.find(b"a") is not None and pool.num_available == 2
     pool.unpin(pin)
-    assert pool.available(3) == 3
+    assert pool.num_available >= 3
 
 
-def test_what_is_above_a_pinned_chunk_stays_and_what_is_below_goes(policy):
+def test_ancestors_of_a_pinned_chunk_stay_and_its_descendants_go(policy):
     shelf = Shelf(4, policy=policy)
     shelf.put("abc")
     shelf.put("x")
@@ -73,13 +73,13 @@ def test_everything_can_leave_after_a_withdrawal(policy):
     pool.commit(pool.allocate(3), chain("abc"), pool.root, pool.touch(None))
     pin = pool.pin(pool.find(b"abc"))
     pool.withdraw(pool.find(b"ab"))
-    assert pool.available(3) == 0  # "a" stands above bytes that are still needed
+    assert pool.num_available == 0  # "a" stands above bytes that are still needed
     pool.unpin(pin)
-    assert pool.available(3) == 3 and len(pool.allocate(3)) == 3
+    assert pool.num_available >= 3 and len(pool.allocate(3)) == 3
 
 
 def test_a_withdrawal_hides_nothing_that_the_same_request_added_elsewhere(policy):
-    """What an older request stored late below "ab" goes too, and "ac" is the last chunk left."""
+    """The chunk that an older request stored late below "ab" goes too, and "ac" is the last chunk left."""
     pool = BlockPool(4, policy)
     early, late = pool.touch(None), pool.touch(None)
     pool.commit(pool.allocate(2), chain("ab"), pool.root, late)
@@ -113,14 +113,17 @@ def test_the_same_chunk_may_be_written_twice_and_come_once(policy):
     assert pool.find(b"a") == slow
 
 
-def test_what_cannot_be_had_is_refused_before_anything_is_learnt(policy):
+def test_an_allocation_that_does_not_fit_is_refused_before_anything_is_learnt(policy):
+    """The first of them was let in, and is given up again (rule 4)."""
     shelf = Shelf(2, policy=policy)
     shelf.put("ab")
     shelf.pin("a")
-    before = shelf.pool.statistics(), shelf.order
     with pytest.raises(PoolExhausted):
         shelf.pool.allocate(2, chain("xy"))
-    assert before == (shelf.pool.statistics(), shelf.order)
+    assert shelf.names == {"a"} and shelf.pool.statistics().free == 1
+    shelf.pool.check_valid()
+    shelf.put("x")
+    assert shelf.names == {"a", "x"}
     shelf.pool.check_valid()
 
 
@@ -139,8 +142,10 @@ def test_a_touch_of_before_a_reset_can_be_committed_after_it(policy):
     assert policy == "adaptive" or shelf.order == ["ab", "a", "x"]
 
 
-def test_what_a_reset_has_left_goes_when_its_blocks_are_handed_out(policy):
-    """Nothing keeps the keys of before, nor what the policy had of them, and no garbage collection was needed."""
+def test_a_reset_leaves_nothing(policy):
+    """Nothing keeps the keys of before, nor what the policy had of them, and no garbage collection was needed. What
+    adaptive has learned of them stays.
+    """
     pool = BlockPool(60, policy)
     keys = [bytes([97, at]) * 8 for at in range(40)]
     gc.disable()
@@ -152,15 +157,11 @@ def test_what_a_reset_has_left_goes_when_its_blocks_are_handed_out(policy):
         pool.reset()
         pool.check_valid()
         del one
-        after_reset = kept_of(keys)
-        pool.abort(pool.allocate(60))
-        pool.check_valid()
-        after_all = kept_of(keys)
+        after = kept_of(keys)
     finally:
         gc.enable()
     known = 20 if policy == "adaptive" else 0  # prompts it learns from: as many as a third of the blocks
-    assert after_reset[0] >= before[0] + 40 and after_reset[1] >= before[1] + 40
-    assert after_all[0] <= before[0] + known and after_all[1] <= before[1] + 2 * known + NUM_RINGS
+    assert after[0] == before[0] + known and after[1] <= before[1] + 2 * known + NUM_RINGS
 
 
 def kept_of(keys):
@@ -176,6 +177,9 @@ def test_a_reset_in_the_middle_of_everything(policy):
     writing = shelf.pool.allocate(2, chain("xy"))
     shelf.pool.reset()
     shelf.pool.check_valid()
-    shelf.pool.commit(writing, chain("xy"), shelf.pool.root, shelf.pool.touch(None))
+    with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
+        shelf.pool.commit(writing, chain("xy"), shelf.pool.root, shelf.pool.touch(None))
     shelf.put("abc")
-    assert {"a", "ab", "abc"} < shelf.names
+    shelf.pool.abort(writing)
+    shelf.pool.check_valid()
+    assert shelf.names == {"a", "ab", "abc"} and shelf.pool.statistics().free == 2

@@ -1,4 +1,4 @@
-"""What kind of use each segment of a prompt gets: (turn, role, gap), worked by hand."""
+"""The kind of use that each segment of a prompt gets: (turn, role, gap), worked by hand."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def shelf():
 
 
 def kinds(shelf, prompt):
-    """Of the segments of a prompt, in order: their last chunk, and their kind."""
+    """Segments of a prompt, in order: their last chunk, and their kind."""
     marks = shelf.pool._policy._mark
     segments = dict.fromkeys(marks[shelf.pool.find(key)] for key in chain(prompt))
     return {segment.last.decode()[-1]: FEATURES[segment.kind] for segment in segments}
@@ -35,7 +35,7 @@ def test_a_conversation_goes_on(shelf):
 
 
 def test_a_conversation_goes_on_in_two_ways(shelf):
-    """What both share has waited 40 seconds, by its own clock; a third way comes much later."""
+    """The chunks that both share have waited 40 seconds, by their own clock; a third way comes much later."""
     shelf.put("ab")
     shelf.put("abcd", after=5.0)
     shelf.put("abxy", after=40.0)
@@ -44,7 +44,7 @@ def test_a_conversation_goes_on_in_two_ways(shelf):
     assert kinds(shelf, "abcde") == {"b": (2, SHARED_BY_TWO, 5), "d": (2, PASSED, 5), "e": (2, CONTINUES, 5)}
 
 
-def test_a_document_is_asked_about_twice(shelf):
+def test_two_questions_share_a_document(shelf):
     """No prompt ended where they part, so both are first turns."""
     shelf.put("pqrst")
     shelf.put("pqruv", after=1.0)
@@ -69,7 +69,7 @@ def test_a_turn_whose_last_chunk_was_cut_short(shelf, is_here):
 
 @pytest.mark.parametrize("portion", [1, 3])
 def test_a_turn_whose_computed_answer_was_cut_short(shelf, portion):
-    """The chunks of the answer came while it was computed, and no prompt had told of them. Nothing is here any more."""
+    """The chunks of the answer came while it was computed, and no prompt had had them. Nothing is here any more."""
     shelf.put("ab")
     pool, keys = shelf.pool, chain("abcdX")
     touch = pool.touch(pool.find(keys[1]), keys[:2], shelf.now)

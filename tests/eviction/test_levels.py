@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.pool.coordinator import new_pool
@@ -30,7 +30,7 @@ def test_at_a_depth_that_no_prompt_reaches_it_is_adaptive():
 
 
 def test_the_depth_is_in_tokens():
-    group = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1)
+    group = PrefixGroup(name="attention", block_tokens=16, block_bytes=1)
     pool = new_pool(HybridChunkPlanner([group], max_model_len=1_000), 8, "adaptive@32")
     assert pool._policy._buckets._levels.costs == Levels(even_depth=2).costs
 

@@ -37,7 +37,7 @@ def half_precision_checkpoint(tmp_path_factory):
 
 
 def run(tmp_path, *options):
-    """The exit status and what --json says."""
+    """The exit status and the report of --json."""
     report = tmp_path / "report.json"
     status = offline_generation.main([*options, "--json", str(report)])
     return status, json.loads(report.read_text())
@@ -107,7 +107,7 @@ def test_control_a_corrupted_piece_is_caught(tmp_path, arch, piece):
 
 
 @pytest.mark.usefixtures("small_model")
-def test_control_without_a_load_says_so(tmp_path):
+def test_control_without_a_load_is_reported(tmp_path):
     status, report = run(tmp_path, *SMALL, "--offload", "off", "--rounds", "1", "--corrupt", "chunk")
     assert (status, report["control"]) == (3, "nothing to corrupt")
 
@@ -132,7 +132,7 @@ def test_half_precision_with_a_tokenizer_runs_and_does_not_fail_on_differences(t
     assert {"differences", "near_ties"} <= second.keys()
 
 
-def test_a_model_that_does_not_say_its_length_runs_with_one_that_is_given(tmp_path):
+def test_a_model_without_a_length_runs_with_one_that_is_given(tmp_path):
     MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one prompt of more than sixteen bytes"}\n')
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_say_its_length_runs_with_one_that_is_given(tmp_pa
     assert report["rounds"][1]["device_hit_tokens"] == 32
 
 
-def test_a_checkpoint_that_samples_is_asked_for_its_most_likely_answer(tmp_path, checkpoint, capsys):
+def test_a_checkpoint_that_samples_gives_its_most_likely_answer(tmp_path, checkpoint, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 5.0}')
     prompts = tmp_path / "prompts.jsonl"
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_samples_is_asked_for_its_most_likely_answer(tmp_path,
     [
         (0.0, True, None, 0),
         (1e-3, True, None, 1),  # float32 must agree
-        (1e-3, False, None, 0),  # half precision may not, and says so
+        (1e-3, False, None, 0),  # half precision may not, and prints it
         (1e-3, True, "caught", 1),
         (0.0, True, "missed", 3),
     ],
@@ -256,7 +256,7 @@ def test_the_texts_of_answers_are_shown_beside_where_their_prompts_are(tmp_path,
 
 
 @pytest.mark.usefixtures("small_model")
-def test_rounds_ask_their_questions_in_turn(tmp_path, capsys):
+def test_rounds_take_their_questions_in_turn(tmp_path, capsys):
     _, report = run(tmp_path, "--documents", "1", "--rounds", "4", "--max-new-tokens", "1", "--show")
     asked = [line.split(":")[0].split()[-1] for line in capsys.readouterr().out.splitlines() if ", question " in line]
     assert asked == ["1", "2", "3", "4", "5", "6", "1", "2"]
@@ -286,7 +286,7 @@ def test_the_picture_compares_medians():
 
 
 @pytest.mark.usefixtures("small_model")
-def test_the_output_ends_with_the_picture_and_nothing_else_is_said(tmp_path, capfd):
+def test_the_output_ends_with_the_picture_and_stderr_is_empty(tmp_path, capfd):
     logging.set_verbosity_warning()
     status = offline_generation.main([*SMALL, "--arch", "hybrid", "--json", str(tmp_path / "report.json")])
     said = capfd.readouterr()

@@ -1,7 +1,7 @@
 """A run that is cut off loses nothing: the rounds that finished are printed, and in --json.
 
 It is cut off by Ctrl-C, by a reader of its output who has gone away, and by a full disk, in the second round of a
-thousand million. What is missing before the first round is said in a sentence, too.
+thousand million. Errors before the first round are printed as a sentence, too.
 """
 
 import json
@@ -126,7 +126,7 @@ def test_a_full_disk_under_the_table_ends_the_run(stdout_of, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "error: cannot print: No space left on device"
 
 
-def test_a_closed_stdout_is_said_before_anything_is_computed(stdout_of, capsys):
+def test_a_closed_stdout_is_reported_before_anything_is_computed(stdout_of, capsys):
     stdout_of(None)
     assert offline_generation.main(FOREVER) == 2
     assert "stdout is closed" in capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys, package):
 @pytest.mark.parametrize(("error", "status", "sentence"), [
     (KeyboardInterrupt, 130, "interrupted"), (MemoryError, 2, "not enough memory"),
 ])  # fmt: skip
-def test_what_ends_a_run_before_its_first_answer(monkeypatch, capsys, error, status, sentence):
+def test_a_run_that_ends_before_its_first_answer_prints_the_reason(monkeypatch, capsys, error, status, sentence):
     def end(*_):
         raise error
 

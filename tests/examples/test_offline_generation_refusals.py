@@ -1,6 +1,6 @@
-"""What the example cannot do, it says in one sentence, with exit status 2, before it answers anything.
+"""Refusals of the example: one sentence, with exit status 2, before it answers anything.
 
-Three kinds of bad input: options, files of prompts, checkpoints. What fails in the middle of a run is in
+Three kinds of bad input: options, files of prompts, checkpoints. Failures in the middle of a run are in
 test_offline_generation_cut_off.py.
 """
 
@@ -126,7 +126,7 @@ def test_a_bad_line_of_prompts_is_named_and_costs_no_answer(refuse, tmp_path, ca
 
 
 @pytest.mark.parametrize("arch", ["full", "swa", "hybrid"])
-def test_what_is_checked_before_is_what_the_generator_refuses(arch):
+def test_the_check_before_a_run_refuses_the_same_prompts_as_the_generator(arch):
     model = build_model(arch, hidden=32, layers=4)
     generator = PrefixCachedGenerator(model, device_blocks=30, prefix_caching=False)
 
@@ -227,6 +227,6 @@ def test_a_vocabulary_too_small_for_bytes(refuse, tmp_path):
     ],
     ids=["bloom", "mamba"],
 )
-def test_a_model_that_does_not_say_how_long_a_prompt_may_be(refuse, tmp_path, model):
+def test_a_model_without_a_longest_prompt_is_refused(refuse, tmp_path, model):
     model().save_pretrained(tmp_path)  # with --max-model-len it runs: see test_offline_generation.py
     assert "how long a prompt may be" in refuse("--model", tmp_path, "--byte-tokens")

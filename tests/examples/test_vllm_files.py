@@ -1,4 +1,4 @@
-"""The files of examples/vllm agree with each other, and each alert fires on what it is for and on nothing else.
+"""The files of examples/vllm agree with each other, and each alert fires on its own trouble and on nothing else.
 
 tests_vllm/test_examples.py compares them with a running server: names, labels, options.
 """
@@ -203,7 +203,7 @@ def test_no_panel_covers_another():
     assert overlaps(panels[0], moved)
 
 
-def test_every_panel_says_what_to_conclude():
+def test_every_panel_has_a_description():
     panels = [panel for panel in json.loads(BOARD.read_text())["panels"] if panel["type"] != "row"]
     assert [panel["title"] for panel in panels if not panel["description"]] == []
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,5 +1,4 @@
-"""What each alert of examples/vllm/alerts.yml is told by a server: one course of its numbers that must fire, and one
-that must not.
+"""Numbers of a server for each alert of examples/vllm/alerts.yml: one course that must fire it, and one that must not.
 
 A course is a value for each minute, in promtool's notation: "0+5x60" grows by 5, "1x60" stays at 1, "0x30 1x30" is one
 after the other. Names are those of /metrics, without "vllm:".

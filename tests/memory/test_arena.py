@@ -20,7 +20,7 @@ from cpu_prefix_cache.memory.pages import processors_near
 from tests.simulated_driver import CUDA, SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually
 
-# what the driver asserts in the thread that pins, or in a finalizer
+# assertions of the driver in the thread that pins, or in a finalizer
 pytestmark = pytest.mark.filterwarnings(
     "error::pytest.PytestUnhandledThreadExceptionWarning", "error::pytest.PytestUnraisableExceptionWarning"
 )
@@ -33,7 +33,7 @@ def test_blocks_are_rows_of_bytes_one_after_another():
     assert blocks.is_contiguous()
 
 
-def test_what_is_written_to_one_block_stays_out_of_the_others():
+def test_bytes_written_to_one_block_stay_out_of_the_others():
     blocks = HostArena(num_blocks=3, block_bytes=10).blocks
     blocks.fill_(7)
     blocks[1] = 9
@@ -61,7 +61,7 @@ def driver(monkeypatch):
     return SimulatedDriver()
 
 
-def test_nothing_is_pinned_before_it_is_asked_for(driver):
+def test_nothing_is_pinned_before_the_first_wait(driver):
     arena = pinned_arena(driver)
     assert arena.ready_blocks == 0
     arena.registration._pages.wait_for(0)
@@ -146,7 +146,7 @@ def test_after_close_the_region_is_unmapped_once_its_last_tensor_is_gone(driver)
     assert not mapped(address)
 
 
-def test_what_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog):
+def test_memory_that_cuda_will_not_pin_is_used_as_it_is_with_one_warning(driver, caplog):
     driver.refuses_after = 2
     arena = pinned_arena(driver)
     arena.wait_until_ready()
@@ -282,7 +282,9 @@ def test_where_the_system_has_no_more_pages_the_region_ends(driver, monkeypatch,
 
 def test_pages_are_there_before_they_are_pinned(driver, monkeypatch):
     register, resident = driver.register, []
-    asked, wait_for, populate = threading.Event(), pages.Pages.wait_for, pages._populate
+    asked = threading.Event()
+    wait_for = pages.Pages.wait_for
+    populate = pages._populate
     monkeypatch.setattr(pages.Pages, "wait_for", lambda *slices: asked.set() or wait_for(*slices))
     monkeypatch.setattr(pages, "_populate", lambda *a_slice: asked.wait(10) and populate(*a_slice))
 
@@ -373,14 +375,14 @@ def test_a_fork_takes_part_in_no_page_of_the_region():
     arena.blocks.fill_(7)
     child = os.fork()
     if not child:
-        os._exit(int(arena.blocks[3, 5]))  # of all of it torch's threads would be asked
+        os._exit(int(arena.blocks[3, 5]))  # all of it would need torch's threads
     assert os.waitpid(child, 0)[1] == 0
     assert (arena.blocks == 7).all()
 
 
 @pytest.fixture
 def macos(monkeypatch, tmp_path):
-    """As far as a region can tell."""
+    """A machine that looks like macOS to a region."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(limits, "MEMINFO", tmp_path / "missing")
     monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "missing", raising=False)
@@ -406,7 +408,7 @@ def test_but_none_that_ranks_share(macos):
 
 @pytest.fixture
 def file():
-    """Of a region of 4,000 bytes that this process has made."""
+    """The file of a region of 4,000 bytes that this process has made."""
     file, _ = mapping.make_shared(4000)
     yield file
     os.close(file)
@@ -429,7 +431,7 @@ def test_ranks_that_map_one_file_have_one_region(file):
     assert (one.blocks[3] == 9).all()
 
 
-def test_ranks_that_differ_in_size_are_told_so(file):
+def test_ranks_that_differ_in_size_are_refused(file):
     with pytest.raises(ConfigurationError, match="4000 bytes, but 5000 were asked for"):
         mapping.map_shared(file, 5000)
 
@@ -448,7 +450,7 @@ def test_no_rank_can_make_a_region_shorter_below_the_others(file):
             os.ftruncate(file, size)
 
 
-# What the machine may use
+# Memory that the machine may use
 
 
 def test_a_control_group_counts_what_is_used_already(tmp_path, monkeypatch):
@@ -486,7 +488,7 @@ def in_group(tmp_path, *lines):
 
 @pytest.fixture(autouse=True)
 def no_claims(monkeypatch):
-    """Of other engines of this machine; test_claims.py has them."""
+    """No claims of other engines of this machine; test_claims.py has them."""
     monkeypatch.setattr(limits, "promises", list)
 
 
@@ -514,7 +516,7 @@ def test_one_without_a_limit_of_version_1_is_none(tmp_path, group):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_is_above_a_group_limits_it(tmp_path, group, version):
+def test_ancestors_of_a_control_group_limit_it(tmp_path, group, version):
     in_group(tmp_path, {1: "4:memory:/slice/engine/worker", 2: "0::/slice/engine/worker"}[version])
     group(version, "slice", 300 * GB, 100 * GB)
     group(version, "slice/engine", 100 * GB, 90 * GB)

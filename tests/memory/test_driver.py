@@ -1,4 +1,4 @@
-"""CUDA's driver, with a library that keeps book: what is asked for once, and what is given back on an error."""
+"""CUDA's driver, with a library that keeps book: calls that are made once, and calls that give back on an error."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from cpu_prefix_cache.memory.driver import DriverError
 
 
 class Library:
-    """Notes the calls that it is asked for; those in `refused` it refuses."""
+    """Notes the calls; those in `refused` it refuses."""
 
     def __init__(self):
         self.asked, self.refused = [], set()
@@ -37,12 +37,10 @@ def driver(library):
     return CudaDriver(library, library)
 
 
-RETAIN, PUSH, MODE, POP = (
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxPushCurrent_v2",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuCtxPopCurrent_v2",
-)
+RETAIN = "cuDevicePrimaryCtxRetain"
+PUSH = "cuCtxPushCurrent_v2"
+MODE = "cuThreadExchangeStreamCaptureMode"
+POP = "cuCtxPopCurrent_v2"
 
 
 def test_a_context_is_retained_once(driver, library):
@@ -64,13 +62,13 @@ def test_a_context_is_left_when_it_cannot_be_worked_in(driver, library):
     assert library.asked == [RETAIN, PUSH, MODE, POP]
 
 
-def test_and_when_the_capture_mode_cannot_be_set_back(driver, library):
+def test_the_context_is_popped_when_the_capture_mode_cannot_be_set_back(driver, library):
     with pytest.raises(DriverError, match="capture mode"), driver.working_in(7):
         library.refused.add(MODE)
     assert library.asked == [RETAIN, PUSH, MODE, MODE, POP]
 
 
-def test_without_a_driver_a_sentence_says_so(monkeypatch):
+def test_a_missing_driver_is_refused_in_a_sentence(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -1,6 +1,6 @@
-"""What copies rely on in every driver: CUDA's and HIP's where torch has such a device, the simulated one everywhere.
+"""Contract of every driver: CUDA's and HIP's where torch has such a device, the simulated one everywhere.
 
-Below it, what the simulated driver refuses: rules that tests elsewhere hold the library to by using it.
+Below it, the refusals of the simulated driver: rules that tests elsewhere hold the library to by using it.
 """
 
 import mmap
@@ -131,7 +131,9 @@ def moved(destination, source, places=PLACES):
 
 def comes_right(bench, host, way):
     """Whether bytes of the host come to device memory, and back to other bytes of the host, and nothing else does."""
-    device, stream, right = poisoned(bench), bench.stream(), []
+    device = poisoned(bench)
+    stream = bench.stream()
+    right = []
     for destination, source in ((device, host), (host, device)):
         places = PLACES if source is host else [(of, to, size) for to, of, size in PLACES]
         if destination is host:
@@ -172,7 +174,9 @@ def test_a_stream_keeps_its_order(bench, driver, host):
 
 
 def test_memory_that_is_not_pinned_is_copied_one_by_one(bench, driver):
-    device, stream, host = poisoned(bench), bench.stream(), pages(SIZE)
+    device = poisoned(bench)
+    stream = bench.stream()
+    host = pages(SIZE)
     before = host.clone()
     one_by_one(driver, [(device.data_ptr(), host.data_ptr(), SIZE)], stream.handle)
     stream.synchronize()
@@ -182,8 +186,10 @@ def test_memory_that_is_not_pinned_is_copied_one_by_one(bench, driver):
     assert torch.equal(host, before)
 
 
-def test_what_was_unpinned_may_be_pinned_again_as_more(bench, driver):
-    host, device, stream = pages(SIZE), poisoned(bench), bench.stream()
+def test_unpinned_memory_may_be_pinned_again_as_more(bench, driver):
+    host = pages(SIZE)
+    device = poisoned(bench)
+    stream = bench.stream()
     for num_bytes in (PAGE, SIZE, 2 * PAGE):
         driver.register(host.data_ptr(), num_bytes)
         moves, wanted = moved(device, host, [(0, 0, num_bytes)])
@@ -194,7 +200,7 @@ def test_what_was_unpinned_may_be_pinned_again_as_more(bench, driver):
         host.copy_(randoms(SIZE, seed=num_bytes))
 
 
-REFUSED = (DriverError, AssertionError)  # a real one says so; the simulated one makes the test fail
+REFUSED = (DriverError, AssertionError)  # a real one refuses; the simulated one makes the test fail
 
 
 def test_nothing_is_pinned_twice_or_unpinned_that_was_not(driver, host):
@@ -225,7 +231,7 @@ def test_where_there_are_no_batches_one_is_refused(bench, driver, host):
         driver.copy_batch(rows.device, rows.host, rows.size, rows.count, bench.stream().handle)
 
 
-def test_a_thread_works_with_a_device_as_long_as_it_is_told(bench):
+def test_a_thread_works_with_a_device_within_working_in(bench):
     first, last = bench.devices[0], bench.devices[-1]
     with bench.driver.working_in(first):
         with bench.driver.working_in(last):
@@ -271,7 +277,7 @@ def test_the_address_of_a_device_is_as_the_system_writes_it(bench):
         assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", bench.driver.pci_address(device))
 
 
-# What the simulated driver refuses
+# Refusals of the simulated driver
 
 
 @pytest.fixture
@@ -333,7 +339,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sentence", "wrong"), WRONG.values(), ids=WRONG)
-def test_what_a_real_driver_refuses_makes_a_test_fail(simulated, memory, sentence, wrong):
+def test_calls_that_a_real_driver_refuses_make_a_test_fail(simulated, memory, sentence, wrong):
     with pytest.raises(AssertionError, match=sentence):
         wrong(simulated, memory)
     assert not simulated.under_way, "what was refused is under way"
@@ -404,7 +410,7 @@ def test_so_does_pinning_during_a_capture_unless_the_thread_is_relaxed(simulated
     assert not simulated.here.is_relaxed
 
 
-def test_streams_that_wait_for_each_other_are_said_so(simulated):
+def test_streams_that_wait_for_each_other_are_reported(simulated):
     one, other = simulated.streams.all[:2]
     never = other.record()
     other.entries.clear()

@@ -2,7 +2,7 @@
 
 No AMD device is needed. It shows that every argument arrives whole and in its place, that codes become errors, that
 quick calls keep Python's lock and others release it, and that torch's own copy of the library is taken. It does not
-show that the real library does what its documentation says.
+show that the real library does what it documents.
 """
 
 import ctypes
@@ -92,7 +92,10 @@ static hipError_t note(const char* name, int count, const uint64_t* values) {
 }
 """
 # All 64 bits are in use, and those of no argument are those of another.
-HOST, DEVICE, STREAM, SIZE = 0xFEDCBA9876543210, 0xA1B2C3D4E5F60718, 0x8F7E6D5C4B3A2918, 0x9182736455463728
+HOST = 0xFEDCBA9876543210
+DEVICE = 0xA1B2C3D4E5F60718
+STREAM = 0x8F7E6D5C4B3A2918
+SIZE = 0x9182736455463728
 
 
 def built(path, changed=("", "")):
@@ -114,7 +117,7 @@ class Stub:
         self.driver = HipDriver(self.library, ctypes.PyDLL(str(path)))
 
     def notes(self):
-        """Of each call its name, whether it held Python's lock, and its arguments."""
+        """Each call: its name, whether it held Python's lock, and its arguments."""
         lines = [line.split() for line in self.library.stub_notes().decode().splitlines()]
         return [(name, lock == "locked", *(int(value, 16) for value in values)) for name, lock, *values in lines]
 
@@ -147,8 +150,10 @@ def work(driver):
         pass
 
 
-EXCHANGE, GET, SET = "hipThreadExchangeStreamCaptureMode", "hipGetDevice", "hipSetDevice"
-# what is asked of the driver, and the calls that it makes: whether they keep the lock, and with which arguments
+EXCHANGE = "hipThreadExchangeStreamCaptureMode"
+GET = "hipGetDevice"
+SET = "hipSetDevice"
+# a method of the driver, and the calls that it makes: whether they keep the lock, and with which arguments
 ASKED = {
     "register": (lambda driver: driver.register(HOST, SIZE), [("hipHostRegister", False, HOST, SIZE, 0)]),
     "unregister": (lambda driver: driver.unregister(HOST), [("hipHostUnregister", False, HOST)]),
@@ -249,7 +254,7 @@ def test_a_device_is_left_when_the_capture_mode_cannot_be_changed(stub):
 
 
 @needs_compiler
-def test_and_when_it_cannot_be_changed_back(stub):
+def test_the_device_is_restored_when_the_capture_mode_cannot_be(stub):
     with pytest.raises(DriverError, match="capture mode"), stub.driver.working_in(3):
         stub.refuse(EXCHANGE)
     assert stub.state() == (0, RELAXED)
@@ -284,7 +289,7 @@ def test_torchs_own_copy_of_the_library_is_taken_before_those_that_the_system_fi
 
 @pytest.fixture
 def built_for(monkeypatch):
-    """Has torch say what it was built for."""
+    """Sets the vendor that torch was built for."""
 
     def say(hip=None, cuda=None):
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -295,7 +300,7 @@ def built_for(monkeypatch):
     accelerator_driver.cache_clear()
 
 
-def test_without_the_library_a_sentence_says_so(built_for, monkeypatch):
+def test_a_missing_library_of_rocm_is_refused_in_a_sentence(built_for, monkeypatch):
     monkeypatch.setattr(hip, "LIBRARIES", ("libamdhip64.so.none",))
     built_for(hip="7.0")
     with pytest.raises(ConfigurationError, match=r"was built for ROCm.*libamdhip64\.so\.none.*install ROCm's HIP"):

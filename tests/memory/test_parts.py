@@ -66,7 +66,7 @@ def test_k_and_v_that_are_not_there_are_refused(shape, kv_dim):
         keys_and_values(0, torch.zeros(shape), kv_dim=kv_dim)
 
 
-def test_a_tensor_of_tokens_is_cut_where_it_is_said():
+def test_a_tensor_of_tokens_is_cut_at_the_given_block_length():
     part = token_major(0, Role.LATENT, numbered(6, 3), num_blocks=2, block_tokens=3)
     assert as_int16(part.rows) == [list(range(9)), list(range(9, 18))]
     part = token_major(0, Role.LATENT, numbered(6, 3), num_blocks=3, block_tokens=2)
@@ -94,7 +94,7 @@ def test_padding_between_tokens_tears_a_block():
         (torch.zeros(4), "blocks, ..."),
     ],
 )
-def test_what_is_no_row_of_blocks_is_refused(tensor, reason):
+def test_tensors_that_are_no_row_of_blocks_are_refused(tensor, reason):
     with pytest.raises(ConfigurationError, match=reason):
         block_bytes(tensor)
 
@@ -149,6 +149,6 @@ def test_neighbours_within_every_block_are_joined():
     assert [rows.data_ptr() for rows in side_by_side(apart)] == [rows.data_ptr() for rows in apart]
 
 
-def test_a_part_says_what_it_is():
+def test_a_part_prints_its_role_layer_and_number():
     assert str(Part(2, Role.KEY_SCALE, torch.zeros(1))) == "key scale of layer 2"
     assert str(Part(2, Role.CONV_STATE, torch.zeros(1), number=1)) == "conv state of layer 2 (number 1)"

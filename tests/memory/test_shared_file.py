@@ -100,7 +100,7 @@ def test_one_of_another_user_who_does_not_look_gets_nothing(offer):
 
 @pytest.fixture
 def offered_by():
-    """What anybody may listen at, and whose it seems."""
+    """A socket at which anybody may listen."""
     name = f"cpu-prefix-cache-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{name}")
@@ -108,7 +108,7 @@ def offered_by():
         yield name, listening
 
 
-def test_what_another_user_offers_is_not_taken(offered_by, monkeypatch):
+def test_a_file_that_another_user_offers_is_not_taken(offered_by, monkeypatch):
     monkeypatch.setattr(shared_file, "_user_of", lambda _: NOBODY)
     with pytest.raises(ConfigurationError, match="another user"):
         take(offered_by[0])

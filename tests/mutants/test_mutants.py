@@ -1,4 +1,4 @@
-"""The tool that judges the tests: what it finds wrong with a statement, whom it calls killed, how it knows a fault."""
+"""The tool that judges the tests: faults of a statement, faults that count as killed, and names of faults."""
 
 import json
 import subprocess
@@ -89,7 +89,7 @@ def changes(source: str) -> set[str]:
     return {f"{fault.kind}: {fault.change}" for fault in faults_of("file.py", source)}
 
 
-def test_what_can_be_wrong_with_a_condition_and_its_exit() -> None:
+def test_faults_of_a_condition_and_its_exit() -> None:
     assert changes("def f(a, b):\n    if a < b or not a:\n        return\n    a += 1\n") == {
         "exit removed: `if a < b or not a:`",
         "comparison: `a < b` becomes `a <= b` in `if a < b or not a:`",
@@ -105,7 +105,7 @@ def test_what_can_be_wrong_with_a_condition_and_its_exit() -> None:
     }
 
 
-def test_what_can_be_wrong_with_a_call() -> None:
+def test_faults_of_a_call() -> None:
     assert changes("def f(a, b):\n    self.take(a, b[a:])\n    del b[a]\n") == {
         "dropped: `self.take(a, b[a:])`",
         "arguments swapped: `self.take(a, b[a:])` becomes `self.take(b[a:], a)` in `self.take(a, b[a:])`",
@@ -156,7 +156,7 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
     assert len(gone) == len(before) - len(found) and all("never" in line for line in gone)
 
 
-def test_who_is_killed_who_survives_and_who_never_ends(tree: Path, tmp_path: Path) -> None:
+def test_faults_are_killed_or_survive_or_never_end(tree: Path, tmp_path: Path) -> None:
     """`elsewhere` runs in a program that its test starts, which imports the whole file."""
 
     def only(part: str) -> Fault:

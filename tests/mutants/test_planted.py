@@ -1,4 +1,4 @@
-"""The script that plants the faults of `property_tests/faults`: what it prints, and what it lets pass."""
+"""The script that plants the faults of `property_tests/faults`: its report, and the faults that it lets pass."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_a_fault_that_is_noticed_is_not_printed(tree: Path) -> None:
     assert "n + 1" in (tree / "src/small.py").read_text()
 
 
-def test_what_is_not_noticed_or_not_there_is_printed(tree: Path) -> None:
+def test_faults_unnoticed_or_not_in_the_source_are_printed(tree: Path) -> None:
     done = planted(
         tree,
         FAULT.format(says="unseen", old="return n + 1", by="tests/test_blind.py"),

@@ -1,4 +1,4 @@
-"""A module named `connector` in the way of ours: a sentence says so. Where nothing is, vLLM is what is missing here."""
+"""A module named `connector` in the way of ours is named in a sentence. Where none is, the sentence names vLLM."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ASK = "import cpu_prefix_cache_vllm; cpu_prefix_cache_vllm.CPUPrefixCacheConnect
 
 
 def asked_in(folder: Path) -> str:
-    """The last line of what Python says, begun in `folder`, when the connector is asked for. It has no vLLM."""
+    """The last line on stderr when Python, begun in `folder` and without vLLM, imports the connector."""
     code = f"import sys; sys.path.append({str(SOURCES)!r}); sys.modules['vllm'] = None; {ASK}"
     ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     return ran.stderr.splitlines()[-1]

@@ -1,11 +1,11 @@
-"""What all tests of replays share."""
+"""Fixtures that all tests of replays share."""
 
 import gc
 import json
 
 import pytest
 
-from cpu_prefix_cache.cli import main
+from cpu_prefix_cache.tools.cli import main
 from tests.replay.logs import TEMPLATE, WORDS
 from tests.replay.traces import write
 

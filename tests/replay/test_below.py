@@ -1,17 +1,17 @@
-"""A tier below the host, with and without a device before it: what is found, and what reading it saves."""
+"""A tier below the host, with and without a device before it: its hits, and the time that reading them saves."""
 
 from itertools import count
 
 import pytest
 
-from cpu_prefix_cache.replay.below import ThreeTierEngine, replay_host_and_tier, replay_three_tiers
-from cpu_prefix_cache.replay.clairvoyant import replay_ideal
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.seconds_saved import Rates
-from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import TraceRequest
-from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
 from cpu_prefix_cache.tiers.tier_cache import HostDevice
+from cpu_prefix_cache.tools.replay.below import ThreeTierEngine, replay_host_and_tier, replay_three_tiers
+from cpu_prefix_cache.tools.replay.clairvoyant import replay_ideal
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.seconds_saved import Rates
+from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.traces import TraceRequest
+from cpu_prefix_cache.tools.replay.two_tiers import replay_two_tiers
 from tests.replay.traces import random_prompts, trace_of
 
 MODES = ("lazy", "eager")
@@ -56,7 +56,7 @@ def test_with_a_tier_that_holds_everything_nothing_is_computed_twice(replay, pol
 
 
 @pytest.mark.parametrize("offload", MODES)
-def test_what_left_device_and_host_comes_back_from_below(offload):
+def test_blocks_that_left_device_and_host_come_back_from_below(offload):
     prompts = [letter * 4 for letter in "abcdefghij"]
     tally = three(trace_of([*prompts, prompts[0]]), 16, 4, 100, offload)
     assert (tally.hit_blocks, tally.loaded_blocks, tally.below_hit_blocks) == (4, 4, 4)
@@ -109,7 +109,9 @@ def test_a_step_reads_no_more_of_a_larger_host(offload, monkeypatch):
     in_order = HostDevice.soonest_evicted
 
     def most_read(host):
-        read, numbers, trace = [0], count(), trace_of(["a" * 256])
+        read = [0]
+        numbers = count()
+        trace = trace_of(["a" * 256])
         monkeypatch.setattr(trace, "usable", lambda capacity: capacity)
         engine = ThreeTierEngine(trace, HostTier(host), DeviceTier(512), BelowTier(4 * host, offload))
         plan_below = engine.tiered.plan_below

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from cpu_prefix_cache.replay.clairvoyant import Future, replay_ideal, replay_min
-from cpu_prefix_cache.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.clairvoyant import Future, replay_ideal, replay_min
+from cpu_prefix_cache.tools.replay.meter import Meter
 from tests.replay.traces import random_prompts, trace_of
 
 

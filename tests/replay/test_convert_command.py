@@ -1,4 +1,4 @@
-"""`convert`, from logs of servers to traces: who shares a prefix with whom, and when."""
+"""`convert`, from logs of servers to traces: requests that share a prefix, and their times."""
 
 import gzip
 import importlib.util
@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from cpu_prefix_cache.cli import main
-from cpu_prefix_cache.replay.chat_messages import Chat
-from cpu_prefix_cache.replay.tokenizer import Tokenizer
-from cpu_prefix_cache.replay.traces import read_traces
+from cpu_prefix_cache.tools.cli import main
+from cpu_prefix_cache.tools.replay.chat_messages import Chat
+from cpu_prefix_cache.tools.replay.tokenizer import Tokenizer
+from cpu_prefix_cache.tools.replay.traces import read_traces
 from tests.replay.logs import chat
 from tests.replay.traces import write
 
@@ -23,7 +23,7 @@ def test_token_ids_become_numbers_of_whole_blocks(convert):
     assert trace == [{"timestamp": float(at), "input_length": 10, "hash_ids": [0, 1]} for at in (0, 1)]
 
 
-def test_what_convert_writes_replay_reads_with_the_same_blocks(convert, tmp_path):
+def test_replay_reads_a_converted_trace_with_the_same_blocks(convert, tmp_path):
     ids = [list(range(start, start + 100)) for start in (0, 0, 7)]
     lines = [{"timestamp": at, "token_ids": each} for at, each in enumerate(ids)]
     convert(lines, block_tokens=16, with_tokenizer=False)
@@ -39,7 +39,7 @@ def test_a_chat_becomes_the_tokens_of_its_template(convert):
     assert trace[0]["input_length"] == 4 + 4  # words and roles, the last of which is to answer
 
 
-def test_a_conversation_that_goes_on_shares_what_was_said(convert):
+def test_a_conversation_that_goes_on_shares_its_earlier_turns(convert):
     first, second = chat("a b"), chat("a b", "c", "d")
     _, _, trace = convert([{"timestamp": at, "messages": each} for at, each in enumerate((first, second))])
     one, two = (line["hash_ids"] for line in trace)
@@ -121,7 +121,7 @@ def test_the_log_of_an_engine_has_other_lines_too(convert, line):
     assert trace == [{"timestamp": at, "input_length": 3, "hash_ids": [0, 1, 2]} for at in (0.0, 2.0)]
 
 
-def test_the_log_of_sglang_in_json_says_each_request_twice(convert):
+def test_the_log_of_sglang_in_json_has_each_request_twice(convert):
     received = {**RECEIVED, "obj": {"text": "a b", "input_ids": [1, 2, 3]}}
     lines = [received, {**received, "event": "request.finished"}, {**received, "timestamp": "2026-11-24T12:43:51"}]
     _, printed, trace = convert(lines, with_tokenizer=False)
@@ -213,7 +213,9 @@ def test_a_bad_line_is_named_and_stops_it_unless_it_is_skipped(convert, line, co
     ],
     ids=str,
 )
-def test_what_cannot_be_converted_is_said_in_a_sentence_and_nothing_is_written(convert, lines, options, sentence):
+def test_logs_that_cannot_be_converted_are_refused_in_a_sentence_and_nothing_is_written(
+    convert, lines, options, sentence
+):
     code, printed, trace = convert(lines, *options, with_tokenizer=False)
     assert (code, trace, printed.count("\n")) == (2, [], 1) and sentence in printed
 
@@ -280,7 +282,7 @@ def test_token_ids_are_those_of_transformers(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["tokenizers", "jinja2"])
-def test_without_a_library_it_says_what_to_install(convert, monkeypatch, missing):
+def test_a_missing_library_is_named_with_its_install_command(convert, monkeypatch, missing):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
     code, printed, trace = convert([GOOD])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache import cli
+from cpu_prefix_cache.tools import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md", "docs/sizing.md")

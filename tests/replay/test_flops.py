@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.replay.flops import EXPERTS, THREE_MATRICES, TWO_MATRICES, read_flops
+from cpu_prefix_cache.tools.replay.flops import EXPERTS, THREE_MATRICES, TWO_MATRICES, read_flops
 
 SMALL = {
     "hidden_size": 64,
@@ -82,7 +82,7 @@ def test_attention_grows_in_layers_of_full_attention_only(tmp_path):
     assert half.pair == full.pair / 2 and half.token == full.token + 1024 * full.pair / 2
 
 
-def test_of_a_model_of_states_only_every_token_takes_as_long(tmp_path):
+def test_every_token_of_a_model_of_states_only_takes_as_long(tmp_path):
     states = {"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 64}
     assert read_flops(written(tmp_path, **states), 1e9).even_depth == float("inf")
 
@@ -97,7 +97,7 @@ def test_of_a_model_of_states_only_every_token_takes_as_long(tmp_path):
     ],
     ids=["unknown", "experts not counted here", "a number for each layer", "how many experts"],
 )
-def test_what_does_not_follow_with_certainty_is_asked_for(tmp_path, values):
+def test_uncertain_parameters_are_required_as_an_option(tmp_path, values):
     folder = written(tmp_path, **values)
     with pytest.raises(ConfigurationError, match="give its --active-parameters, such as 22B"):
         read_flops(folder)

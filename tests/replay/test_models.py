@@ -1,11 +1,11 @@
-"""What models keep, read from the numbers of their published configurations."""
+"""KV and states that models keep, read from the numbers of their published configurations."""
 
 import json
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.replay.models import checkpoint_bytes, in_large_blocks, prefix_bytes_per_token, read_model
+from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
+from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, in_large_blocks, prefix_bytes_per_token, read_model
 
 KIB, MIB = 2**10, 2**20
 
@@ -259,7 +259,7 @@ def test_states_weigh_what_is_known_of_them(reads, config, token, page):
 def test_a_model_of_states_alone_keeps_no_prefix(reads):
     mamba = {"model_type": "mamba", "num_hidden_layers": 4, "intermediate_size": 64, "state_size": 16, "conv_kernel": 4}
     [group] = reads(mamba)
-    assert group.kind is GroupKind.STATE and group.block_bytes == 4 * 2 * 64 * (3 + 16)
+    assert isinstance(group, StateGroup) and group.block_bytes == 4 * 2 * 64 * (3 + 16)
 
 
 def test_ranks_share_heads_until_each_has_one(reads):
@@ -282,7 +282,7 @@ def test_states_are_shared_too_but_for_the_groups_of_their_heads(reads):
         reads(QWEN3_NEXT, tp=32)
 
 
-def test_the_kv_dtype_is_the_models_or_the_one_asked_for(reads):
+def test_the_kv_dtype_is_the_models_or_the_given_one(reads):
     def token(config, **options):
         return prefix_bytes_per_token(reads(config, **options)) // KIB
 
@@ -297,8 +297,8 @@ def test_the_kv_dtype_is_the_models_or_the_one_asked_for(reads):
 def test_an_unknown_type_that_is_like_llama_is_read_like_llama(reads):
     assert reads({**LLAMA_8B, "model_type": "new", "num_local_experts": 8}) == reads(LLAMA_8B)
     layer_types = ["sliding_attention", "full_attention"] * 16
-    window, full = {"sliding_window": 128, "layer_types": layer_types}, [GroupKind.PREFIX, GroupKind.WINDOW]
-    assert [group.kind for group in reads({**LLAMA_8B, "model_type": "new", **window})] == full
+    window, full = {"sliding_window": 128, "layer_types": layer_types}, [PrefixGroup, WindowGroup]
+    assert [type(group) for group in reads({**LLAMA_8B, "model_type": "new", **window})] == full
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_an_unknown_type_that_may_be_anything_else_is_refused_by_name(reads, sur
         reads({**LLAMA_8B, "model_type": "new", **surprise})
 
 
-def test_what_is_no_configuration_is_refused(tmp_path, reads):
+def test_files_that_are_no_configuration_are_refused(tmp_path, reads):
     with pytest.raises(ConfigurationError, match="cannot read"):
         read_model(tmp_path / "nowhere.json")
     with pytest.raises(ConfigurationError, match="names no model_type"):

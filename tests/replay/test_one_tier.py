@@ -2,10 +2,10 @@
 
 import pytest
 
-from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.one_tier import replay_one_tier
-from cpu_prefix_cache.replay.tiers import HostTier
+from cpu_prefix_cache.eviction import POLICIES, Choice
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.tools.replay.tiers import HostTier
 from tests.replay.traces import random_prompts, trace_of
 
 
@@ -40,13 +40,13 @@ def test_lru_is_an_lru_of_single_blocks(seed, capacity):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_fits_is_computed_once(policy):
+def test_blocks_that_fit_are_computed_once(policy):
     tally = replayed(trace_of(["abc", "abd", "abc"]), policy, 4)
     assert (tally.hit_blocks, tally.stored_blocks, tally.evictions) == (5, 4, 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_of_a_prompt_longer_than_the_cache_the_beginning_is_kept(policy):
+def test_the_beginning_of_a_prompt_longer_than_the_cache_is_kept(policy):
     tally = replayed(trace_of(["abcdef", "abcdef"]), policy, 4)
     assert (tally.hit_blocks, tally.stored_blocks) == (4, 4)
 
@@ -68,7 +68,7 @@ def test_a_hit_has_no_more_tokens_than_the_prompt():
     assert replayed(trace, "lru", 4).hit.tokens == 17
 
 
-def test_a_policy_is_told_of_all_keys_and_of_time_and_may_decline(monkeypatch):
+def test_a_policy_gets_all_keys_and_the_time_and_may_decline(monkeypatch):
     told = []
 
     class Picky(POLICIES["lru"]):
@@ -76,8 +76,8 @@ def test_a_policy_is_told_of_all_keys_and_of_time_and_may_decline(monkeypatch):
             told.append((list(keys), now))
             return super().admitted(deepest, keys, now)
 
-        def accepts(self, parent, incoming, count, margin):
-            return min(1, len(incoming))
+        def choose(self, parent, incoming, count, margin):
+            return Choice(min(1, len(incoming)))
 
     monkeypatch.setitem(POLICIES, "picky", Picky)
     trace = trace_of(["abc", "xyz", "xyz"])

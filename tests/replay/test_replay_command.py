@@ -1,4 +1,4 @@
-"""`cpu-prefix-cache replay`, from its arguments to what it prints and writes."""
+"""`cpu-prefix-cache replay`, from its arguments to its printed and written results."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache.cli import main
 from cpu_prefix_cache.eviction import POLICIES
+from cpu_prefix_cache.tools.cli import main
 from tests.replay.traces import mooncake_lines, random_prompts, write
 
 PROMPTS = ["abc", "abd", "xyz", "abc"]
@@ -44,7 +44,12 @@ def test_one_tier(trace, capsys):
     assert main(["replay", trace, "--capacity", "4,100", "--policy", "lru"]) == 0
     table = rows(capsys)
     assert list(table) == [
-        *(("no cache", "-"), ("lru", "4"), ("min", "4"), ("lru", "100"), ("min", "100"), ("infinite", "-"))
+        ("no cache", "-"),
+        ("lru", "4"),
+        ("min", "4"),
+        ("lru", "100"),
+        ("min", "100"),
+        ("infinite", "-"),
     ]
     assert table["no cache", "-"]["hit blocks"] == "0.0000"
     assert table["lru", "4"]["hit blocks"] == f"{2 / 12 + 1 / 12:.4f}"  # ab, and then a
@@ -53,7 +58,7 @@ def test_one_tier(trace, capsys):
     assert (found["stored"], found["loaded"], found["evictions"]) == ("7", "5", "0")
 
 
-def test_it_says_what_min_is(trace, capsys):
+def test_min_is_explained_below_the_table(trace, capsys):
     main(["replay", trace])
     sentence = (
         "the most that any cache of this capacity finds, counted in blocks. In tokens or time a policy can exceed it"
@@ -88,7 +93,10 @@ def test_json_has_one_result_for_each_policy_and_capacity(trace, tmp_path):
     assert (written["block_bytes"], written["flops"], written["prefill"]) == (None, None, None)
     assert written["ideal"] == {"block_hit_ratio": 5 / 12, "token_hit_ratio": 5 / 12, "time_hit_ratio": None}
     assert [(each["policy"], each["capacity_blocks"]) for each in written["results"]] == [
-        *(("arc", 4), ("min", 4), ("arc", 8), ("min", 8))
+        ("arc", 4),
+        ("min", 4),
+        ("arc", 8),
+        ("min", 8),
     ]
     result = written["results"][2]
     assert result.pop("seconds") > 0
@@ -119,7 +127,7 @@ def test_json_of_two_tiers_names_both(trace, tmp_path):
     [result] = written["results"]
     assert (result["capacity_blocks"], result["device_capacity_blocks"], result["offload"]) == (50, 4, "eager")
     assert result["block_hit_ratio"] == 5 / 12 and result["lost_before_store_blocks"] == 0
-    for reference in ("min", "at_eviction"):  # though no such policy was asked for
+    for reference in ("min", "at_eviction"):  # though no such policy was given
         assert [(each["capacity_blocks"], each["block_hit_ratio"]) for each in written[reference]] == [(50, 5 / 12)]
 
 
@@ -202,7 +210,7 @@ def test_a_rate_is_that_of_prompts_of_a_length(trace, capsys, tmp_path):
         assert prefill[name] == pytest.approx(1000, rel=1e-3)  # all prompts of the trace have 1,536 tokens
 
 
-def test_of_an_unknown_model_no_hit_time_is_shown_and_why_is_said(trace, capsys, tmp_path):
+def test_an_unknown_model_has_no_hit_time_and_the_reason_is_printed(trace, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "new"}))
     model = ["--policy", "lru", "--capacity", "100", "--model", str(tmp_path)]
     assert main(["replay", trace, *model]) == 0
@@ -231,8 +239,8 @@ def test_bytes_are_capacities_and_are_counted(trace, capsys):
 @pytest.mark.parametrize(
     ("options", "loaded"), [([], "5.0 MiB"), (["--tp", "4"], "10.0 MiB"), (["--kv-dtype", "fp8"], "2.5 MiB")]
 )
-def test_a_model_says_what_a_token_weighs(trace, tmp_path, capsys, options, loaded):
-    """Of two KV heads four ranks have one each."""
+def test_the_bytes_of_a_token_follow_from_the_model(trace, tmp_path, capsys, options, loaded):
+    """Four ranks have one each of two KV heads."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     replay = ["replay", trace, "--policy", "lru", "--capacity", "200MiB", "--model", str(tmp_path), *options]
     assert main(replay) == 0
@@ -270,12 +278,12 @@ def test_a_bad_line_stops_it_or_is_counted(tmp_path, capsys):
     assert "bad lines that were skipped: 1, the first: " in capsys.readouterr().out
 
 
-def test_a_size_of_blocks_that_does_not_fit_is_asked_about(trace, capsys):
+def test_requests_whose_number_of_blocks_does_not_fit_are_counted(trace, capsys):
     main(["replay", trace, "--block-tokens", "16"])
     assert "requests with more or fewer blocks than their input_length takes: 4" in capsys.readouterr().out
 
 
-def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, capsys):
+def test_a_guessed_unit_of_time_is_printed_with_the_option_to_change_it(trace, capsys):
     sentence = "timestamps are taken for seconds, 50.0 minutes in all; with --time-unit ms they would be 3.0 s"
     main(["replay", trace])
     assert sentence in capsys.readouterr().out
@@ -326,7 +334,7 @@ def test_what_timestamps_were_taken_for_is_said_and_how_to_say_otherwise(trace, 
         (["--bytes-per-token", "2", "--kv-dtype", "fp8"], "--kv-dtype is for --model"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(trace, capsys, arguments, sentence):
+def test_impossible_options_are_refused_in_a_sentence_before_anything_is_replayed(trace, capsys, arguments, sentence):
     assert main(["replay", trace, *arguments]) == 2
     printed = capsys.readouterr()
     assert sentence in printed.err and printed.err.count("\n") == 1 and not printed.out
@@ -335,15 +343,25 @@ def test_what_cannot_be_done_is_said_in_a_sentence_before_anything_is_replayed(t
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["--limit", "0"], ["--limit", "9" * 5000], ["--horizon", "x"], ["--horizon", "\u0663"]),
-        *(["--offload", "never"], ["--bytes-per-token", "1", "--model", "m"]),
-        *(["--store-after", "0"], ["--min-store-tokens", "-1"], ["--time-unit", "us"]),
-        *(["--limit", "1", "--limit", "2"], ["--time-unit", "s", "--time-unit=ms"]),
-        *(["--gpu-price", "0"], ["--prefill-rate", "1", "--tflops", "1"], ["--below-offload", "never"]),
+        [],
+        ["--limit", "0"],
+        ["--limit", "9" * 5000],
+        ["--horizon", "x"],
+        ["--horizon", "\u0663"],
+        ["--offload", "never"],
+        ["--bytes-per-token", "1", "--model", "m"],
+        ["--store-after", "0"],
+        ["--min-store-tokens", "-1"],
+        ["--time-unit", "us"],
+        ["--limit", "1", "--limit", "2"],
+        ["--time-unit", "s", "--time-unit=ms"],
+        ["--gpu-price", "0"],
+        ["--prefill-rate", "1", "--tflops", "1"],
+        ["--below-offload", "never"],
     ],
     ids=str,
 )
-def test_what_is_no_option_is_refused(trace, capsys, arguments):
+def test_malformed_options_are_refused(trace, capsys, arguments):
     with pytest.raises(SystemExit) as exit:
         main(["replay", *([trace, *arguments] if arguments else [])])
     assert exit.value.code == 2
@@ -388,7 +406,7 @@ def test_admission_options_hold_back_what_few_or_short_prompts_had(trace, capsys
         assert stored[""] > stored["--store-after"] > stored["--min-store-tokens"] == 0
 
 
-def test_what_is_held_back_is_said(trace, capsys):
+def test_admission_thresholds_are_printed(trace, capsys):
     main(["replay", trace, "--capacity", "9", "--store-after", "2"])
     assert "stored is what 2 or more prompts of at least 0 tokens had" in capsys.readouterr().out
 
@@ -433,7 +451,7 @@ def test_the_command_alone_prints_its_help(capsys):
 
 
 def started(arguments, **pipes):
-    command = [sys.executable, "-m", "cpu_prefix_cache.cli", *arguments]
+    command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **pipes)
 
 
@@ -442,7 +460,7 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_interrupted_it_says_so(tmp_path):
+def test_an_interruption_is_printed(tmp_path):
     """It waits for a trace that never comes."""
     os.mkfifo(tmp_path / "trace")
     process = started(["replay", str(tmp_path / "trace")], stdout=subprocess.PIPE, preexec_fn=hears_interrupts)
@@ -452,7 +470,7 @@ def test_interrupted_it_says_so(tmp_path):
     assert process.returncode == 130
 
 
-def test_when_nobody_reads_what_it_prints_it_says_so(trace):
+def test_a_broken_pipe_is_reported(trace):
     reader, writer = os.pipe()
     os.close(reader)
     process = started(["replay", trace], stdout=writer)

@@ -1,11 +1,11 @@
-"""What `convert` makes of each field of a request: a part of the prompt, of the key, or a name in the summary."""
+"""The use that `convert` makes of each field of a request: part of the prompt, of the key, or a name in the summary."""
 
 import json
 from collections import Counter
 
 import pytest
 
-from cpu_prefix_cache.replay.chat_messages import chat_of
+from cpu_prefix_cache.tools.replay.chat_messages import chat_of
 from tests.replay.logs import chat
 
 MODEL = {"model": "m"}
@@ -48,7 +48,7 @@ def same_as(convert, line, messages, **fields):
     ],
     ids=str,
 )
-def test_what_stands_beside_the_messages_is_the_first_of_them(convert, line):
+def test_a_system_prompt_beside_the_messages_is_the_first_of_them(convert, line):
     assert same_as(convert, line, [{"role": "system", "content": "a b"}, *chat("c")])
     assert not same_as(convert, line, chat("c"))
 
@@ -86,7 +86,7 @@ def test_thoughts_have_no_place_in_a_template_and_are_named(convert):
     assert ids_of(trace)[0] == ids_of(trace)[1]
 
 
-# What the server knew
+# Facts that the server knew
 
 
 RESPONSES = [
@@ -122,7 +122,7 @@ def test_a_prompt_that_is_kept_at_the_server_makes_a_bad_line(convert):
     assert "prompt is neither a text nor a list" in convert(at_times({"prompt": {"id": "pmpt_1"}}))[1]
 
 
-# Who shares with whom
+# Requests that share
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,12 @@ SGLANG = (
     "lines",
     [
         [
-            *(DETAILS.format(1), RECEIVED.format(1, ADAPTER.format("x"))),
-            *(DETAILS.format(2), RECEIVED.format(2, "None")),
-            *(DETAILS.format(3), RECEIVED.format(3, ADAPTER.format("x"))),
+            DETAILS.format(1),
+            RECEIVED.format(1, ADAPTER.format("x")),
+            DETAILS.format(2),
+            RECEIVED.format(2, "None"),
+            DETAILS.format(3),
+            RECEIVED.format(3, ADAPTER.format("x")),
         ],
         [BEFORE.format(at, name) for at, name in enumerate([ADAPTER.format("x"), "None", ADAPTER.format("x")])],
         [SGLANG.format(at, name) for at, name in enumerate(["'x'", "None", "'x'"])],
@@ -348,8 +351,16 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens"
         ([SGLANG_RECEIVED, *[{"event": "request.finished", **SGLANG_JSON, "out": ABORTED}] * 2], 1),
     ],
     ids=[
-        *("vLLM failed", "vLLM aborted", "SGLang", "vLLM twice", "gateway", "vLLM another", "vLLM texts"),
-        *("heartbeats", "SGLang another", "SGLang twice"),
+        "vLLM failed",
+        "vLLM aborted",
+        "SGLang",
+        "vLLM twice",
+        "gateway",
+        "vLLM another",
+        "vLLM texts",
+        "heartbeats",
+        "SGLang another",
+        "SGLang twice",
     ],
 )
 def test_a_failure_that_a_later_line_reports_is_in_the_summary(convert, lines, later):
@@ -369,7 +380,7 @@ def test_the_log_of_an_application_has_no_prompts(convert, field):
     assert len(convert([{"timestamp": 1, "body": {field: "a b c"}}])[2]) == 1
 
 
-# What is left is named
+# Fields left over are named
 
 
 def test_a_field_that_may_be_of_effect_is_named_and_one_that_is_not_is_not(convert):
@@ -442,7 +453,7 @@ def test_a_system_prompt_beside_a_plain_text_is_named(convert):
     assert "ignored: system (1)" in convert(at_times({"prompt": "a", "system": "b"}))[1]
 
 
-def test_what_a_template_may_use_is_used(convert):
+def test_fields_that_a_template_may_use_are_used(convert):
     asked = {"messages": chat("a")}
     assert convert(at_times({**asked, "add_generation_prompt": False}))[2][0]["input_length"] == 2
     _, printed, trace = convert(at_times({**asked, "reasoning_effort": "low", "documents": [{"text": "b"}]}))

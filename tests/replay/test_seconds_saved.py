@@ -1,16 +1,16 @@
-"""What computing takes, by depth, and what is saved of it: in seconds, in shares, and in money."""
+"""Time that computing takes, by depth, and savings of it: in seconds, in shares, and in money."""
 
 import math
 
 import pytest
 
-from cpu_prefix_cache.replay.clairvoyant import replay_ideal
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.one_tier import replay_one_tier
-from cpu_prefix_cache.replay.outcome import Ratios
-from cpu_prefix_cache.replay.seconds_saved import Rates, Work
-from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
-from cpu_prefix_cache.replay.two_tiers import replay_two_tiers
+from cpu_prefix_cache.tools.replay.clairvoyant import replay_ideal
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.tools.replay.outcome import Ratios
+from cpu_prefix_cache.tools.replay.seconds_saved import Rates, Work
+from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.two_tiers import replay_two_tiers
 from tests.replay.traces import random_prompts, trace_of
 
 BLOCK = 100  # tokens
@@ -40,7 +40,7 @@ def test_at_the_even_depth_a_token_takes_twice_as_long_as_at_the_beginning():
     assert Rates(prefill_tokens=1000).seconds(work((4999, 5000))) == 1 / 1000
 
 
-def test_what_is_saved_is_less_what_bytes_take():
+def test_seconds_saved_exclude_the_time_that_bytes_take():
     some = Rates(50, host_bytes=2_000, below_bytes=4_000, block_bytes=1_000, block_tokens=BLOCK)
     loaded = work((0, 10 * BLOCK))
     assert some.saved(loaded, loaded=10, read=4) == 10 * 100 / 50 - 10 * 1000 / 2000 - 4 * 1000 / 4000

@@ -7,14 +7,14 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.replay import size_command
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.models import read_model
-from cpu_prefix_cache.replay.one_tier import replay_one_tier
-from cpu_prefix_cache.replay.options import policies_of
-from cpu_prefix_cache.replay.resumable import ResumableReplay
-from cpu_prefix_cache.replay.tiers import HostTier
-from cpu_prefix_cache.replay.traces import read_traces
+from cpu_prefix_cache.tools.replay import size_command
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.models import read_model
+from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
+from cpu_prefix_cache.tools.replay.options import policies_of
+from cpu_prefix_cache.tools.replay.resumable import ResumableReplay
+from cpu_prefix_cache.tools.replay.tiers import HostTier
+from cpu_prefix_cache.tools.replay.traces import read_traces
 
 LLAMA = {
     "model_type": "llama",
@@ -35,7 +35,7 @@ def trace_of(prompts):
     ]
 
 
-# A prefix of three that everybody shares, and between its uses prompts that nobody asks for again.
+# A prefix of three that everybody shares, and between its uses prompts that come only once.
 SHARED = [ids for at in range(10, 40) for ids in ([0, 1, 2, at], [100 + at, 200 + at])]
 
 
@@ -62,7 +62,7 @@ def size(tmp_path, capsys):
     return size
 
 
-def test_it_says_what_a_token_weighs_and_how_much_memory_is_enough(size):
+def test_the_bytes_of_a_token_and_the_memory_that_is_enough_are_printed(size):
     code, out = size()
     assert code == 0
     assert f"a token       {TOKEN:,} bytes (4.0 KiB) on all ranks together" in out
@@ -74,7 +74,7 @@ def test_it_says_what_a_token_weighs_and_how_much_memory_is_enough(size):
     assert f"{enough / 1e9:,.1f} GB ({enough / 2**30:,.1f} GiB) of memory reach {ideal:.4f}" in out
 
 
-def test_it_says_whether_the_memory_of_the_device_counts_too(size):
+def test_the_memory_of_the_device_counts_unless_prompts_are_held_whole(size):
     """Where the host holds prompts whole, as in a model that needs checkpoints, it does not."""
     for config, adds in ((LLAMA, True), (WINDOWED, False)):
         _, out = size(config=config)
@@ -89,7 +89,7 @@ def test_the_least_memory_of_each_policy_stands_in_the_table_and_below_it(size):
     assert "\nlru: 5.0 GB" in out and "\narc: 4.0 GB" in out
 
 
-def test_it_asks_for_no_policy_and_then_compares_all(tmp_path):
+def test_all_policies_are_compared_by_default(tmp_path):
     args = argparse_of_size().parse_args(["size", "trace", "--bytes-per-token", "1"])
     assert policies_of(args.policy, list(POLICIES)) == list(POLICIES)
 
@@ -109,14 +109,14 @@ def test_sizes_that_servers_have_stand_in_the_table_below_the_goal_too(size):
     assert "From 512.0 GiB on, twice as much adds less than 2% of hits." in out
 
 
-def test_a_load_beyond_one_engine_is_said(size):
+def test_a_load_beyond_one_engine_is_reported(size):
     busy = "times as long as the trace, more than one engine at this rate can serve"
     _, out = size("--time-unit", "ms", "--prefill-rate", "1000")
     assert f"without hits that is {180 * 512 / 1_000 / 59:.1f} {busy}" in out
     assert busy not in size("--time-unit", "ms", "--prefill-rate", "2000")[1]
 
 
-def test_what_hits_save_is_said_by_memory_and_written(size, tmp_path):
+def test_savings_of_hits_are_printed_by_memory_and_written(size, tmp_path):
     out = tmp_path / "out.json"
     options = ["--prefill-rate", "1000", "--gpu-price", "3600", "--host-rate", "0.001", "--json", str(out)]
     _, printed = size(*options, config=LLAMA | {"intermediate_size": 1024})
@@ -170,7 +170,7 @@ def test_every_rank_beyond_the_kv_heads_adds_one(size):
     ],
     ids=str,
 )
-def test_what_cannot_be_sized_is_said_in_a_sentence(size, options, config, complaint):
+def test_models_that_cannot_be_sized_are_refused_in_a_sentence(size, options, config, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
         size(*options, config=config)
 

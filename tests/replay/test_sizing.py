@@ -1,15 +1,21 @@
-"""Finding a capacity, and the replay that is asked for hit ratios: prompts of letters, a letter to a chunk."""
+"""Finding a capacity, and the replay that gives hit ratios: prompts of letters, a letter to a chunk."""
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
-from cpu_prefix_cache.replay.resumable import ResumableReplay, blocks_of_everything
-from cpu_prefix_cache.replay.sizing import Point, smallest_capacity
+from cpu_prefix_cache import (
+    ChunkLocalGroup,
+    ConfigurationError,
+    HybridChunkPlanner,
+    PrefixGroup,
+    StateGroup,
+)
+from cpu_prefix_cache.tools.replay.resumable import ResumableReplay, blocks_of_everything
+from cpu_prefix_cache.tools.replay.sizing import Point, smallest_capacity
 from property_tests.strategies import chain
 
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=512)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=16, block_bytes=512)
-LOCAL = Group(name="local", kind=GroupKind.CHUNK_LOCAL, block_tokens=16, block_bytes=512, window_tokens=48)
+FULL = PrefixGroup(name="full", block_tokens=16, block_bytes=512)
+STATE = StateGroup(name="state", block_tokens=16, block_bytes=512)
+LOCAL = ChunkLocalGroup(name="local", block_tokens=16, block_bytes=512, window_tokens=48)
 
 
 def planner(*groups):
@@ -64,7 +70,7 @@ def test_where_the_least_will_do_the_least_is_the_answer():
 
 
 @pytest.mark.parametrize("options", [{"target": 0}, {"target": 1.1}, {"target": 0.5, "least": 0}, {"least": 11}])
-def test_what_cannot_be_searched_is_refused(options):
+def test_bounds_that_cannot_be_searched_are_refused(options):
     with pytest.raises(ConfigurationError):
         smallest(lambda capacity: 1.0, **{"target": 0.9, "least": 1, "largest": 10, **options})
 

@@ -1,4 +1,4 @@
-"""What is a request, what is not, and who shares a prefix with whom."""
+"""Lines that are requests, lines that are none, and requests that share a prefix."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ import random
 import pytest
 
 from cpu_prefix_cache.model.hashing import ChainHasher
-from cpu_prefix_cache.replay.describe import describe_trace
-from cpu_prefix_cache.replay.traces import TraceError, read_traces
+from cpu_prefix_cache.tools.replay.describe import describe_trace
+from cpu_prefix_cache.tools.replay.traces import TraceError, read_traces
 from tests.replay.traces import mooncake_lines, write
 
 GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 9, "hash_ids": [7, 8, 9]}
@@ -100,7 +100,7 @@ HOUR = 3_600
         ([5, 5], "ms", 0),
     ],
 )
-def test_seconds_are_told_from_milliseconds_by_how_long_the_log_would_be(tmp_path, timestamps, unit, seconds):
+def test_seconds_are_distinguished_from_milliseconds_by_the_length_of_the_log(tmp_path, timestamps, unit, seconds):
     log = write(tmp_path / "log", [{**GOOD, "timestamp": at} for at in timestamps])
     trace = read_traces([log])
     first, last = (request.now for request in trace.requests)
@@ -134,7 +134,7 @@ def test_token_ids_are_hashed_in_full_blocks_and_shared_across_files(tmp_path, n
     assert len(read_traces([one], block_tokens=8).requests[0].keys) == 5
 
 
-def test_blocks_of_different_sizes_share_no_cache_unless_a_size_is_said(tmp_path):
+def test_blocks_of_different_sizes_share_no_cache_unless_a_size_is_given(tmp_path):
     ids = write(tmp_path / "ids", [GOOD])
     log = write(tmp_path / "log", [{"timestamp": 0, "token_ids": [1] * 512}])
     with pytest.raises(TraceError, match=r"16, 512"):
@@ -288,7 +288,7 @@ def test_chained_ids_that_are_read_as_content_share_the_same(tmp_path):
     assert trace.different_blocks == chained.different_blocks == 5
 
 
-# Who shares with whom
+# Requests that share
 
 
 @pytest.mark.parametrize("field", ["model", "cache_salt", "lora_name", "extra_key"])

@@ -1,12 +1,12 @@
-"""A device before the host: what is found, what is stored, and what two slow LRUs would have found."""
+"""A device before the host: its hits and stores, and the hits of two slow LRUs."""
 
 import pytest
 
-from cpu_prefix_cache.replay.at_eviction import replay_at_eviction
-from cpu_prefix_cache.replay.clairvoyant import replay_ideal
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.tiers import DeviceTier, HostTier
-from cpu_prefix_cache.replay.two_tiers import ReplayEngine, replay_two_tiers
+from cpu_prefix_cache.tools.replay.at_eviction import replay_at_eviction
+from cpu_prefix_cache.tools.replay.clairvoyant import replay_ideal
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.two_tiers import ReplayEngine, replay_two_tiers
 from tests.replay.traces import random_prompts, trace_of
 from tests.story import WholePrompts
 
@@ -67,14 +67,14 @@ def test_with_a_host_that_holds_everything_nothing_is_computed_twice(offload, po
 
 
 @pytest.mark.parametrize("offload", MODES)
-def test_what_fits_on_the_device_is_never_loaded(offload):
+def test_blocks_that_fit_on_the_device_are_never_loaded(offload):
     tally = replayed(trace_of(["abc", "abd", "abc"]), offload, 100, 16)
     assert (tally.hit_blocks, tally.loaded_blocks) == (2 + 3, 0)
     assert tally.stored_blocks == (4 if offload == "eager" else 0)
 
 
 @pytest.mark.parametrize("offload", MODES)
-def test_what_left_the_device_comes_back_from_the_host(offload):
+def test_blocks_that_left_the_device_come_back_from_the_host(offload):
     tally = replayed(trace_of(["abcd", "stuv", "wxyz", "abcd"]), offload, 100, 8)
     assert (tally.hit_blocks, tally.loaded_blocks) == (4, 4)
 

@@ -1,7 +1,7 @@
 import pytest
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.replay.units import parse_capacity, show_bytes
+from cpu_prefix_cache.tools.replay.units import parse_capacity, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ def test_a_capacity_is_blocks_or_whole_blocks_of_bytes(text, blocks):
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "GiB", "10XB", "1B", "0GiB", "1e3", "1_000", "٣"])
-def test_what_is_no_capacity_is_refused(text):
+def test_texts_that_are_no_capacity_are_refused(text):
     with pytest.raises(ConfigurationError):
         parse_capacity(text, 1024)
 
@@ -25,5 +25,9 @@ def test_bytes_need_to_know_what_a_block_weighs():
 
 def test_bytes_are_shown_in_the_unit_that_fits():
     assert [show_bytes(count) for count in (0, 1023, 1024, 3 * 2**39, 2**70)] == [
-        *("0 B", "1023 B", "1.0 KiB", "1.5 TiB", "1048576.0 PiB")
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 TiB",
+        "1048576.0 PiB",
     ]

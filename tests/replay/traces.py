@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
 
 def trace_of(prompts: Iterable[str], block_tokens: int = 1) -> Trace:

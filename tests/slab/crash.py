@@ -1,6 +1,6 @@
 """Writes into a slab from four threads until it is killed. Run by test_crash.py: crash.py PATH SEED [careless].
 
-What a key stands for follows from the key, so that whoever reads the slot can tell whether its bytes are right. With
+A slot's bytes follow from its key, so that a reader of the slot can check them. With
 `careless` the records are not cleared before the bytes are written over.
 """
 
@@ -26,7 +26,7 @@ def open_slab(path: str | Path) -> Slab:
 
 
 def content(key: bytes) -> bytes:
-    """What the slot of this key holds. Every page of it differs from every page of any other."""
+    """Bytes of the slot of this key. Every page of it differs from every page of any other."""
     return b"".join(hashlib.sha256(key + bytes([page])).digest() * 128 for page in range(BLOCK // 4096))
 
 

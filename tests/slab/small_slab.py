@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.namespace import namespace_of
@@ -15,8 +15,8 @@ BLOCK = 8192
 SLOTS = 16
 POISON = 0xEE
 
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=BLOCK)
-WINDOW = Group(name="window", kind=GroupKind.WINDOW, window_tokens=32, block_tokens=16, block_bytes=BLOCK)
+FULL = PrefixGroup(name="full", block_tokens=16, block_bytes=BLOCK)
+WINDOW = WindowGroup(name="window", window_tokens=32, block_tokens=16, block_bytes=BLOCK)
 
 PIECES = (Piece(FULL, 1, 2, BLOCK + 100), Piece(WINDOW, 1, 1, BLOCK), Piece(WINDOW, 1, 2, 2 * BLOCK))
 
@@ -73,7 +73,7 @@ class Letters:
         self.slab.write(slots, views, [self.label(letter) for letter in letters])
 
     def get(self, letters, slot=0):
-        """What is served: a letter, "." for what is refused."""
+        """Slots as served: a letter, "." for a refused one."""
         slots = range(slot, slot + len(letters))
         views = [page() for _ in letters]
         refused = self.slab.read(slots, views, [self.label(letter) for letter in letters])

@@ -1,6 +1,6 @@
-"""Opening: all is as it should be, or one sentence says what to do, and the files are as they were.
+"""Opening: all is as it should be, or one sentence names the remedy, and the files are as they were.
 
-What was made for something else, or is damaged, begins anew, and one line says so.
+Folders made for something else, or damaged, begin anew, with one line in the log.
 """
 
 import ctypes
@@ -149,7 +149,7 @@ DEEP = "[" * 100_000
 
 
 def begins_anew(letters, tmp_path, caplog, reason, **fields):
-    """Nothing of before is found, served, or ever numbered again; and one line says so."""
+    """Nothing of before is found, served, or ever numbered again; and one line reports it."""
     caplog.clear()
     letters.reopen(tmp_path, **fields)
     assert set(letters.kept) == {"."}
@@ -172,9 +172,18 @@ def test_a_damaged_manifest(letters, tmp_path, caplog, text):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{}", '{"floor": 1}', '{"floor": "x", "last": 1}', "\0" * 40, DEEP, '{"floor": NaN, "last": 1}'),
-        *('{"floor": 0, "last": -9}', f'{{"floor": 0, "last": {1 << 200}}}', f'{{"floor": {1 << 64}, "last": 1}}'),
-        *('{"floor": true, "last": 1}', "[1, 2]"),
+        "",
+        "{}",
+        '{"floor": 1}',
+        '{"floor": "x", "last": 1}',
+        "\0" * 40,
+        DEEP,
+        '{"floor": NaN, "last": 1}',
+        '{"floor": 0, "last": -9}',
+        f'{{"floor": 0, "last": {1 << 200}}}',
+        f'{{"floor": {1 << 64}, "last": 1}}',
+        '{"floor": true, "last": 1}',
+        "[1, 2]",
     ],
     ids=lambda text: text[:20],
 )
@@ -185,7 +194,7 @@ def test_damaged_generations(letters, tmp_path, caplog, text):
     assert letters.get("abc") == "..."
 
 
-def test_what_a_reset_has_voided_does_not_come_back_with_lost_generations(letters, tmp_path, caplog):
+def test_slots_voided_by_a_reset_do_not_come_back_with_lost_generations(letters, tmp_path, caplog):
     letters.slab.advance(letters.slab.next_generation + (1 << 32))
     letters.slab.close()
     os.unlink(letters.file("generations"))
@@ -383,7 +392,7 @@ def no_direct(monkeypatch, where):
 
 
 @pytest.mark.parametrize("where", ["open", "read"])
-def test_where_o_direct_is_refused_files_are_cached_and_it_is_said_once(tmp_path, monkeypatch, caplog, where):
+def test_files_are_cached_with_one_warning_where_o_direct_is_refused(tmp_path, monkeypatch, caplog, where):
     no_direct(monkeypatch, where)
     letters = Letters(tmp_path)
     letters.put("abc")

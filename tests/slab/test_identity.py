@@ -1,4 +1,4 @@
-"""Whose KV a tier holds, by what its user gives."""
+"""Identity of the KV that a tier holds, from the fields that its user gives."""
 
 import os
 
@@ -17,7 +17,7 @@ def folder(tmp_path):
     return made
 
 
-def test_what_is_given_is_taken():
+def test_a_given_model_and_revision_are_taken():
     assert identity_of("llama", "2026-11", None) == ("llama", "2026-11")
 
 
@@ -47,7 +47,7 @@ def test_a_revision_changes_with_weight_files_and_configuration(folder):
 
 
 @pytest.mark.parametrize("at", [0, 250_000, 499_999])
-def test_weights_whose_files_have_one_time_are_told_apart(folder, at):
+def test_weights_whose_files_have_one_time_are_distinguished(folder, at):
     """SOURCE_DATE_EPOCH, nix, ostree. Training changes nearly all bytes; here a run of them, wherever it is."""
     file, seen = folder / "model.safetensors", []
     for byte in b"\0\1":
@@ -96,6 +96,6 @@ def test_a_folder_without_weights_names_nothing(tmp_path, where):
 
 
 @pytest.mark.parametrize(("given", "missing"), [((None, "1"), "model"), (("m", None), "revision")])
-def test_what_is_missing_is_named(given, missing):
+def test_the_missing_field_is_named(given, missing):
     with pytest.raises(ConfigurationError, match=f"{missing} is missing"):
         identity_of(*given, None)

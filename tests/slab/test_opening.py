@@ -1,4 +1,4 @@
-"""A tier that opens itself: its owner neither waits for what hangs nor falls with what fails."""
+"""A tier that opens itself: its owner neither waits for a disk that hangs nor fails with an attempt."""
 
 import errno
 import logging
@@ -19,10 +19,12 @@ SECONDS = 30  # more than any machine takes
 
 
 class Tier:
-    """One that is open, and keeps what it is told."""
+    """An open tier that keeps the plans it gets."""
 
     def __init__(self):
-        self.plans, self.closed, self.is_busy = [], threading.Event(), False
+        self.plans = []
+        self.closed = threading.Event()
+        self.is_busy = False
 
     def run(self, plan):
         self.plans.append((plan, threading.current_thread()))
@@ -41,10 +43,12 @@ class Tier:
 
 
 class Attempts:
-    """What each attempt comes to: a tier, an error, or something to be waited for first. The last one is repeated."""
+    """Result of each attempt: a tier, an error, or something to be waited for first. The last one is repeated."""
 
     def __init__(self, *results):
-        self.results, self.threads, self.made = list(results), [], 0
+        self.results = list(results)
+        self.threads = []
+        self.made = 0
         self.changed = threading.Condition()
 
     def __call__(self):
@@ -89,7 +93,7 @@ def plan(epoch=0):
     return TierPlan(StepPlan(epoch, ()))
 
 
-def test_what_can_be_opened_is_open_at_once():
+def test_a_tier_that_can_be_opened_is_open_at_once():
     inner = Tier()
     tier, attempts = opening_tier(inner)
     assert tier.report() == inner.report() and tier.statistics() == "statistics"
@@ -100,12 +104,12 @@ def test_what_can_be_opened_is_open_at_once():
     assert threading.current_thread() not in attempts.threads
 
 
-def test_what_only_the_operator_can_change_is_raised():
+def test_an_error_that_only_the_operator_can_mend_is_raised():
     with pytest.raises(ConfigurationError, match="wrong password"):
         opening_tier(ConfigurationError("wrong password"))
 
 
-def test_what_cannot_be_opened_is_tried_again_and_each_reason_said_once(caplog):
+def test_opening_is_tried_again_and_each_reason_logged_once(caplog):
     missing, full = TierUnavailable("no such disk"), OSError(28, "no room")
     inner = Tier()
     with caplog.at_level(logging.WARNING):
@@ -117,7 +121,7 @@ def test_what_cannot_be_opened_is_tried_again_and_each_reason_said_once(caplog):
     tier.close()
 
 
-def test_until_then_it_says_so_and_does_nothing():
+def test_an_unopened_tier_reports_no_generation_and_does_nothing():
     tier, _ = opening_tier(TierUnavailable("down"))
     tier.run(plan())
     tier.drain()
@@ -152,7 +156,7 @@ def test_nobody_waits_for_what_hangs(monkeypatch, caplog):
     assert not is_open(tier)
 
 
-def test_what_opens_after_a_reset_hears_of_it_before_anything_else():
+def test_a_tier_that_opens_after_a_reset_gets_the_new_epoch_first():
     answers, inner = threading.Event(), Tier()
     tier, attempts = opening_tier(TierUnavailable("down"), answers, inner)
     attempts.until(2)
@@ -165,12 +169,14 @@ def test_what_opens_after_a_reset_hears_of_it_before_anything_else():
     tier.close()
 
 
-def test_what_fails_as_it_hears_of_a_reset_is_closed_and_opened_again():
+def test_a_tier_that_fails_at_the_new_epoch_is_closed_and_opened_again():
     class Breaks(Tier):
         def run(self, plan):
             raise OSError("read-only")
 
-    answers, first, second = threading.Event(), Breaks(), Tier()
+    answers = threading.Event()
+    first = Breaks()
+    second = Tier()
     tier, attempts = opening_tier(TierUnavailable("down"), answers, first, second)
     attempts.until(2)
     tier.run(plan(1))

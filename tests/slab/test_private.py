@@ -142,7 +142,7 @@ def test_a_folder_is_no_file(path, name):
 
 
 @pytest.mark.parametrize("which", ["rank", "namespace", "blocks"])
-def test_what_others_may_write_to_is_not_used(path, which):
+def test_folders_that_others_may_write_to_are_not_used(path, which):
     open_slab(path).close()
     {"rank": rank_in(path), "namespace": rank_in(path).parent, "blocks": rank_in(path) / "blocks"}[which].chmod(0o777)
     refused(path, "may be written by others")

@@ -77,7 +77,7 @@ def test_refusals_are_repeated_until_their_load_is_resolved(decider):  # S8.6
     assert decider.step(resolved_below=2).refused == ()
 
 
-def test_two_loads_of_one_bad_slot_are_both_told(decider):
+def test_two_loads_of_one_bad_slot_are_both_refused(decider):
     decider.put("ab")
     decider.damage(0)
     one, other = decider.transfer(LOAD, "ab"), decider.transfer(LOAD, "ab", block=4)
@@ -135,7 +135,7 @@ def test_after_a_reset_nothing_from_before_is_served(decider, tmp_path):
     again.tier.close()
 
 
-def test_a_reset_counts_though_the_decider_had_not_heard_what_the_files_hold(tmp_path):  # S8.15
+def test_a_reset_counts_although_the_decider_did_not_know_the_generations_of_the_files(tmp_path):  # S8.15
     """So its plan could not name a generation. All that is there is from before the reset."""
     before = Decider(tmp_path)
     before.put("ab")
@@ -183,7 +183,7 @@ def test_the_next_generation_stays_that_of_the_opening(decider):
     assert decider.step(first_generation=5 << 32).next_generation == first
 
 
-# What a restart finds
+# Slots that a restart finds
 
 
 def chunks(letters, first):
@@ -209,7 +209,7 @@ def found(report):
     return "".join(chr(each.label.key[0]) for each in report.found)
 
 
-def test_portions_come_one_after_another_and_the_last_says_so(restarted):
+def test_portions_come_one_after_another_and_the_last_is_marked(restarted):
     heard = []
     while True:
         report = restarted.step(taken=len(heard))
@@ -229,7 +229,7 @@ def test_a_portion_is_repeated_until_it_is_taken_in(restarted):
     assert found(restarted.step(taken=1)) == "cd"
 
 
-def test_what_was_found_can_be_loaded(restarted):
+def test_slots_found_by_a_restart_can_be_loaded(restarted):
     each = restarted.step().found[0]
     labels = tuple(each.label._replace(place=place) for place in range(2))
     load = TransferPlan(0, LOAD, (GroupCopy(0, each.slots, (4, 5), labels),), 2 * BLOCK)
@@ -242,7 +242,7 @@ def test_an_empty_slab_is_scanned_without_a_portion(decider):
     assert decider.tier.report().portion == 0
 
 
-def test_rank_0_alone_scans_unless_told(tmp_path):
+def test_rank_0_alone_scans_by_default(tmp_path):
     other = Decider(tmp_path, rank=1)
     assert other.tier.report().is_scanned and other.tier.report().portion == 0
     other.tier.close()

@@ -20,7 +20,7 @@ RECORD = Record(4_000_000_000, LABEL, b"c" * 16)
         LABEL._replace(key=b"\0" * 32, parent=b"\0"),
     ],
 )
-def test_a_record_says_what_it_was_told(label):
+def test_a_record_keeps_its_label(label):
     record = RECORD._replace(label=label)
     check_label(label)
     assert len(pack(record, SEED)) == SIZE
@@ -60,6 +60,6 @@ def test_zeros_are_no_record():
         {"generation": 2**63},
     ],
 )
-def test_what_no_record_can_hold_is_the_callers_mistake(fields):
+def test_labels_that_no_record_can_hold_are_misuse(fields):
     with pytest.raises(MisuseError):
         check_label(LABEL._replace(**fields))

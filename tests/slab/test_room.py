@@ -8,7 +8,6 @@ import pytest
 from cpu_prefix_cache import TierUnavailable
 from cpu_prefix_cache.slab import room
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.slab.sizing import num_slots
 from cpu_prefix_cache.slab.slab import Slab
 from tests.slab.small_slab import BLOCK, namespace
 
@@ -17,7 +16,7 @@ BYTES = 1_000_000
 
 def opened(path, model, nbytes=BYTES, rank=0, ranks=1, **said):
     tier = FileTier(str(path), nbytes, model=model, revision="1", **said)
-    slots = num_slots(tier, BLOCK, ranks, host_blocks=1)
+    slots = tier.slots(BLOCK, host_blocks=1, owners=ranks)
     return Slab.of(tier, namespace(model=model), rank=rank, ranks=ranks, slots=slots, slot_bytes=BLOCK)
 
 
@@ -27,7 +26,7 @@ def models(path):
 
 
 def ages(path, model, seconds):
-    """What this model has left was last written to so long ago."""
+    """Sets the age of the folder that this model has left."""
     for file in (path / namespace(model=model).folder).rglob("*"):
         status = file.stat()
         os.utime(file, (status.st_atime - seconds, status.st_mtime - seconds))
@@ -81,13 +80,13 @@ def test_one_of_which_a_process_has_any_rank_keeps_its_room(tmp_path):
     ranks[1].close()
 
 
-def test_they_stay_where_that_is_asked_for(tmp_path):
+def test_folders_stay_with_keep_others(tmp_path):
     opened(tmp_path, "a").close()
     opened(tmp_path, "b", keep_others=True).close()
     assert models(tmp_path) == ["a", "b"]
 
 
-def test_what_is_none_of_ours_stays(tmp_path):
+def test_foreign_files_and_folders_stay(tmp_path):
     foreign = ["lost+found", "0" * 31, "0" * 32, "engine-1", "F" * 32]
     for name in foreign:
         (tmp_path / name).mkdir()
@@ -100,7 +99,7 @@ def test_what_is_none_of_ours_stays(tmp_path):
 
 
 def test_no_link_below_a_folder_of_ours_is_followed(tmp_path):
-    """Who may write to it could have anything removed."""
+    """Otherwise a user with write access could have anything removed."""
     opened(tmp_path, "a").close()
     [rank] = tmp_path.glob("*/rank-*")
     elsewhere = tmp_path / "elsewhere"
@@ -110,7 +109,7 @@ def test_no_link_below_a_folder_of_ours_is_followed(tmp_path):
     assert {"blocks", "generations", "manifest.json", "records"} <= {each.name for each in elsewhere.iterdir()}
 
 
-def test_what_cannot_be_removed_is_said_and_left(tmp_path, caplog):
+def test_a_folder_that_cannot_be_removed_is_logged_and_left(tmp_path, caplog):
     opened(tmp_path, "a").close()
     [rank] = tmp_path.glob("*/rank-*")
     (rank / "a folder").mkdir()
@@ -118,7 +117,7 @@ def test_what_cannot_be_removed_is_said_and_left(tmp_path, caplog):
     assert models(tmp_path) == ["a", "b"] and "cannot be removed" in caplog.text
 
 
-def test_where_the_disk_has_no_room_all_the_same_it_says_so(tmp_path):
+def test_a_disk_without_room_all_the_same_is_reported(tmp_path):
     opened(tmp_path, "a").close()
     with pytest.raises(TierUnavailable, match="the disk has or allows less"):
         opened(tmp_path, "b", 1 << 60)

@@ -1,4 +1,4 @@
-"""What a restart finds: whole nodes, the youngest last, none of them split."""
+"""Nodes that a restart finds: whole ones, the youngest last, none of them split."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_chunks_are_found_in_the_order_of_their_generations(story):
     assert story.scan.is_over
 
 
-def test_what_is_found_has_the_label_of_its_first_slot(story):
+def test_a_found_node_has_the_label_of_its_first_slot(story):
     story.chunk("a", [5, 4], 1)
     (found,) = story.restart().scan.portion(256)
     assert found == Found(Label(key_of("a"), key_of("p"), 0, 0, CHUNK, story.first + 1), (5, 4))
@@ -70,7 +70,7 @@ def test_pieces_of_checkpoints_are_found_alone(story):
     assert story.restart().portion() == [("a", (1,)), ("a", (2,)), ("a", (9, 7))]
 
 
-def test_what_has_lost_a_slot_is_dropped(story):
+def test_a_node_that_has_lost_a_slot_is_dropped(story):
     story.chunk("a", [0], 1)
     story.write(2, "b", 2, place=1)
     story.write(3, "c", 3, place=0, group=2, block=0)
@@ -78,7 +78,7 @@ def test_what_has_lost_a_slot_is_dropped(story):
     assert story.restart().portion() == [("d", (4, 5))]
 
 
-def test_what_is_no_node_of_these_pieces_is_dropped(story):
+def test_slots_that_make_no_node_of_these_pieces_are_dropped(story):
     story.write(0, "a", 1, group=0, block=0)  # a piece of a group that chunks have
     story.write(1, "b", 2, group=1)  # a chunk with a group of checkpoints
     story.write(2, "c", 3, group=9, block=0)
@@ -87,7 +87,7 @@ def test_what_is_no_node_of_these_pieces_is_dropped(story):
     assert story.restart().portion() == []
 
 
-def test_several_nodes_of_one_generation_are_told_apart(story):
+def test_several_nodes_of_one_generation_are_distinguished(story):
     story.chunk("a", [0, 3], 1)
     story.chunk("b", [1, 2], 1)
     story.write(4, "a", 1, group=1, block=0)
@@ -108,7 +108,7 @@ def test_no_node_is_split_between_portions(story, num_records):
     assert [letter for letter, _ in found] == list(letters)
 
 
-def test_what_is_damaged_or_cleared_is_not_found(tmp_path):
+def test_damaged_or_cleared_slots_are_not_found(tmp_path):
     letters = Letters(tmp_path)
     letters.put("ab")
     letters.damage(0, 50, "records", 128)
@@ -119,7 +119,7 @@ def test_what_is_damaged_or_cleared_is_not_found(tmp_path):
     letters.slab.close()
 
 
-def test_what_is_below_the_floor_is_not_found(story):
+def test_slots_below_the_floor_are_not_found(story):
     story.chunk("a", [0, 1], 1)
     story.chunk("b", [2, 3], 2)
     story.restart().slab.advance(story.first + 2)
@@ -135,7 +135,7 @@ def test_a_reset_between_portions_counts(story):
     assert story.portion() == []
 
 
-def test_what_was_written_since_is_not_found(story):
+def test_slots_written_since_the_restart_are_not_found(story):
     story.chunk("a", [0, 1], 1)
     story.chunk("b", [2, 3], 2)
     story.restart()

@@ -1,11 +1,10 @@
-"""What a user says of a tier, and how many slots it comes to."""
+"""A user's settings of a tier, and the number of slots that follows."""
 
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.slab.settings import FileTier, parse_file_tier
-from cpu_prefix_cache.slab.sizing import num_slots
 from tests.slab.small_slab import BLOCK, open_slab
 
 SLOT = BLOCK + 128
@@ -33,14 +32,20 @@ def test_a_tier_is_named_in_one_text():
         ("file:/nvme/kv:1e9", "a size is"),
     ],
 )
-def test_a_text_that_names_none_says_what_would(text, said):
+def test_a_text_that_names_no_tier_is_refused_with_the_right_form(text, said):
     with pytest.raises(ConfigurationError, match=said):
         parse_file_tier(text)
 
 
 def test_sizes_have_binary_and_decimal_units():
     assert [parse_bytes(text) for text in ("7", "7B", "1KiB", "1kb", "2 MiB", "1.5TB", "1P")] == [
-        *(7, 7, 1024, 1000, 2 << 20, 1_500_000_000_000, 10**15),
+        7,
+        7,
+        1024,
+        1000,
+        2 << 20,
+        1_500_000_000_000,
+        10**15,
     ]
 
 
@@ -59,13 +64,13 @@ def test_other_settings_are_checked_too(fields):
 
 
 @pytest.mark.parametrize("fields", [{"model": ""}, {"revision": 7}, {"revision": "1", "weights": "/models/tiny"}])
-def test_what_names_no_weights_is_refused(fields):
+def test_fields_that_identify_no_weights_are_refused(fields):
     with pytest.raises(ConfigurationError, match=r"of a tier is a text|leave one of them out"):
         FileTier("/nvme", 1, **fields)
 
 
 def test_a_path_is_a_text():
-    with pytest.raises(ConfigurationError, match="path of a folder"):
+    with pytest.raises(ConfigurationError, match="path of a tier is a text"):
         FileTier("", 1)
 
 
@@ -78,7 +83,7 @@ def test_each_engine_under_data_parallelism_has_a_folder(engine, folder):
 
 
 def slots(nbytes, ranks=1, host_blocks=2):
-    return num_slots(FileTier("/nowhere", nbytes), BLOCK, ranks, host_blocks)
+    return FileTier("/nowhere", nbytes).slots(BLOCK, host_blocks, ranks)
 
 
 def test_records_and_small_files_are_in_the_bound():  # S8.18
@@ -86,7 +91,7 @@ def test_records_and_small_files_are_in_the_bound():  # S8.18
     assert slots(10 * SLOT + FEW - 1) == 9
 
 
-def test_what_is_on_the_disk_is_in_the_bound(tmp_path):  # S8.18
+def test_all_files_on_the_disk_are_within_the_bound(tmp_path):  # S8.18
     count = slots(500_000)
     open_slab(tmp_path, slots=count, nbytes=500_000).close()
     assert sum(path.lstat().st_blocks * 512 for path in tmp_path.rglob("*")) <= 500_000

@@ -1,4 +1,4 @@
-"""What is served is what was written under that label. Everything else is refused."""
+"""Only slots that were written under the wanted label are served. Everything else is refused."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ def letters(tmp_path):
     made.slab.close()
 
 
-def test_what_was_written_is_served(letters):
+def test_written_slots_are_served(letters):
     letters.put("abcd", slot=2)
     assert letters.get("abcd", slot=2) == "abcd"
     assert letters.kept == "..abcd" + "." * (SLOTS - 6)
@@ -67,7 +67,7 @@ def test_a_truncated_file_is_refused(letters):  # S8.1
     assert letters.kept[:4] == "ab.."
 
 
-def test_what_the_buffer_holds_is_not_taken_for_what_was_read(letters):  # S8.1
+def test_old_bytes_of_the_buffer_are_not_taken_for_those_of_a_short_read(letters):  # S8.1
     letters.put("a")
     os.truncate(letters.file("blocks"), BLOCK // 2)
     assert letters.slab.read([0], [page(b"a" * BLOCK)], [letters.label("a")]) == [0]
@@ -239,7 +239,7 @@ def test_the_floor_only_rises(letters):
     assert letters.slab.floor == letters.first + 1
 
 
-def test_what_the_floor_forbids_is_refused_before_it_is_kept(letters, monkeypatch):
+def test_slots_below_a_floor_are_refused_before_the_floor_is_on_disk(letters, monkeypatch):
     letters.put("ab")
     broken(monkeypatch, "fsync", OSError(errno.EIO, "advance needs a disk"))
     letters.slab.advance(letters.label("b").generation)
@@ -339,8 +339,8 @@ def test_a_mark_is_made_before_the_floor_is_kept(letters, monkeypatch):
     monkeypatch.setattr(generations, "write_durably", write)
 
 
-def test_what_is_written_after_a_reset_is_for_no_later_process(letters, tmp_path, caplog):
-    """Nobody tells with which weights. What is written after the next start is found again."""
+def test_slots_written_after_a_reset_are_for_no_later_process(letters, tmp_path, caplog):
+    """Its weights are unknown. Slots that are written after the next start are found again."""
     letters.put("ab")
     letters.first = letters.slab.next_generation + (1 << 32)
     letters.slab.advance(letters.first)
@@ -442,14 +442,14 @@ def test_a_slot_is_storable_again_after_a_failure(letters, monkeypatch):  # S8.2
     assert letters.get("a") == "a"
 
 
-def test_what_is_refused_on_a_disk_that_takes_no_writes_is_a_miss_all_the_same(letters, monkeypatch):
+def test_a_slot_refused_on_a_read_only_disk_is_a_miss_all_the_same(letters, monkeypatch):
     letters.put("abc")
     letters.damage(1)
     read_only(monkeypatch)
     assert letters.get("abc") == "a.c" and letters.kept[:3] == "a.c"
 
 
-def test_a_disk_that_cannot_be_read_is_said(letters, monkeypatch):
+def test_a_disk_that_cannot_be_read_raises(letters, monkeypatch):
     letters.put("a")
     broken(monkeypatch, "preadv", OSError(errno.EIO, "the disk is broken"))
     with pytest.raises(OSError, match="broken"):

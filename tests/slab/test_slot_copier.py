@@ -93,7 +93,7 @@ def test_host_blocks_that_a_piece_does_not_reach_are_zeroed(slab, host):
     copier.close()
 
 
-def test_refused_slots_are_told_by_generation(copier, slab, host):
+def test_refused_slots_are_reported_by_generation(copier, slab, host):
     fill(host)
     copier.copy(STORE, [copy(range(6), range(6))])
     with open(os.path.join(slab.folder, "blocks"), "r+b") as file:
@@ -169,7 +169,7 @@ class Told(Event):
         return self.told.is_set()
 
 
-def test_what_comes_before_is_waited_for_in_a_thread(copier, host):
+def test_an_earlier_event_is_waited_for_in_a_thread(copier, host):
     fill(host)
     after = Told()
     event = copier.submit(STORE, [copy([0, 1], [0, 1])], after)
@@ -218,7 +218,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("direction", list(Direction))
-def test_what_may_not_be_copied_is_refused_before_any_byte_moves(copier, slab, host, wrong, direction):
+def test_forbidden_copies_are_refused_before_any_byte_moves(copier, slab, host, wrong, direction):
     before = host.clone()
     with pytest.raises(MisuseError):
         copier.submit(direction, [copy([5, 6], [5, 6]), WRONG[wrong]], Passed())
@@ -287,7 +287,9 @@ def test_a_slice_has_adjacent_slots(copier, slab, monkeypatch, slice_bytes):
 
 
 def test_threads_take_what_is_urgent_first():
-    jobs, order, done = Jobs(), [], threading.Event()
+    jobs = Jobs()
+    order = []
+    done = threading.Event()
     jobs.put(STORE, [lambda: order.append("store")])
     jobs.put(LOAD, [lambda: order.append("load"), lambda: order.append("load")])
     thread = JobThread("test", jobs, (LOAD, STORE))

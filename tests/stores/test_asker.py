@@ -1,4 +1,4 @@
-"""What a shared store is asked, call by call, and when an answer is told and forgotten."""
+"""Queries to a shared store, call by call, and when an answer is reported and forgotten."""
 
 import sys
 import threading
@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner, RankReport, StepPlan
+from cpu_prefix_cache import (
+    HybridChunkPlanner,
+    PrefixGroup,
+    RankReport,
+    StateGroup,
+    StepPlan,
+    WindowGroup,
+)
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.tier import Ask, TierPlan, TierReport, Told
 from cpu_prefix_cache.stores import asker
@@ -15,20 +22,22 @@ from cpu_prefix_cache.stores.frame import Names
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 
 GRID = 4
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=4096)
-DRAFT = Group(name="draft", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=1024)
-LARGE = Group(name="large", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=12_288)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=4096)
-WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID // 2, block_bytes=4096, window_tokens=GRID + 3)
+FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
+DRAFT = PrefixGroup(name="draft", block_tokens=GRID, block_bytes=1024)
+LARGE = PrefixGroup(name="large", block_tokens=GRID, block_bytes=12_288)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)
+WINDOW = WindowGroup(name="window", block_tokens=GRID // 2, block_bytes=4096, window_tokens=GRID + 3)
 NAMES = Names(bytes(32))
 
 
 class Recorder(MemoryStore):
-    """Says what it was asked, answers when it `runs`, and fails while it `fails`."""
+    """Records its calls, answers when it `runs`, and fails while it `fails`."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.runs, self.fails = [], threading.Event(), False
+        self.calls = []
+        self.runs = threading.Event()
+        self.fails = False
         self.runs.set()
 
     def exists(self, keys, timeout):
@@ -65,7 +74,7 @@ class Asked:
         return list(self.asker.told(TierReport(RankReport(0))).told)
 
     def answers(self, keys=(), depth=0):
-        """What it is told in the end."""
+        """The answer in the end."""
         self.number += 1
         self.step(Ask(self.number, tuple(keys), depth, GRID), told_below=self.number)
         wait_for(lambda: not self.asker.is_busy)
@@ -101,7 +110,7 @@ def make():
         assert not asked.asker._thread.is_alive()
 
 
-def test_the_first_chunks_that_are_there_are_told(make):
+def test_the_leading_chunks_that_exist_are_reported(make):
     asked = make()
     asked.has([b"a", b"b", b"d"])
     assert asked.answers([b"a", b"b", b"c", b"d"]) == Told(1, True, 2, ())
@@ -145,7 +154,7 @@ def test_one_call_has_at_most_so_many_names(make, monkeypatch):
     assert [len(call) for call in asked.store.calls] == [5, 5, 5, 1]
 
 
-def test_states_are_told_where_they_are(make):
+def test_states_are_reported_at_their_chunks(make):
     asked = make(FULL, STATE)
     asked.has([b"a", b"b", b"c"])
     for key in (b"b", b"c", b"d"):
@@ -154,7 +163,7 @@ def test_states_are_told_where_they_are(make):
     assert len(asked.store.calls[1]) == 3, "not beyond the chunks that are there"
 
 
-def test_pieces_of_windows_are_told_by_their_number_in_the_chunk(make):
+def test_pieces_of_windows_are_reported_by_their_number_in_the_chunk(make):
     """Two blocks to a chunk; the window of seven tokens needs three, of which the first chunk has two."""
     asked = make(FULL, WINDOW)
     asked.has([b"a", b"b"])
@@ -165,7 +174,7 @@ def test_pieces_of_windows_are_told_by_their_number_in_the_chunk(make):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_every_piece_of_every_checkpoint_is_asked_for_under_the_planners_numbers(make, depth):
+def test_every_piece_of_every_checkpoint_is_queried_under_the_planners_numbers(make, depth):
     asked, keys = make(FULL, WINDOW, STATE), keys_of(9)
     there = set()
     for end in range(depth + 1, 10):
@@ -179,7 +188,7 @@ def test_every_piece_of_every_checkpoint_is_asked_for_under_the_planners_numbers
 
 
 def test_a_piece_is_there_with_all_its_places(make):
-    large = Group(name="large state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=12_288)
+    large = StateGroup(name="large state", block_tokens=GRID, block_bytes=12_288)
     asked = make(FULL, large)
     places = asked.planner.pieces[1].host_blocks
     asked.has([b"a"])
@@ -190,14 +199,14 @@ def test_a_piece_is_there_with_all_its_places(make):
     assert asked.answers([b"a"]).pieces == ((b"a", 1, 0),)
 
 
-def test_models_of_states_alone_have_no_chunks_to_ask_for(make):
+def test_models_of_states_alone_query_no_chunks(make):
     asked = make(STATE)
     asked.has_value(b"b", 0, 0, 0)
     assert asked.answers([b"a", b"b", b"c"]) == Told(1, True, 3, ((b"b", 0, 0),))
     assert len(asked.store.calls) == 1
 
 
-def test_a_question_without_keys_asks_whether_it_answers(make):
+def test_a_query_without_keys_tests_whether_the_store_answers(make):
     asked = make()
     assert asked.answers() == Told(1, ok=True)
     assert asked.store.calls == [[NAMES.of_nothing]]
@@ -230,7 +239,7 @@ def test_answers_are_repeated_until_nobody_waits_for_them(make):
     assert asked.told() == []
 
 
-def test_questions_that_nobody_waits_for_any_more_are_not_asked(make):
+def test_queries_that_nobody_waits_for_any_more_are_dropped(make):
     asked = make()
     asked.store.runs.clear()
     asked.step(Ask(1, (b"a",)), Ask(2, (b"b",)), Ask(3, (b"c",)))
@@ -244,7 +253,7 @@ def test_questions_that_nobody_waits_for_any_more_are_not_asked(make):
     assert [told.id for told in asked.told()] == [3]
 
 
-def test_names_are_those_of_the_moment_at_which_it_asks(make):
+def test_names_are_those_at_the_moment_of_the_query(make):
     asked = make()
     others = Names(b"1" * 32)
     asked.asker._names = lambda: others

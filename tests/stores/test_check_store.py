@@ -1,4 +1,4 @@
-"""`check_store` passes stores that keep their contract, and says of each other one what it does wrong."""
+"""`check_store` passes stores that keep their contract, and names the fault of each other one."""
 
 import ctypes
 import threading
@@ -43,7 +43,7 @@ def test_a_store_may_keep_old_values_and_be_unable_to_delete():
 
 
 class OneByOne(Client):
-    """Values of one key, as `get` and `put` say."""
+    """A client of one value at a time, with `get` and `put`."""
 
     def get_into(self, keys, buffers, timeout):
         return [self.get(key, each, timeout) for key, each in zip(keys, buffers, strict=True)]

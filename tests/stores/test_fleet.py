@@ -1,4 +1,4 @@
-"""The simulation of many engines on one store adds up: what is found where, and what the store must bear.
+"""The simulation of many engines on one store adds up: hits by place, and the load on the store.
 
 Conversations, each of some turns, whose prompts grow. Those of one engine do not fit into its host.
 """
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache.replay.below import replay_three_tiers
-from cpu_prefix_cache.replay.meter import Meter
-from cpu_prefix_cache.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.replay.traces import Trace, TraceRequest
+from cpu_prefix_cache.tools.replay.below import replay_three_tiers
+from cpu_prefix_cache.tools.replay.meter import Meter
+from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CONVERSATIONS, REQUESTS, TURN_BLOCKS, BLOCK_TOKENS = 12, 60, 2, 512
+CONVERSATIONS = 12
+REQUESTS = 60
+TURN_BLOCKS = 2
+BLOCK_TOKENS = 512
 DEVICE, HOST = 24, 32  # blocks
 FAST = ("--nic", "1e6", "--link", "1e6", "--names", "1e12", "--round-trip", "0")
 
@@ -29,7 +32,9 @@ def fleet():
 
 
 def conversations():
-    draw, turns, requests = random.Random(5), [0] * CONVERSATIONS, []
+    draw = random.Random(5)
+    turns = [0] * CONVERSATIONS
+    requests = []
     for at in range(REQUESTS):
         who = draw.randrange(CONVERSATIONS)
         turns[who] += 1
@@ -59,7 +64,7 @@ def test_no_more_is_found_than_was_there(fleet, balancing):
 
 
 def test_one_engine_finds_what_a_replay_with_a_tier_finds(fleet):
-    """Which decides without a clock, without asking, and by LRU of all that was written."""
+    """The replay decides without a clock, without queries, and by LRU of all that was written."""
     trace = conversations()
     tiers = HostTier(HOST), DeviceTier(DEVICE, "eager", horizon=32), BelowTier(10_000, "eager")
     tally = replay_three_tiers(trace, *tiers, Meter("test", trace.blocks))
@@ -74,7 +79,7 @@ def test_control_a_store_that_holds_nothing_gives_nothing(fleet):
     assert found(without) < found(row)
 
 
-def test_who_sends_prompts_where_their_prefix_is_needs_the_store_less(fleet):
+def test_a_balancer_by_prefix_needs_the_store_less(fleet):
     by_chance, by_prefix = (simulated(fleet, 4, balancing) for balancing in ("random", "prefix"))
     assert by_prefix["from store"] < by_chance["from store"]
     assert by_prefix["read GB/s"] < by_chance["read GB/s"]

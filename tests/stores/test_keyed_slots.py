@@ -1,4 +1,4 @@
-"""What a rank puts into a shared store and takes out of it: names, frames, resets, and values that are not right.
+"""Values that a rank puts into a shared store and takes out of it: names, frames, resets, and wrong values.
 
 Blocks are numbered from 0 and lie one behind the other in host memory. Block n belongs to chunk n.
 """
@@ -21,11 +21,15 @@ POISON = 0xA5
 
 
 class Recorder(MemoryStore):
-    """Says what it was asked."""
+    """Records its calls."""
 
     def __init__(self):
         super().__init__()
-        self.registered, self.puts, self.gets, self.deleted, self.closed = [], [], [], [], 0
+        self.registered = []
+        self.puts = []
+        self.gets = []
+        self.deleted = []
+        self.closed = 0
 
     def register(self, memory):
         self.registered.append(memory.nbytes)
@@ -140,7 +144,7 @@ def test_others_have_names_of_their_own(filled, said):
     assert Rank(filled, **said).read(*range(4)) == [0, 1, 2, 3]
 
 
-def test_what_could_not_be_deleted_is_refused_all_the_same(filled):
+def test_values_that_could_not_be_deleted_are_refused_all_the_same(filled):
     def fails(keys, timeout):
         raise TimeoutError("too late")
 
@@ -149,7 +153,7 @@ def test_what_could_not_be_deleted_is_refused_all_the_same(filled):
     assert reader.read(3, 4) == [4] and reader.has(3)
 
 
-def test_what_is_not_there_is_not_deleted(filled):
+def test_missing_values_are_not_deleted(filled):
     """Another process may put it between our question and our DEL."""
     reader = Rank(filled)
     get = filled.get_into
@@ -191,7 +195,7 @@ def test_a_machine_that_reads_nothing_but_wrong_bytes_soon_stops_deleting(store,
     store.get_into = get_with_bad_memory
     assert bad.read(*many) == list(many) and bad.read(*many) == list(many)
     assert len(store.deleted) == CREDITS and len(store.values) == BLOCKS - CREDITS
-    # What it had deleted itself was missing the second time.
+    # Values that it had deleted itself were missing the second time.
     assert bad.slots.kept == 2 * (BLOCKS - CREDITS)
     assert caplog.text.count("too many values of the shared store came with wrong bytes") == 1
     store.get_into = get
@@ -210,7 +214,7 @@ def test_values_that_are_damaged_here_and_there_are_all_deleted(store):
     assert len(store.deleted) == 3 * CREDITS and rank.slots.kept == 0
 
 
-def test_a_store_that_says_yes_and_no_is_an_error(filled):
+def test_a_store_that_returns_booleans_is_an_error(filled):
     filled.get_into = lambda keys, buffers, timeout: [True] * len(keys)
     with pytest.raises(MisuseError, match="returns a Got for each key"):
         Rank(filled).read(1)
@@ -226,7 +230,7 @@ def test_one_call_has_at_most_so_many_values(store):
     assert all(map(rank.has, many)) and not rank.has(199)
 
 
-def test_refused_values_of_every_call_are_told(store):
+def test_refused_values_of_every_call_are_reported(store):
     rank = Rank(store)
     many = range(2 * CALL_VALUES)
     rank.fill(*many)
@@ -237,7 +241,7 @@ def test_refused_values_of_every_call_are_told(store):
     assert rank.read(*many) == gone
 
 
-def test_what_is_not_taken_is_said(store):
+def test_values_that_are_not_taken_raise_an_error(store):
     store.put_from = lambda keys, buffers, timeout: [True, False, False]
     with pytest.raises(OSError, match="did not take 2 of 3 values"):
         Rank(store).write(0, 1, 2)
@@ -316,7 +320,9 @@ def test_a_write_that_was_queued_before_a_reset_puts_nothing(store):
 
 
 def test_a_write_that_was_under_way_at_a_reset_puts_nothing_under_the_new_names(store):
-    rank, begun, goes_on = Rank(store), threading.Event(), threading.Event()
+    rank = Rank(store)
+    begun = threading.Event()
+    goes_on = threading.Event()
     put = store.put_from
 
     def waits(keys, buffers, timeout):
@@ -337,7 +343,7 @@ def test_a_write_that_was_under_way_at_a_reset_puts_nothing_under_the_new_names(
     assert rank.read(0, generation=2 * FIRST_GENERATION) == [0]
 
 
-def test_what_is_read_for_a_label_from_before_a_reset_is_refused(store):
+def test_reads_under_a_label_from_before_a_reset_are_refused(store):
     rank = Rank(store)
     rank.slots.advance(2 * FIRST_GENERATION)
     rank.fill(0)
@@ -385,7 +391,7 @@ def test_the_store_is_closed_with_it(store):
 # frames
 
 
-def test_a_frame_has_its_fields_where_it_says():
+def test_a_frame_has_its_fields_at_these_offsets():
     label = Label(b"key", b"parent", 3, 4, 5, 6)
     packed = frame.pack(label, b"n" * 32, 4096, b"c" * 16)
     assert len(packed) == frame.SIZE

@@ -1,25 +1,17 @@
-"""A store by its URL: ours, a third party's by entry point, and what is said where there is none."""
+"""A store by its URL: ours, a third party's by entry point, and the refusal where there is none."""
 
 import pytest
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.opening import GROUP, check_kind, open_store
+from tests.packages import install
 from tests.stores.example_store import FolderStore
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Packages that have these entry points: name and value."""
-
-    def install(**points):
-        folder = tmp_path / "third_party-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-        lines = [f"{name} = {value}" for name, value in points.items()]
-        (folder / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-        monkeypatch.syspath_prepend(tmp_path)
-
-    return install
+    return lambda **points: install(tmp_path, monkeypatch, GROUP, points)
 
 
 def test_a_third_party_has_an_entry_point(installed, tmp_path):
@@ -43,7 +35,7 @@ def test_control_another_value_is_noticed(installed, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["memcached://host", "redis", "redis://", "", "/nvme/kv"])
-def test_what_is_no_store_is_told_with_what_is_known(url):
+def test_an_unknown_scheme_is_refused_with_the_known_ones(url):
     with pytest.raises(ConfigurationError, match="one of mooncake, redis, rediss, unix"):
         open_store(url)
 
@@ -51,7 +43,7 @@ def test_what_is_no_store_is_told_with_what_is_known(url):
 @pytest.mark.parametrize(
     ("value", "told"), [("no_such_package:Store", "cannot be imported"), ("builtins:str", "no KeyedStore")]
 )
-def test_an_entry_point_that_is_none_is_told(installed, value, told):
+def test_an_entry_point_that_is_no_store_is_refused(installed, value, told):
     installed(other=value)
     with pytest.raises(ConfigurationError, match=told):
         open_store("other://address")
@@ -73,7 +65,7 @@ def test_a_store_that_cannot_be_reached_may_be_reached_later(installed):
 def test_the_url_of_a_kind_begins_with_it():
     check_kind("redis", "redis://cache")
     check_kind("redis", "rediss://cache")
-    check_kind("redis", None)  # each kind says itself what it needs
+    check_kind("redis", None)  # each kind checks its own requirements
     with pytest.raises(ConfigurationError, match="begins with redis://, not with mooncake://"):
         check_kind("redis", "mooncake://cache")
     with pytest.raises(ConfigurationError, match="unknown kind of tier 'tape'"):

@@ -1,4 +1,4 @@
-"""A connection to a Redis server, which a socket of the test plays: by when it is there, and what ends it."""
+"""A connection to a Redis server, which a socket of the test plays: the deadline for it, and the errors that end it."""
 
 import socket
 import threading
@@ -42,7 +42,7 @@ def answers(server, *parts):
     return thread, kept
 
 
-def test_it_logs_in_with_what_the_url_says_and_nothing_else(server):
+def test_it_logs_in_with_the_credentials_of_the_url_and_nothing_else(server):
     thread, kept = answers(server, b"+OK\r\n+OK\r\n")
     link = link_to(server, "me:a%20word@", "/5")
     link.until(soon())
@@ -52,7 +52,7 @@ def test_it_logs_in_with_what_the_url_says_and_nothing_else(server):
     assert link.is_silent
 
 
-def test_without_a_login_it_asks_nothing(server):
+def test_a_link_without_a_login_sends_nothing_first(server):
     thread, kept = answers(server)
     link = link_to(server)
     link.until(soon()).send(b"first")
@@ -60,7 +60,7 @@ def test_without_a_login_it_asks_nothing(server):
     assert kept[0].recv(1000) == b"first"
 
 
-def test_what_comes_beyond_an_answer_is_no_answer(server):
+def test_bytes_beyond_an_answer_break_the_silence(server):
     """It may have come with the answer, or lie in the socket still."""
     thread, kept = answers(server, b"+OK\r\n")
     link = link_to(server, ":pw@")

@@ -1,4 +1,4 @@
-"""What a URL of a Redis server says, and that no sentence about a wrong one has a part of its password."""
+"""Fields of a URL of a Redis server; no sentence about a wrong one has a part of its password."""
 
 import ssl
 import traceback
@@ -6,11 +6,11 @@ from urllib.parse import quote
 
 import pytest
 
-from connector.tier.options import check_options
+from connector.tier.options import TierOption
 from cpu_prefix_cache import ConfigurationError, SharedTier
+from cpu_prefix_cache.stores.dialect import parse_tier
 from cpu_prefix_cache.stores.opening import check_kind, open_store
 from cpu_prefix_cache.stores.redis_url import _say_ignored, parse_redis_url
-from cpu_prefix_cache.stores.settings import parse_tier
 
 CERTIFICATE = """
 -----BEGIN CERTIFICATE-----
@@ -48,13 +48,13 @@ def told(act, *arguments):
         ("unix://me:pw@/run/redis.sock", ("localhost", 6379, "/run/redis.sock", 0, "me", "pw")),
     ],
 )
-def test_what_a_url_says(url, expected):
+def test_fields_of_a_url(url, expected):
     address = parse_redis_url(url)
     assert (address.host, address.port, address.path, address.database, address.user, address.password()) == expected
     assert address.tls is None and "pw" not in repr(address)
 
 
-def test_tls_checks_certificates_and_names_unless_the_operator_says_otherwise():
+def test_tls_checks_certificates_and_names_unless_switched_off():
     plain = parse_redis_url("rediss://cache").tls
     assert plain.verify_mode is ssl.CERT_REQUIRED and plain.check_hostname
     other_name = parse_redis_url("rediss://cache?ssl_check_hostname=false").tls
@@ -91,7 +91,7 @@ def test_tls_checks_certificates_and_names_unless_the_operator_says_otherwise():
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_no_sentence_about_a_wrong_url_has_a_part_of_the_password(scheme, rest):
     url = f"{scheme}://{rest}"
-    said = told(open_store, url) + SharedTier(url, "m", "1").address
+    said = told(open_store, url) + SharedTier(url, model="m", revision="1").address
     assert "a store is redis://" in said and not any(part in said for part in ("hun", "ter2", "HUNTER2"))
 
 
@@ -109,17 +109,23 @@ def test_no_sentence_about_a_wrong_url_has_a_part_of_the_password(scheme, rest):
         (parse_tier, ":hunter2@cache:6379"),
         (parse_tier, "hunter2"),
         (parse_tier, "hunter"),
-        (check_options, {"kind": "redis://:hunter2@cache"}),
-        (check_options, "redis://:hunter2@cache"),
-        (check_options, {"kind": "redis", "url": ["redis://:hunter2@cache"]}),
+        (TierOption.of, {"kind": "redis://:hunter2@cache"}),
+        (TierOption.of, ["redis://:hunter2@cache"]),
+        (TierOption.of, ":hunter2@cache"),
+        (TierOption.of, {"kind": "redis", "url": ["redis://:hunter2@cache"]}),
     ],
 )
 def test_nor_has_one_about_what_is_no_url(act, argument):
     assert "hunter" not in told(act, argument)
 
 
+def test_nor_has_a_tier_that_is_shown():
+    option = TierOption.of("redis://:hunter2@cache:6379")
+    assert "hunter" not in f"{option} {option!r} {option.tier} {option.tier!r}" and "cache:6379" in str(option.tier)
+
+
 @pytest.mark.parametrize("url", ["redis://:hun/ter2@cache", "redis://:hun?ter2@cache", "redis://:hun#ter2@cache"])
-def test_what_would_work_for_such_a_password_is_said(url):
+def test_a_password_with_reserved_characters_is_refused_with_a_remedy(url):
     said = told(parse_redis_url, url)
     assert "%2F" in said and "%3F" in said and "%23" in said and "password_file=PATH" in said
 
@@ -143,7 +149,7 @@ def test_options_of_connections_and_answers_are_ignored_with_one_warning(scheme,
 
 @pytest.mark.parametrize("name", ["ssl_ciphers", "ssl_password", "ssl_validate_ocsp"])
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
-def test_what_changes_tls_and_is_not_carried_out_is_refused_by_name(scheme, name):
+def test_unsupported_options_that_change_tls_are_refused_by_name(scheme, name):
     said = told(parse_redis_url, f"{scheme}://cache?{name}=hunter2&protocol=3")
     assert f"the option {name} changes TLS" in said and "hunter2" not in said
 

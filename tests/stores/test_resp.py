@@ -1,4 +1,4 @@
-"""What a server may answer, byte by byte, and what of it reaches the buffers: `Resp` over a pair of sockets."""
+"""Answers of a server, byte by byte, and the bytes of them that reach the buffers: `Resp` over a pair of sockets."""
 
 import socket
 import threading
@@ -85,7 +85,7 @@ def test_a_value_of_another_size_is_passed_over(server, size):  # tiers 1, 3
 
 
 @pytest.mark.parametrize("sent", [b"", b"$10", b"$10\r\n1234567", b"$10\r\n1234567890", b"$10\r\n1234567890\r"])
-def test_a_connection_that_ends_within_an_answer_is_told(server, sent):
+def test_a_connection_that_ends_within_an_answer_raises(server, sent):
     _, buffers = poisoned(10)
     server.send(sent)
     server.socket.shutdown(socket.SHUT_WR)
@@ -93,7 +93,7 @@ def test_a_connection_that_ends_within_an_answer_is_told(server, sent):
         server.resp.value(int(server.resp.line()[1:]), buffers)
 
 
-def test_a_value_that_is_longer_than_said_is_told(server):
+def test_a_value_longer_than_announced_raises(server):
     _, buffers = poisoned(3)
     server.send(b"abcd\r\n")
     with pytest.raises(ConnectionError, match="longer"):
@@ -118,7 +118,7 @@ def test_whether_all_has_been_read(server):
     assert server.resp.line() == b":2" and server.resp.is_read
 
 
-def test_a_line_that_never_ends_is_told(server):
+def test_a_line_that_never_ends_raises(server):
     threading.Thread(target=server.send, args=(b"x" * 70_000,)).start()
     with pytest.raises(ConnectionError, match="not an answer"):
         server.resp.line()

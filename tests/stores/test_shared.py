@@ -20,7 +20,7 @@ SLOT_BYTES = 4096
 
 
 def shared(store, revision="1", **said):
-    return SharedTier(store, "tiny", revision, **{"ask_seconds": 5.0, **said})
+    return SharedTier(store, model="tiny", revision=revision, **{"ask_seconds": 5.0, **said})
 
 
 def engine_on(store, **said):
@@ -29,7 +29,7 @@ def engine_on(store, **said):
 
 @pytest.fixture(scope="module")
 def left():
-    """What an engine has left in a store."""
+    """Values that an engine has left in a store."""
     store = MemoryStore()
     first = engine_on(store)
     serve(first, number=24)
@@ -107,7 +107,7 @@ def test_control_without_frames_damage_is_seen(filled, how, monkeypatch):
     assert wrong != [] and seen.refused == 0
 
 
-def test_what_was_refused_is_put_anew_although_the_store_keeps_old_values(filled):
+def test_refused_values_are_put_anew_although_the_store_keeps_old_values(filled):
     """tiers 25: it is deleted before"""
 
     class Keeps(MemoryStore):
@@ -127,7 +127,7 @@ def test_what_was_refused_is_put_anew_although_the_store_keeps_old_values(filled
 
 
 def test_a_value_that_is_overwritten_while_it_is_got_is_refused(filled):
-    """tiers 24: a store whose memory was given to others says that all went well"""
+    """tiers 24: a store whose memory was given to others reports success"""
 
     class Reclaims(MemoryStore):
         def get_into(self, keys, buffers, timeout):
@@ -142,8 +142,8 @@ def test_a_value_that_is_overwritten_while_it_is_got_is_refused(filled):
     assert wrong == [] and seen.refused > 0
 
 
-def test_what_was_put_and_evicted_is_a_miss(filled):
-    """tiers 26, 27: a put that went well, and a restart, say nothing about what is there later"""
+def test_values_that_were_put_and_evicted_are_misses(filled):
+    """tiers 26, 27: a put that went well, and a restart, guarantee nothing about later values"""
     store = MemoryStore(20 * SLOT_BYTES)
     engine = engine_on(store)
     wrong, seen = serve(engine, number=24)
@@ -154,7 +154,7 @@ def test_what_was_put_and_evicted_is_a_miss(filled):
     assert wrong == [] and seen.state == "open"
 
 
-def test_what_the_store_did_not_take_is_not_looked_for_there():
+def test_values_that_the_store_did_not_take_are_not_looked_up_there():
     """tiers 5"""
 
     class Refuses(MemoryStore):
@@ -181,7 +181,7 @@ def test_other_weights_and_other_hashes_never_meet(filled, said):
 def test_a_model_of_another_name_or_layout_never_meets(filled):
     """tiers 16, 21: names are fields of a digest, each after its length, and so are dtypes, strides and sizes"""
     for model in "tiny/1", "tiny-1", "tin":
-        other = engine_with(SharedTier(filled, model, "1", ask_seconds=5.0))
+        other = engine_with(SharedTier(filled, model=model, revision="1", ask_seconds=5.0))
         _, seen = serve(other, number=10)
         other.host.close()
         assert seen.found == 0
@@ -206,7 +206,7 @@ def test_after_a_reset_a_process_shares_with_nobody(filled):
 
 
 def test_after_a_reset_those_who_name_the_same_revision_share(filled):
-    """A fleet that is sent new weights: each engine resets, and says which they are."""
+    """A fleet that is sent new weights: each engine resets, and names their revision."""
     fleet = [engine_on(filled) for _ in range(2)]
     for engine in fleet:
         engine.step()
@@ -239,21 +239,21 @@ def test_a_reset_to_what_is_no_revision_changes_nothing(filled, revision):
     engine.host.close()
 
 
-def test_what_is_lost_is_said_in_a_sentence():
+def test_faulty_tiers_are_refused_in_a_sentence():
     with pytest.raises(ConfigurationError, match=r"revision is missing: give it model="):
-        engine_with(SharedTier(MemoryStore(), "tiny"))
+        engine_with(SharedTier(MemoryStore(), model="tiny"))
     with pytest.raises(ConfigurationError, match="a KeyedStore or a URL, such as redis://host:6379; got another text"):
-        SharedTier("redis", "tiny", "1")
+        SharedTier("redis", model="tiny", revision="1")
     with pytest.raises(ConfigurationError, match="a store is SCHEME://ADDRESS, and its scheme one of mooncake, redis"):
-        engine_with(SharedTier("nobody://host", "tiny", "1"))
+        engine_with(SharedTier("nobody://host", model="tiny", revision="1"))
     with pytest.raises(ConfigurationError, match="tell whose KV they hold; got MemoryStore"):
         engine_with(MemoryStore())
     with pytest.raises(ConfigurationError, match="must be digests by sha256"):
-        SharedTier(MemoryStore(), "tiny", "1", hash="xxh3")
+        SharedTier(MemoryStore(), model="tiny", revision="1", hash="xxh3")
     with pytest.raises(ConfigurationError, match="lazy or eager"):
-        SharedTier(MemoryStore(), "tiny", "1", offload="both")
-    with pytest.raises(ConfigurationError, match="ask_seconds must be above 0"):
-        SharedTier(MemoryStore(), "tiny", "1", ask_seconds=0)
+        SharedTier(MemoryStore(), model="tiny", revision="1", offload="both")
+    with pytest.raises(ConfigurationError, match="ask_seconds of a tier is a number of seconds above 0"):
+        SharedTier(MemoryStore(), model="tiny", revision="1", ask_seconds=0)
 
 
 class Halting(MemoryStore):
@@ -261,7 +261,9 @@ class Halting(MemoryStore):
 
     def __init__(self):
         super().__init__()
-        self.runs, self.calls, self.threads = threading.Event(), [], set()
+        self.runs = threading.Event()
+        self.calls = []
+        self.threads = set()
         self.runs.set()
 
     def _pass(self, verb, timeout):

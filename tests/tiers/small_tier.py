@@ -1,6 +1,6 @@
-"""A cache with a tier below its host, spoken to in prompts. A chunk is a letter; "ab!" is the checkpoint after "ab".
+"""A cache with a tier below its host, driven by prompts. A chunk is a letter; "ab!" is the checkpoint after "ab".
 
-Nobody copies bytes between device and host. What the ranks' tiers do, a test says: `works`, `tier_ends`, or nothing.
+Nobody copies bytes between device and host. A test moves the ranks' tiers: `works`, `tier_ends`, or not at all.
 """
 
 from collections.abc import Iterable
@@ -10,19 +10,21 @@ from cpu_prefix_cache import (
     BlockPool,
     Direction,
     Group,
-    GroupKind,
     Hit,
     HybridChunkPlanner,
     PooledDevice,
+    PrefixGroup,
     RankReport,
     Request,
+    StateGroup,
     TieredCache,
     TierStatistics,
     TransferPlan,
+    WindowGroup,
 )
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.request import Answer
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.engines import cache_options
 from property_tests.strategies import chain
@@ -30,9 +32,9 @@ from property_tests.tier_model import RankSlots, RankStore
 from tests.story import Engine
 
 GRID = 4
-FULL = Group(name="full", kind=GroupKind.PREFIX, block_tokens=GRID, block_bytes=4096)
-STATE = Group(name="state", kind=GroupKind.STATE, block_tokens=GRID, block_bytes=4096)
-WINDOW = Group(name="window", kind=GroupKind.WINDOW, block_tokens=GRID, block_bytes=4096, window_tokens=2 * GRID + 1)
+FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
+STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)
+WINDOW = WindowGroup(name="window", block_tokens=GRID, block_bytes=4096, window_tokens=2 * GRID + 1)
 
 
 def name_of(key: bytes) -> str:
@@ -51,17 +53,14 @@ class Tiered(Engine):
         device: int = 16,
         ranks: int = 1,
         below: str | None = "eager",
+        ask_seconds: float | None = None,
         **options: Any,
     ) -> None:
         self.planner = HybridChunkPlanner(groups or [FULL], max_model_len=100_000, in_pages=True)
         self.said = {
             "host_blocks": host,
-            "slots": slots or 4 * host,
-            "ranks": ranks,
-            "below_offload": below,
-            "offload": "eager",
-        }
-        self.said |= cache_options(**options)
+            "below": TierOptions(slots or 4 * host, below, ask_seconds=ask_seconds),
+        } | cache_options(**{"ranks": ranks, "offload": "eager"} | options)
         self.device_blocks = device
         self.ranks, self.now = range(ranks), 0.0
         self.tiers = [self.new_tier() for _ in self.ranks]
@@ -75,7 +74,10 @@ class Tiered(Engine):
         """The process: with nothing on the device and the host, and what the slots hold."""
         self.gpu = BlockPool(self.device_blocks)
         self.cache = TieredCache(self.planner, PooledDevice(self.gpu), **self.said)
-        self.requests, self.slots, self.pins, self.touches = {}, {}, {}, {}
+        self.requests = {}
+        self.slots = {}
+        self.pins = {}
+        self.touches = {}
         self.moving: dict[int, TransferPlan] = {}  # of tiers
         self.first_generation = 0
         for _ in range(2):  # what rank 0 has found counts when all ranks have reported
@@ -118,10 +120,10 @@ class Tiered(Engine):
     def host_forgets(self) -> None:
         """Everything that nobody holds is evicted from the host."""
         pool = self.cache.pool
-        pool.abort(pool.allocate(pool.available(pool.capacity // max(1, pool.blocks_per_chunk))))
+        pool.abort(pool.take(pool.capacity // max(1, pool.blocks_per_chunk)))
 
     def tier_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
-        """And the host has not."""
+        """Puts the prompt into the tier, and not into the host."""
         self.host_has(prompt, checkpoints)
         self.cache.flush()
         self.works_off()
@@ -172,7 +174,7 @@ class Tiered(Engine):
     def gets(self, plan: TierPlan) -> None: ...
 
     def reads(self) -> dict[int, list[str]]:
-        """Of each load of the tiers that moves, the chunks that it reads."""
+        """Chunks that each load of the tiers in flight reads."""
         loads = {id: each for id, each in self.moving.items() if each.direction is Direction.LOAD}
         return {id: [name_of(label.key) for copy in load.copies for label in copy.labels] for id, load in loads.items()}
 
@@ -261,7 +263,7 @@ SECONDS = 1 / 64  # that a request waits for an answer: sums of it are exact
 
 
 class Shared(Tiered):
-    """Its tier is a store that others write, too. What it is asked, it answers when a test says so."""
+    """Its tier is a store that others write, too. A test answers the queries."""
 
     def __init__(self, *groups: Group, **options: Any) -> None:
         self.asks: dict[int, Ask] = {}
@@ -315,7 +317,7 @@ class Shared(Tiered):
         self.cache.check_valid()
 
     def is_told(self, id: str, prompt: str, n0: int = 0) -> Answer:
-        """A request comes, the store is asked and answers at once. What it is told then."""
+        """The answer to a request for which the store is queried and answers at once."""
         self.asks_as(id, prompt, n0)
         self.steps_below()
         self.answers()

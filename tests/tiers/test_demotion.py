@@ -1,11 +1,11 @@
-"""What the host writes to the tier, when, and what becomes of it. Any order: property_tests/test_tier_machine.py.
+"""Demotions: chunks that the host writes to the tier, when, and with which end. Any order: test_tier_machine.py.
 
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
 
 import pytest
 
-from cpu_prefix_cache import Hit, Miss, Pending, RankReport, Thresholds
+from cpu_prefix_cache import Hit, Miss, Pending, RankReport
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
@@ -93,7 +93,7 @@ def test_the_children_of_a_write_that_failed_are_not_written_below_nothing():
     engine.cache.check_valid()
 
 
-def test_what_is_being_written_can_be_hit_and_is_not_written_twice():  # S8.14
+def test_chunks_in_flight_to_the_tier_can_be_hit_and_are_not_written_twice():  # S8.14
     engine = Tiered(host=64)
     engine.host_has("ab")
     engine.steps_below()
@@ -150,7 +150,7 @@ def test_a_saturated_tier_holds_up_nobody_and_recovers():  # S8.30
 
 
 def test_thresholds_hold_back_what_is_written_and_the_host_keeps_it():
-    engine = Tiered(host=32, thresholds=Thresholds(store_after=2))
+    engine = Tiered(host=32, store_after=2)
     engine.starts("one", "ab", load=False)
     engine.computes("one")
     engine.copies()
@@ -161,7 +161,7 @@ def test_thresholds_hold_back_what_is_written_and_the_host_keeps_it():
 
 @pytest.mark.parametrize("policy", ["arc", "adaptive"])
 def test_the_host_declines_nothing(policy):
-    """What it declines would never reach the tier."""
+    """Chunks that it declines would never reach the tier."""
     engine = Tiered(host=8, slots=64, device=32, policy=policy)
     for prompt in ("abcdefgh", "ijklmnop", "qrstuvwx"):
         engine.now += 1.0
@@ -170,8 +170,8 @@ def test_the_host_declines_nothing(policy):
     assert {"abcdefgh", "ijklmnop", "qrstuvwx"} <= engine.below
     assert engine.cache.statistics().store_declined == 0
     pool, strangers = engine.cache.pool, [b"stranger %d" % at for at in range(100)]
-    assert pool.accepted(pool.root, strangers) == 100
-    assert engine.cache.below.pool.accepted(engine.cache.below.pool.root, strangers) >= 40
+    assert pool.choose(pool.root, strangers).accepted == 100
+    assert engine.cache.below.pool.choose(engine.cache.below.pool.root, strangers).accepted >= 40
 
 
 def test_a_chunk_and_its_checkpoint_are_written():
@@ -182,7 +182,7 @@ def test_a_chunk_and_its_checkpoint_are_written():
 
 
 def test_several_blocks_to_a_chunk():
-    other = FULL.__class__(name="other", kind=FULL.kind, block_tokens=GRID, block_bytes=4096)
+    other = FULL.__class__(name="other", block_tokens=GRID, block_bytes=4096)
     engine = Tiered(FULL, other, host=32)
     assert engine.planner.host_blocks_per_chunk == 2
     engine.tier_has("abc")
@@ -207,7 +207,7 @@ def test_a_flush_writes_what_only_the_host_has():
     assert engine.cache.is_flushed and engine.below == set(chain_names("abcd"))
 
 
-def test_what_left_the_host_before_a_reset_is_no_loss_after_it():
+def test_chunks_that_left_the_host_before_a_reset_are_no_loss_after_it():
     engine = Tiered(host=8)
     engine.tier_has("abc")
     engine.cache.reset()

@@ -1,4 +1,4 @@
-"""Resets, with real files: what a process has said before it ends is what the next one goes by."""
+"""Resets, with real files: the last reset of a process holds for the next one."""
 
 import os
 import threading
@@ -58,7 +58,7 @@ def watched(monkeypatch):
 
 
 def test_the_engines_thread_waits_for_no_file(left, monkeypatch):
-    """Not in steps, not in resets, not when it takes in what was found: a frozen disk costs no step (rule 24)."""
+    """Not in steps, not in resets, not when it takes in what was found: a frozen disk costs no step (rule 15)."""
     engine = engine_with(tier(left, offload="eager"))
     calls = watched(monkeypatch)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""A tier that is not open on all ranks: the host is served alone, and what the tier holds is taken in when it opens."""
+"""A tier that is not open on all ranks: the host is served alone, and slots of the tier are taken in when it opens."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.tiers.small_tier import Shared, Tiered
 
 @pytest.fixture(params=[1, 2])
 def engine(request):
-    """Whose tier has "abc", and cannot be opened by the last rank."""
+    """An engine whose tier has "abc", and cannot be opened by the last rank."""
     engine = Tiered(ranks=request.param)
     engine.tier_has("abc")
     engine.restarts(shut=[request.param - 1])
@@ -24,7 +24,7 @@ def test_until_then_it_is_paused_and_the_host_is_served(engine):
     assert engine.below == set()
 
 
-def test_a_report_that_says_so_again_changes_nothing(engine):
+def test_a_repeated_report_changes_nothing(engine):
     for _ in range(3):
         engine.reports_below()
         engine.works()
@@ -49,7 +49,7 @@ def test_a_late_report_from_before_does_not_shut_it_again(engine):
     assert engine.seen.state == "open"
 
 
-def test_what_is_from_before_a_reset_is_not_taken_in_later(engine):
+def test_slots_from_before_a_reset_are_not_taken_in_later(engine):
     """The rank that opens then does not know of the reset from its files."""
     engine.works()
     engine.cache.reset()
@@ -68,7 +68,7 @@ def test_control_without_the_reset_it_is_taken_in(engine):
     assert engine.below == {"a", "ab", "abc"}
 
 
-def test_a_store_that_was_down_at_the_start_is_asked_once_it_is_up():
+def test_a_store_that_was_down_at_the_start_is_queried_once_it_is_up():
     engine = Shared()
     engine.shut = {0}
     engine.begins()

@@ -2,15 +2,13 @@
 
 import pytest
 
-from cpu_prefix_cache import Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from property_tests.test_hybrid_cache_machine import LAYOUTS
 
 
 def planner(*sizes, in_pages=True, ranks=1):
-    groups = [
-        Group(name=f"{at}", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=size) for at, size in enumerate(sizes)
-    ]
+    groups = [PrefixGroup(name=f"{at}", block_tokens=16, block_bytes=size) for at, size in enumerate(sizes)]
     return HybridChunkPlanner(groups, max_model_len=4_096, in_pages=in_pages, ranks=ranks)
 
 

@@ -1,4 +1,4 @@
-"""What the tier brings to the host, for whom, and for how long. Any order: property_tests/test_tier_machine.py.
+"""Promotions: chunks that the tier brings to the host, for one request, for a time. Any order: test_tier_machine.py.
 
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
@@ -11,8 +11,9 @@ from cpu_prefix_cache import ConfigurationError, Direction, Hit, Miss, Pending, 
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
-from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, REMEMBERED_SECONDS, TRIAL_SECONDS
+from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, TRIAL_SECONDS
 from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
 
@@ -27,7 +28,7 @@ def with_tier(prompt="abcd", **options):
     return engine
 
 
-def test_what_the_tier_has_is_pending_and_then_a_hit():
+def test_a_prompt_of_the_tier_is_pending_and_then_a_hit():
     engine = with_tier("abcd")
     assert isinstance(engine.asks_as("r", "abcd"), Pending)
     engine.works()
@@ -39,7 +40,7 @@ def test_what_the_tier_has_is_pending_and_then_a_hit():
     assert engine.is_at_rest()
 
 
-def test_what_the_host_has_of_it_is_not_read_again():
+def test_chunks_on_the_host_are_not_read_from_the_tier():
     engine = with_tier("abcd")
     engine.host_has("ab")
     engine.asks_as("r", "abcd")
@@ -105,7 +106,7 @@ def test_a_read_that_fails_is_not_tried_again():  # S8.6
     engine.works_off()
 
 
-def test_what_hangs_below_a_refused_chunk_is_given_up_at_once():
+def test_descendants_of_a_refused_chunk_are_given_up_at_once():
     """The chunks that were read below it stand in the way of nobody who stores them."""
     engine = with_tier("abcd")
     engine.goes_bad("ab")
@@ -162,7 +163,7 @@ def test_waiting_requests_are_promoted_first_come_first_served_and_within_bounds
     assert engine.asks_as("ghi", "ghi") == Hit(3 * GRID)
 
 
-def test_who_comes_later_takes_no_room_that_an_earlier_one_waits_for():  # S8.7
+def test_a_later_request_takes_no_room_that_an_earlier_one_waits_for():  # S8.7
     """A checkpoint takes two blocks here, and one is left: not for the chunk of another."""
     engine = Tiered(FULL, replace(STATE, block_bytes=8192), host=28)  # a share of 7 blocks
     for prompt in ("x", "abc", "d"):
@@ -224,7 +225,7 @@ def test_a_promotion_evicts_nothing_of_its_own_request():  # S8.9
     assert engine.asks_as("r", "abcdefg") == Hit(7 * GRID)
 
 
-def test_what_was_promoted_stays_until_the_request_asks_again():
+def test_promoted_chunks_stay_until_the_next_lookup_of_their_request():
     engine = with_tier("abcd")
     engine.asks_as("r", "abcd")
     engine.works()
@@ -255,7 +256,7 @@ def test_after_the_deadline_the_answer_is_what_the_host_has():  # S8.10
     assert engine.asks_as("r", "abcd") == Hit(2 * GRID) and engine.seen.late == 1
 
 
-def test_the_lease_ends_some_time_after_the_deadline_whoever_asks():
+def test_the_lease_of_a_promotion_ends_some_time_after_its_deadline():
     engine = with_tier("abcd")
     answer = engine.asks_as("r", "abcd")
     engine.works()
@@ -269,7 +270,7 @@ def test_the_lease_ends_some_time_after_the_deadline_whoever_asks():
 
 
 @pytest.mark.parametrize("seconds", [0.0, LEASE_SECONDS, REMEMBERED_SECONDS, 10 * REMEMBERED_SECONDS])
-def test_nothing_is_read_for_who_never_asks_again(seconds):
+def test_nothing_is_read_for_a_request_that_never_comes_back(seconds):
     engine = with_tier("abcd")
     answer = engine.asks_as("r", "abcd")
     engine.now = answer.deadline + seconds
@@ -278,7 +279,7 @@ def test_nothing_is_read_for_who_never_asks_again(seconds):
     assert engine.is_at_rest() and engine.seen.late == 1
 
 
-def test_what_a_promotion_hangs_below_stays_until_it_has_landed_also_without_a_lease():
+def test_ancestors_of_a_promotion_stay_until_it_has_landed_also_without_a_lease():
     engine = with_tier("abcd")
     engine.host_has("ab")
     answer = engine.asks_as("r", "abcd")
@@ -411,7 +412,7 @@ def test_a_tier_that_fails_often_is_left_alone_for_a_pause():
     assert "xyz" in engine.below
 
 
-def test_who_waits_while_the_tier_begins_to_pause_gets_what_there_is():
+def test_a_request_that_waits_as_the_tier_pauses_gets_the_promoted_prefix():
     engine = Tiered(host=16)
     engine.tier_has("abcd")
     engine.tier_has("efgh")
@@ -479,7 +480,7 @@ def test_a_rate_that_was_low_is_measured_again_by_a_little_once_in_a_minute():
     assert engine.seen.declined == 2 and engine.seen.asked == 1
 
 
-def test_what_is_read_before_the_rate_is_known_is_little(monkeypatch):
+def test_reads_are_short_before_the_rate_is_known(monkeypatch):
     monkeypatch.setattr(tiered_cache, "TRIAL_BYTES", 2 * 4096)
     engine = Tiered(host=64)
     engine.tier_has("abcdefgh")
@@ -492,7 +493,7 @@ def test_what_is_read_before_the_rate_is_known_is_little(monkeypatch):
     assert engine.asks_as("known", "abcdefgh") == Hit(8 * GRID)
 
 
-def test_what_is_read_for_others_counts():
+def test_reads_for_other_requests_count_against_a_promotion():
     engine = Tiered(host=64, slots=200)
     for prompt in ("abcd", "efgh", "ijkl"):
         engine.tier_has(prompt)
@@ -506,7 +507,7 @@ def test_what_is_read_for_others_counts():
     assert isinstance(engine.asks_as("five", "ijkl"), Pending)
 
 
-def test_what_is_too_short_to_be_loaded_from_the_host_is_not_read():
+def test_prefixes_too_short_to_be_loaded_from_the_host_are_not_read():
     engine = Tiered(min_load_tokens=3 * GRID)
     engine.tier_has("abc")
     assert engine.asks_as("short", "ab") == engine.asks_as("other", "abc", n0=GRID) == Miss()
@@ -517,7 +518,7 @@ def test_what_is_too_short_to_be_loaded_from_the_host_is_not_read():
 
 
 @pytest.mark.parametrize(("rate", "chunks"), [(80_000.0, 4), (1e6, 8), (10_000.0, 0)])
-def test_checkpoints_say_how_far_it_is_read(rate, chunks):
+def test_checkpoints_bound_the_promotion(rate, chunks):
     """The host has the first four chunks: their checkpoint is a block, the other boundary takes four chunks more."""
     engine = Tiered(FULL, STATE, host=64, slots=200)
     engine.tier_has("abcdefgh", ["abcd", "abcdefgh"])

@@ -1,4 +1,4 @@
-"""What a store that others write has of a prompt: who asks, who waits how long, and what becomes of the answer.
+"""Queries to a store that others write: the prompts queried, the wait for an answer, and its use.
 
 Any order: property_tests/test_tier_machine.py. With bytes: tests/stores/test_shared.py.
 """
@@ -25,7 +25,7 @@ def with_others(*prompts, groups=(), checkpoints=(), **options):
     return engine
 
 
-# who asks, and who waits
+# queries and waits
 
 
 def test_a_request_waits_for_its_answer_and_reads_what_others_have():
@@ -52,8 +52,8 @@ def test_control_a_store_that_has_lost_it_since_is_found_out_by_the_read():
     assert engine.seen.refused == 3 and not engine.below
 
 
-def test_it_is_not_asked_for_the_chunk_of_the_last_token():
-    """That is computed in any case, for its logits (rule 6)."""
+def test_the_chunk_of_the_last_token_is_not_queried():
+    """The last token is computed in any case, for its logits (rule 6)."""
     engine = Shared()
     engine.cache.lookup(Request("r", chain("abcd"), 4 * GRID), 0, engine.now)
     engine.steps_below()
@@ -70,7 +70,7 @@ def test_it_waits_until_its_deadline_and_no_longer():
     assert engine.seen.questions == engine.seen.unanswered == 1
 
 
-def test_it_is_asked_for_once_and_anew_after_its_admission():
+def test_a_prompt_is_queried_once_and_anew_after_its_admission():
     engine = Shared()
     for _ in range(3):
         engine.asks_as("r", "abcd")
@@ -96,7 +96,7 @@ def test_a_request_that_never_comes_back_is_forgotten():
     assert isinstance(engine.asks_as("r", "abcd"), Pending)
 
 
-def test_what_the_host_has_is_not_asked_for():
+def test_chunks_on_the_host_are_not_queried():
     engine = Shared()
     engine.host_has("abcd")
     assert engine.asks_as("r", "abcd") == Hit(4 * GRID)
@@ -107,7 +107,7 @@ def test_what_the_host_has_is_not_asked_for():
     assert next(iter(engine.asks.values())).depth == 0, "the tier has nothing of it yet"
 
 
-def test_what_the_host_has_up_to_a_drafters_reach_is_not_asked_for():
+def test_chunks_on_the_host_up_to_a_drafters_reach_are_not_queried():
     """Groups that look ahead resume a chunk before what is there: the store can add nothing to that."""
     engine = Shared(replace(FULL, lookahead_tokens=1))
     engine.host_has("abcd")
@@ -118,7 +118,7 @@ def test_what_the_host_has_up_to_a_drafters_reach_is_not_asked_for():
     assert engine.seen.questions == 1
 
 
-def test_what_is_known_of_the_store_already_is_not_asked_for_again():
+def test_chunks_known_to_be_in_the_store_are_not_queried_again():
     engine = with_others("abcd")
     engine.is_told("r", "abcd")
     engine.asks_as("s", "abcdef")
@@ -130,7 +130,7 @@ def test_what_is_known_of_the_store_already_is_not_asked_for_again():
     assert engine.seen.questions == 2, "of t's prompt everything is known"
 
 
-def test_prompts_too_short_to_be_loaded_are_not_asked_for():
+def test_prompts_too_short_to_be_loaded_are_not_queried():
     engine = Shared(min_load_tokens=3 * GRID)
     assert engine.asks_as("r", "ab") == Miss()
     assert engine.asks_as("r", "abcd", n0=2 * GRID) == Miss()
@@ -146,14 +146,14 @@ def test_where_reading_is_slower_than_computing_nobody_waits():
     assert isinstance(fast.asks_as("r", "abcd"), Pending)
 
 
-def test_nothing_is_asked_before_all_ranks_have_reported():
+def test_nothing_is_queried_before_all_ranks_have_reported():
     engine = Shared()
     engine.cache = type(engine.cache)(engine.planner, engine.cache._device, **engine.said)
     assert engine.asks_as("r", "abcd") == Miss()
     assert engine.seen.questions == 0
 
 
-# what becomes of an answer
+# the use of an answer
 
 
 def test_an_answer_in_any_order_and_repeated_is_taken_in_once():
@@ -198,7 +198,7 @@ def test_an_answer_that_comes_too_late_even_for_that_is_ignored():
     assert not engine.below
 
 
-def test_a_store_that_cannot_be_asked_costs_no_waiting():
+def test_a_query_that_fails_costs_no_waiting():
     engine = with_others("abcd")
     engine.asks_as("r", "abcd")
     engine.steps_below()
@@ -230,7 +230,7 @@ def test_a_question_that_had_not_gone_out_at_a_reset_never_does():
     assert not engine.asked and engine.told_below == 1
 
 
-def test_what_hangs_below_something_forgotten_meanwhile_is_not_taken_in():
+def test_descendants_of_a_chunk_forgotten_meanwhile_are_not_taken_in():
     engine = with_others("abcd")
     engine.is_told("r", "ab")
     engine.asks_as("s", "abcd")
@@ -245,7 +245,7 @@ def test_what_hangs_below_something_forgotten_meanwhile_is_not_taken_in():
     assert engine.below == set(chain_names("abcd")), "and it is asked for again"
 
 
-def test_what_is_demoted_at_that_moment_is_not_taken_in_twice():
+def test_chunks_demoted_at_that_moment_are_not_taken_in_twice():
     engine = with_others("abcd")
     engine.asks_as("r", "abcd")
     engine.host_has("ab")
@@ -257,7 +257,7 @@ def test_what_is_demoted_at_that_moment_is_not_taken_in_twice():
     assert engine.below == set(chain_names("abcd"))
 
 
-def test_and_is_forgotten_with_it_if_that_write_fails():
+def test_found_chunks_are_forgotten_with_a_demotion_that_fails():
     engine = with_others("abcd")
     engine.asks_as("r", "abcd")
     engine.host_has("ab")
@@ -280,7 +280,7 @@ def test_where_everything_is_being_read_nothing_is_taken_in():
     engine.is_told("r", "abcd")
     pool = engine.cache.below.pool
     pin = pool.pin(pool.find(b"abcd"))
-    busy = pool.allocate(pool.available(32))
+    busy = pool.take(32)
     assert engine.is_told("s", "xy") == Miss()
     assert engine.below == set(chain_names("abcd"))
     pool.unpin(pin)
@@ -314,7 +314,7 @@ def test_pieces_that_two_checkpoints_share_are_taken_in_once():
     assert engine.cache.below.statistics().pool.cached == 4 + 3, "pieces of b, c and d"
 
 
-def test_pieces_of_chunks_that_are_known_already_are_asked_for():
+def test_pieces_of_chunks_that_are_known_already_are_queried():
     """A checkpoint reaches back over two chunks."""
     engine = with_others("abcd", groups=(FULL, WINDOW))
     engine.is_told("r", "abcd")
@@ -421,7 +421,7 @@ def test_questions_that_are_late_because_others_are_answered_first_are_no_reason
 
 
 def test_steps_longer_than_the_deadline_are_no_reason_to_pause_nor_to_miss():
-    """With asynchronous scheduling the next step is planned before the ranks have heard of a question."""
+    """With asynchronous scheduling the next step is planned before a query has reached the ranks."""
     engine = with_others("abcd")
     for at in range(2 * FAILURES_IN_A_ROW):
         engine.asks_as(f"r{at}", "abcd")
@@ -436,7 +436,7 @@ def test_steps_longer_than_the_deadline_are_no_reason_to_pause_nor_to_miss():
     assert engine.asks_as("r0", "abcd") == Hit(4 * GRID) and engine.seen.state == "open"
 
 
-def test_ranks_that_never_hear_of_a_question_are_not_waited_for_for_ever():
+def test_a_query_that_never_reaches_the_ranks_is_not_waited_for_for_ever():
     engine = with_others("abcd")
     engine.hears([], heard=0)
     engine.asks_as("r", "abcd")
@@ -445,7 +445,7 @@ def test_ranks_that_never_hear_of_a_question_are_not_waited_for_for_ever():
     assert engine.asks_as("r", "abcd") == Miss() and engine.seen.unanswered == 1
 
 
-def test_answers_that_it_cannot_be_asked_count_as_none():
+def test_failed_queries_count_as_unanswered():
     engine = Shared()
     for at in range(FAILURES_IN_A_ROW):
         engine.asks_as(f"r{at}", "abcd")
@@ -503,7 +503,7 @@ def test_the_count_begins_anew_after_a_pause():
 
 
 @pytest.mark.parametrize("says", ["nothing", "no"])
-def test_a_store_that_is_not_back_is_asked_again_after_a_while(says):
+def test_a_store_that_is_not_back_is_probed_again_after_a_while(says):
     engine = pauses()
     engine.steps_below()
     if says == "no":
@@ -520,7 +520,7 @@ def test_a_store_that_is_not_back_is_asked_again_after_a_while(says):
     assert engine.seen.state == "open" and engine.seen.unanswered == FAILURES_IN_A_ROW, "no request has waited for it"
 
 
-def test_an_engine_whose_steps_are_long_hears_the_answer_all_the_same():
+def test_an_engine_whose_steps_are_long_gets_the_answer_all_the_same():
     """It came within the step, and the next one begins after the probe's time."""
     engine = pauses()
     engine.steps_below()
@@ -530,7 +530,7 @@ def test_an_engine_whose_steps_are_long_hears_the_answer_all_the_same():
     assert engine.seen.state == "open"
 
 
-def test_a_reset_during_a_pause_asks_anew():
+def test_a_reset_during_a_pause_probes_anew():
     engine = pauses()
     engine.steps_below()
     engine.cache.reset()
@@ -542,7 +542,7 @@ def test_a_reset_during_a_pause_asks_anew():
     assert engine.seen.state == "open"
 
 
-def test_who_waits_when_the_pause_begins_waits_no_longer():
+def test_a_request_that_waits_when_the_pause_begins_waits_no_longer():
     engine = with_others("abcd")
     is_silent(engine, FAILURES_IN_A_ROW - 1)
     engine.asks_as("last", "wxyz")
@@ -556,7 +556,7 @@ def test_who_waits_when_the_pause_begins_waits_no_longer():
 # ranks
 
 
-def test_the_first_rank_alone_is_heard():
+def test_the_answer_of_the_first_rank_alone_counts():
     engine = with_others("abcd", ranks=2)
     engine.asks_as("r", "abcd")
     engine.steps_below()
@@ -566,7 +566,7 @@ def test_the_first_rank_alone_is_heard():
     assert engine.below == set(chain_names("abcd"))
 
 
-def test_what_another_rank_lacks_is_a_miss():
+def test_a_chunk_that_another_rank_lacks_is_a_miss():
     engine = Shared(ranks=2)
     engine.others_have("ab")
     engine.others_have_only("abc", ranks=[0])
@@ -577,7 +577,7 @@ def test_what_another_rank_lacks_is_a_miss():
     assert engine.below == {"a", "ab"} and engine.seen.refused == 1
 
 
-def test_what_others_have_without_what_is_above_it_is_not_found():
+def test_chunks_of_others_without_their_ancestors_are_not_found():
     engine = with_others("ab")
     engine.others_have_only("abcd")
     engine.is_told("r", "abcd")
@@ -585,7 +585,7 @@ def test_what_others_have_without_what_is_above_it_is_not_found():
 
 
 def test_a_chunk_without_one_of_its_groups_is_not_there():
-    other = FULL.__class__(name="other", kind=FULL.kind, block_tokens=GRID, block_bytes=4096)
+    other = FULL.__class__(name="other", block_tokens=GRID, block_bytes=4096)
     engine = Shared(FULL, other)
     engine.others_have("ab")
     engine.others_have_piece("abc", 0, CHUNK)

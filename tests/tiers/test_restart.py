@@ -10,11 +10,11 @@ import pytest
 
 from cpu_prefix_cache import Direction, Hit, HybridChunkPlanner, Miss, Pending, RankReport
 from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import GENERATION_RANGE as RANGE
 from cpu_prefix_cache.messages.tier import Found, TierReport
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.slab.rank_tier import PORTION_RECORDS
 from cpu_prefix_cache.tiers.found import FoundBefore
-from cpu_prefix_cache.tiers.tier_cache import RANGE
 from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
 
 
@@ -254,6 +254,20 @@ def test_a_write_that_was_planned_before_a_reset_and_goes_out_after_it_writes_no
     plan = engine.cache.plan_below()
     stores = [each for each in plan.step.transfers if each.direction is Direction.STORE]
     assert stores and all(store.copies == () for store in stores)
+
+
+def test_a_read_of_a_checkpoint_that_was_planned_before_a_reset_and_goes_out_after_it_reads_nothing():
+    engine = Tiered(FULL, STATE, host=64)
+    engine.host_has("abcd", ["abcd"])
+    engine.cache.flush()
+    engine.works_off()
+    engine.host_forgets()
+    assert engine.asks_as("r", "abcd")
+    engine.cache.passed(engine.now)
+    engine.cache.step()
+    assert len(engine.cache.below._ledger.loads) > 0
+    engine.cache.reset()
+    assert all(each.copies == () for each in engine.cache.plan_below().step.transfers)
 
 
 def test_a_reset_before_the_ranks_have_reported_counts():  # S8.15

@@ -2,7 +2,7 @@
 
 ATOM_POOL names the pool of blocks that its schedulers have, of those in `pools.py`; default: ATOM's.
 
-Kernels run in Triton's interpreter. It must be told so before anything imports it, as ATOM does.
+Kernels run in Triton's interpreter. The variable must be set before anything imports it, as ATOM does.
 """
 
 import logging
@@ -33,7 +33,7 @@ def pool():
     if kind is None:
         yield
         return
-    from tests_engines.atom.pools import pools  # the real ATOM, as those who say this have
+    from tests_engines.atom.pools import pools  # the real ATOM, where this is set
 
     with pools(kind):
         yield
@@ -51,7 +51,7 @@ def quiet():
 def copies(monkeypatch):
     """How the copiers of ranks that are made from now on behave."""
     import connector.atom.worker
-    from tests_engines.atom.simulation import troubled  # the real ATOM, as those who ask for this have
+    from tests_engines.atom.simulation import troubled  # the real ATOM, where this is wanted
 
     def behave(wrap):
         choose = connector.atom.worker.choose_copier

@@ -30,7 +30,9 @@ from atom.sampling_params import SamplingParams
 from connector.atom.plugin import register
 from cpu_prefix_cache import Direction
 
-LAYERS, POISON, VOCABULARY = 2, 0x5EEE, 997
+LAYERS = 2
+POISON = 0x5EEE
+VOCABULARY = 997
 EOS = VOCABULARY
 
 
@@ -147,7 +149,7 @@ class Counts:
 class Engine:
     """With `defers` the tokens of a step are known when the next one has been launched, as on ATOM's GPUs."""
 
-    rank, sequence = Rank, {}  # what its ranks are, and what is said of its sequences
+    rank, sequence = Rank, {}  # the class of its ranks, and options of its sequences
 
     def __init__(self, config, defers=False):
         register()
@@ -159,7 +161,9 @@ class Engine:
         self.manager = self.scheduler.block_manager
         self.connector = self.scheduler.kv_connector
         self.aggregator = KVOutputAggregator(world_size=config.tp_world_size)
-        self.counts, self.truths, self.outputs = Counts(), {}, {}
+        self.counts = Counts()
+        self.truths = {}
+        self.outputs = {}
         self.given = []  # blocks that were handed out, and are not poisoned yet
         self._note_what_is_handed_out()
         self._note_weights_of_requests()

@@ -36,7 +36,7 @@ def hashes_of_answers_wait_for_a_token(engine):
     engine.manager.hash_decode_blocks = lambda seq, committed, **said: hash_blocks(seq, committed - 1, **said)
 
 
-def what_is_computed_from_before_a_reset_is_not_found(engine):
+def chunks_computed_from_before_a_reset_are_not_found(engine):
     """When ATOM clears its cache, requests that have blocks go on with them. What they compute from these gets hashes,
     and states, and others find it. Here it has its hash, as the connector sees it, and nobody finds it.
     """

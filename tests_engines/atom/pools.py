@@ -1,9 +1,9 @@
-"""Pools of blocks that later releases of ATOM have, as its BlockPool with what they add to it.
+"""Pools of blocks that later releases of ATOM have, as its BlockPool with their additions.
 
-    slru           what is used again waits in a second queue, of bounded length, and is handed out after the first
+    slru           blocks used again wait in a second queue, of bounded length, and are handed out after the first
     superblocks    the next block is one that lies beside the last, before all queues
 
-An ATOM that has the second queue itself is asked for its own.
+An ATOM that has the second queue itself uses its own.
 """
 
 import inspect
@@ -68,7 +68,7 @@ class SlruPool(BlockPool):
 
 
 class SuperblockPool(BlockPool):
-    """Counts the blocks in use of each superblock, as ATOM does, so a reference that it is not told of is noticed."""
+    """Counts the blocks in use of each superblock, as ATOM does, so a reference that bypasses it is noticed."""
 
     WIDTH = 4
 

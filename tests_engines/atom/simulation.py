@@ -124,7 +124,7 @@ class Simulation:
 
     def mend(self) -> None:
         if self.variant.reset:
-            mends.what_is_computed_from_before_a_reset_is_not_found(self.engine)
+            mends.chunks_computed_from_before_a_reset_are_not_found(self.engine)
         if self.variant.chunked or self.variant.defers:
             mends.answers_of_preempted_requests_are_prompt(self.engine)
         if self.variant.defers:
@@ -201,8 +201,10 @@ class Simulation:
         )
 
     def leaks(self):
-        """What an engine at rest must not have."""
-        scheduler, pool, connector = self.engine.scheduler, self.engine.manager.kv, self.engine.connector
+        """Counts that must be 0 in an engine at rest."""
+        scheduler = self.engine.scheduler
+        pool = self.engine.manager.kv
+        connector = self.engine.connector
         rest = {
             "blocks in use": pool.num_used,
             "blocks that are not free": pool.num_blocks - pool.num_free,
@@ -217,7 +219,7 @@ class Simulation:
             connector.cache.check_valid()
             statistics = connector.cache.statistics()
             rest |= {
-                "admitted requests": len(connector._admitted) + statistics.running,
+                "admitted requests": len(connector._live) + statistics.running,
                 "loads": len(connector._loading),
                 "transfers": statistics.storing + statistics.loading,
                 "pins on host blocks": statistics.pool.pinned,
@@ -227,7 +229,7 @@ class Simulation:
 
 
 def simulate(variant: Variant, requests: int, seed: int = 1, kind: type[Simulation] = Simulation) -> Outcome:
-    """Every rank's copier behaves as the variant says."""
+    """Every rank's copier behaves as in the variant."""
     choose = connector.atom.worker.choose_copier
     connector.atom.worker.choose_copier = troubled(choose, COPIERS[variant.copies])
     try:

@@ -42,18 +42,20 @@ class StateRank(Rank):
         pages = [region(tensor, "page") for layer in self.layers for tensor in layer]
         slots = region(self.memory, "slot", reverse_indexed=True)
         return {}, KVTransferTensors(
-            *(pages, [], len(self.layers[0][0])),
+            pages,
+            [],
+            len(self.layers[0][0]),
             num_slots=self.num_slots,
             swa_block_regions=[slots],
             expected_full_slot_region_count=1,
         )
 
     def state(self, kv):
-        """What a slot holds after a token."""
+        """Contents of a slot after a token."""
         return int(kv) + 1000 * self.number + np.arange(self.words)
 
     def copy(self, ops):
-        """What a batch carries, in the order of ATOM's kernel."""
+        """Copies of a batch, in the order of ATOM's kernel."""
         for store in ops.checkpoint_stores:
             self._write_units(store.unit_ids, self.slots[store.src_slot, : self.words])
         for restore in ops.checkpoint_restores:

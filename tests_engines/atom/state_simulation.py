@@ -27,7 +27,7 @@ class StateSimulation(Simulation):
         """ATOM cuts prompts where it keeps a state, also where it does not chunk them otherwise."""
         mends.answers_of_preempted_requests_are_prompt(self.engine)
         if self.variant.reset:
-            mends.what_is_computed_from_before_a_reset_is_not_found(self.engine)
+            mends.chunks_computed_from_before_a_reset_are_not_found(self.engine)
         if self.variant.defers:
             hashes_of_answers_wait_for_their_step(self.engine)
             mends.aborted_requests_compute_what_they_have(self.engine)
@@ -43,7 +43,7 @@ class StateSimulation(Simulation):
         return outcome
 
     def leaks(self):
-        """What is left when ATOM has evicted all states that it may."""
+        """Leftovers when ATOM has evicted all states that it may."""
         store, manager = self.engine.manager.paged_state_checkpoints.store, self.engine.manager
         manager.complete_previous_state_batch()
         while (oldest := store._next_victim()) >= 0:

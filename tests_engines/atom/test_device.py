@@ -1,4 +1,4 @@
-"""ATOM's BlockPool as a Device, by what a CPUPrefixCache demands of one (`check_device`), and what is ATOM's own."""
+"""ATOM's BlockPool as a Device, by the demands of a CPUPrefixCache (`check_device`), and ATOM's peculiarities."""
 
 import random
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_the_check_sees_a_device_that_forgets_where_blocks_waited(trial):
 
 @pytest.mark.parametrize("trial", [Trial, SlruTrial])
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_held_is_at_the_front_again_when_all_before_it_is_gone(trial, seed):
+def test_held_blocks_are_at_the_front_again_when_all_before_them_are_gone(trial, seed):
     """ATOM hands out what waits behind it meanwhile."""
     draw, trial = random.Random(seed), two_prompts(trial(16))
     while any(key is None for _, key in trial.device.soonest_evicted()):
@@ -118,7 +118,7 @@ def two_prompts(trial):
 
 @pytest.mark.parametrize(("trial", "protected"), [(Trial, 0), (SlruTrial, 2)])
 def test_a_hold_is_no_use(trial, protected):
-    """What ATOM protects is what requests use again. All of it is seen, in the order in which it is handed out."""
+    """ATOM protects blocks that requests use again. All of them are seen, in the order in which they are handed out."""
     trial = two_prompts(trial(8))
     order = list(trial.device.soonest_evicted())
     waiting = [block for block, key in order if key is not None]
@@ -131,7 +131,7 @@ def test_a_hold_is_no_use(trial, protected):
 
 
 @pytest.mark.parametrize("trial", [Trial, SlruTrial])
-def test_what_is_used_while_it_is_held_is_used(trial):
+def test_a_use_of_a_held_block_counts(trial):
     """A request finds the block, and ends, while a store reads it: it is the last then."""
     trial = two_prompts(trial(8))
     (block,) = trial.device.find(b"a" * 15 + b"0")
@@ -143,7 +143,7 @@ def test_what_is_used_while_it_is_held_is_used(trial):
     assert [each for each, _ in trial.device.soonest_evicted()][-1] == block
 
 
-def test_what_atom_holds_and_we_were_not_told_of_has_no_key():
+def test_blocks_of_which_the_device_was_not_notified_have_no_key():
     class Untold(Trial):
         remembers = False
 

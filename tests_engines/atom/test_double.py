@@ -20,8 +20,12 @@ PLACE = "atom/kv_transfer/disaggregation"
 # Between instances, not between device and host: what the double does not have.
 LEFT_OUT = {
     f"{PLACE}/types.py": {
-        *("ReqMeta", "RemoteAllocInfo", "RemoteMeta", "ConnectorMetadata._build_req_meta"),
-        *("ConnectorMetadata.add_new_req_to_save", "ConnectorMetadata.add_new_req_to_recv"),
+        "ReqMeta",
+        "RemoteAllocInfo",
+        "RemoteMeta",
+        "ConnectorMetadata._build_req_meta",
+        "ConnectorMetadata.add_new_req_to_save",
+        "ConnectorMetadata.add_new_req_to_recv",
         "KVConnectorOutput.__repr__",
     },
 }
@@ -34,7 +38,7 @@ def real(path):
 
 
 def members(source):
-    """What a file declares: "Class.method" and functions with their signatures, fields with their defaults."""
+    """Declarations of a file: "Class.method" and functions with their signatures, fields with their defaults."""
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
@@ -107,7 +111,7 @@ def test_a_difference_is_seen(path, old, new, name):
     assert name in differences(path, ours.replace(old, new), real(path))
 
 
-# What they do
+# Behaviour
 
 
 @pytest.fixture(params=["double", "real"])

@@ -5,6 +5,7 @@ block's hash does not have. vLLM therefore computes the last block of a hit agai
 is at worst a worse draft, which the model verifies. So a hit of ours ends where one of ATOM's does.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -62,11 +63,8 @@ def test_a_hit_that_ended_a_block_early_would_show(monkeypatch):
     """The control: as for vLLM's drafters."""
     groups = geometry.groups
 
-    def with_lookahead(*said, **more):
-        return tuple(group.__class__(**fields_of(group) | {"lookahead_tokens": 1}) for group in groups(*said, **more))
-
-    def fields_of(group):
-        return {name: getattr(group, name) for name in group.__dataclass_fields__}
+    def with_lookahead(*given, **more):
+        return tuple(replace(each, lookahead_tokens=1) if each.is_prefix else each for each in groups(*given, **more))
 
     monkeypatch.setattr(geometry, "groups", with_lookahead)
     engine = engine_of("eager", 1)

@@ -102,7 +102,7 @@ def test_a_request_of_before_a_reset_gives_others_what_it_computes_after_it(is_m
     """
     engine = alone()
     if is_mended:
-        mends.what_is_computed_from_before_a_reset_is_not_found(engine)
+        mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     seq = engine.add(range(90))
     engine.step()
     assert seq.is_partial_prefill
@@ -178,7 +178,7 @@ def with_one_id(engine):
     return first, second
 
 
-def test_of_two_live_requests_with_one_id_one_is_lost():
+def test_one_of_two_live_requests_with_one_id_is_lost():
     engine = alone()
     both = with_one_id(engine)
     engine._forget = list  # by their ids, it would forget both

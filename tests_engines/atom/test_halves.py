@@ -1,4 +1,4 @@
-"""What the halves of the connector say to each other and to ATOM, without ATOM's scheduler: on the real classes of
+"""Messages of the connector's halves to each other and to ATOM, without ATOM's scheduler: on the real classes of
 messages or on their double.
 """
 
@@ -74,8 +74,8 @@ def test_metadata_is_work_for_the_ranks():
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 16, 33, 4096])
-def test_ranks_that_become_ready_at_different_times_say_the_same(blocks):
-    """What all have said is what the slowest has ready, a part at a time."""
+def test_ranks_that_become_ready_at_different_times_report_the_same(blocks):
+    """Reports common to all are those of the slowest, a part at a time."""
     slow, fast = blocks // 3, blocks
     both = set(ready_operations(0, slow, blocks)) & set(ready_operations(0, fast, blocks))
     agreed = max(map(ready_blocks_of, both), default=0)
@@ -83,7 +83,7 @@ def test_ranks_that_become_ready_at_different_times_say_the_same(blocks):
     assert ready_blocks_of(list(ready_operations(0, blocks, blocks))[-1]) == blocks
 
 
-def test_a_rank_says_what_a_block_takes_until_a_plan_has_come(rank):
+def test_a_rank_reports_the_bytes_of_a_block_until_a_plan_has_come(rank):
     worker, _, _ = rank
     first = said(worker)
     assert first == said(worker) and geometry.as_operation([BLOCK_BYTES]) in first
@@ -133,11 +133,11 @@ def test_metadata_of_others_is_not_ours(rank):
     assert said(worker) == before
 
 
-def test_a_rank_without_kv_has_nothing_to_say():
+def test_a_rank_without_kv_reports_nothing():
     assert CPUPrefixCacheWorker(config_of()).get_finished().is_empty()
 
 
-def test_the_number_of_blocks_must_be_said():
+def test_the_number_of_blocks_is_required():
     with pytest.raises(ConfigurationError, match="pass num_blocks"):
         CPUPrefixCacheWorker(config_of()).register_kv_caches({})
 
@@ -153,15 +153,15 @@ def test_the_number_of_blocks_must_be_said():
         (18, 1, 3, 1, 12),
     ],
 )
-def test_of_an_answer_the_last_known_token_is_not_computed(num_tokens, stand_ins, drafts, rejected, at_most):
+def test_the_last_known_token_of_an_answer_is_not_computed(num_tokens, stand_ins, drafts, rejected, at_most):
     seq = SimpleNamespace(num_tokens=num_tokens, num_prompt_tokens=10, num_rejected=rejected)
     seq.num_placeholder_tokens, seq.num_draft_tokens = stand_ins, drafts
     assert _computed_at_most(seq) == at_most
 
 
 @pytest.mark.parametrize(("value", "counts_as"), [(True, True), (False, False), (0, True), ("no", True), (None, True)])
-def test_a_request_says_true_or_false(value, counts_as):
-    """What it says otherwise must not stop the engine."""
+def test_a_parameter_of_a_request_counts_as_true_or_false(value, counts_as):
+    """Any other value must not stop the engine."""
     assert _allows(SimpleNamespace(kv_transfer_params={LOAD: value}), LOAD) is counts_as
 
 
@@ -196,6 +196,6 @@ def with_options(**options):
         (dict(kv_transfer_config={**TRANSFER, "kv_role": "kv_producer"}), "kv_role must be one of"),
     ],
 )
-def test_what_cannot_work_is_refused(said, sentence):
+def test_impossible_configurations_are_refused(said, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         CPUPrefixCacheWorker(config_of(**said))

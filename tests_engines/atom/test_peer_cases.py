@@ -1,7 +1,7 @@
 """ATOM's tests of its own offload connector, as far as they speak of behaviour, demanded of ours.
 
-Two are run as they are written. The others set their connector's private fields, so they are told again on ATOM's real
-scheduler and block manager around ranks with our connector; each names the tests that it tells. docs/atom.md has all.
+Two are run as they are written. The others set their connector's private fields, so they are written anew on ATOM's
+real scheduler and block manager around ranks with our connector; each names its originals. docs/atom.md has all.
 """
 
 from dataclasses import dataclass, replace
@@ -99,7 +99,7 @@ class Mute:
 
 
 class Troubled(MeddlingCopier):
-    """Loads raise, before or after their bytes have moved, or damage what they load, as long as `trouble` says so."""
+    """Loads raise, before or after their bytes have moved, or damage the blocks they load, according to `trouble`."""
 
     trouble = None
 
@@ -128,7 +128,7 @@ def copy_with(monkeypatch, around):
 
 @pytest.fixture
 def trouble(monkeypatch):
-    """A function that says what becomes of loads from now on."""
+    """A function that sets the trouble of loads from now on."""
     copy_with(monkeypatch, Troubled)
     monkeypatch.setattr(Troubled, "trouble", None)
     return lambda kind: monkeypatch.setattr(Troubled, "trouble", kind)
@@ -196,7 +196,7 @@ def test_a_prompt_that_the_host_has_is_loaded_from_where_the_device_ends():
 @pytest.mark.parametrize("length", [8, 16])
 def test_a_whole_prompt_on_the_host_is_loaded_up_to_its_last_token(length):
     """test_full_prompt_hit_is_clamped_before_load_spec, test_stateful_full_prompt_hit_uses_prior_aligned_sidecar.
-    Theirs asks for one token less, and the load of the dense layout then fails: S5.6"""
+    Theirs requests one token less, and the load of the dense layout then fails: S5.6"""
     engine = engine_of()
     before = on_the_host_alone(engine)
     run(engine, PROMPT[:length])
@@ -204,7 +204,7 @@ def test_a_whole_prompt_on_the_host_is_loaded_up_to_its_last_token(length):
     check_nothing_is_lost(engine)
 
 
-def test_what_the_device_has_is_not_loaded_and_not_stored_again():
+def test_chunks_on_the_device_are_neither_loaded_nor_stored_again():
     """test_load_is_skipped_if_hbm_satisfies_after_allocation, test_worker_completes_noop_load_when_hbm_satisfies; and
     the opposite of their "lookup time hbm satisfies can resave locally computed prefix": S5.13"""
     engine = engine_of(num_blocks=64)
@@ -290,7 +290,7 @@ def test_a_load_has_ended_when_every_rank_has_reported_it():
     check_nothing_is_lost(engine)
 
 
-# What has ended counts once
+# Ends count once
 
 
 def test_completions_that_are_unknown_late_or_of_another_kind_change_nothing():
@@ -313,7 +313,7 @@ def test_completions_that_are_unknown_late_or_of_another_kind_change_nothing():
         },
     )
     engine.scheduler._update_from_kv_xfer_finished(heard)
-    assert seq.status is SequenceStatus.WAITING_FOR_REMOTE_KVS and engine.connector._loading == {current: seq.id}
+    assert seq.status is SequenceStatus.WAITING_FOR_REMOTE_KVS and engine.connector._loading[current].seq is seq
     others = {ConnectorCompletion("another connector", current, False)}
     kept = engine.connector.process_completions(KVConnectorOutput(connector_completions=set(others)))
     assert kept.connector_completions == others and not kept.failed_loading
@@ -432,7 +432,9 @@ class Launched(Passed):
 def test_a_store_waits_for_the_pass_that_wrote_its_blocks(monkeypatch, sees):
     """test_worker_save_waits_for_forward_event_before_store. Their dense layout has no such event: S5.16.
     The control is a copier that sees nothing of what was launched: its stores are torn"""
-    launched, written, torn = [0], {}, []
+    launched = [0]
+    written = {}
+    torn = []
 
     class Ordered(MeddlingCopier):
         def here(self):
@@ -480,7 +482,7 @@ def test_an_idle_engine_goes_on_until_nothing_is_in_flight():
     engine.run()
     assert not engine.connector.has_pending_work()
     for _ in range(3):
-        engine.idle()  # the ranks hear that it has ended; this would also go with the next steps
+        engine.idle()  # the end reaches the ranks; it would also go with the next steps
     assert not connector_metadata_has_work(engine.connector.build_connector_meta())
 
 

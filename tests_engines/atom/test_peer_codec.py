@@ -1,4 +1,4 @@
-"""What ATOM's tests demand of its LMCache connector's codec and of registration, demanded of ours.
+"""Demands of ATOM's tests on its LMCache connector's codec and on registration, made of ours.
 
 Their file is in each comment; the table in docs/atom.md has all of their tests.
 """
@@ -111,7 +111,7 @@ def registration(*names):
         "test_register_stateful_page_requires_full_slot_regions_before_engine_start",
     ],
 )
-def test_what_they_refuse_to_register_we_refuse(monkeypatch, name):  # test_lmcache_offload_connector.py
+def test_layouts_that_atoms_connector_refuses_are_refused(monkeypatch, name):  # test_lmcache_offload_connector.py
     vars(registration(name))[name](monkeypatch)
 
 
@@ -125,7 +125,7 @@ def test_slots_that_they_refuse_we_refuse(monkeypatch):  # test_lmcache_offload_
         test(monkeypatch, **arguments)
 
 
-def test_what_is_well_formed_is_taken():
+def test_well_formed_regions_are_accepted():
     """The control: the same regions without a fault."""
     regions = [KVTransferRegion(0x9000, 128, 32, reverse_indexed=True)]
     tensors = registration()._page_transfer_tensors(32, num_blocks=2)

@@ -1,4 +1,4 @@
-"""ATOM's tests of its connector for DeepSeek-V4, told again as those of `test_peer_cases.py`: each names what it tells.
+"""ATOM's tests of its connector for DeepSeek-V4, written anew as in `test_peer_cases.py`: each names its originals.
 
 Theirs saves a *sidecar*, the copy of a slot, beside the blocks of a prefix; ours saves the state that ATOM keeps in
 blocks. ATOM keeps one after 16 tokens and their multiples here, and where a second prompt leaves a first.
@@ -120,7 +120,7 @@ def test_a_state_outlives_its_request():
     """test_request_cleanup_retains_recent_global_commit."""
     engine = engine_of()
     serve(engine, PROMPT)
-    assert not engine.connector._admitted
+    assert not engine.connector._live
     assert [hit(engine, PROMPT) for _ in range(2)] == [32, 32]
 
 
@@ -142,7 +142,7 @@ def test_a_load_fills_the_slot_of_its_request():
     check_at_rest(engine)
 
 
-def test_what_a_failed_load_has_read_is_gone_and_is_stored_anew(copies):
+def test_chunks_of_a_failed_load_are_withdrawn_and_stored_anew(copies):
     """test_stateful_load_failure_evicts_committed_boundary_idempotently."""
     copies(FailingLoads)
     engine = engine_of()

@@ -1,4 +1,4 @@
-"""ATOM finds the connector in all of its processes, and its scheduler tells the connector its blocks."""
+"""ATOM finds the connector in all of its processes, and its scheduler hands the connector its blocks."""
 
 import multiprocessing
 import re
@@ -69,7 +69,7 @@ def test_the_server_registers_where_spawned_processes_import_it():
 
 
 class Asked:
-    """A factory, of which a release asks for all that we say of the connector, or for less."""
+    """A factory, whose release takes all flags of the connector, or fewer."""
 
     @classmethod
     def with_flags(
@@ -87,26 +87,26 @@ class Asked:
     ("register_of", "said"),
     [("with_flags", dict(staging=False, regions=True, offload=True)), ("before_flags", {})],
 )
-def test_it_says_what_it_is_where_atom_asks(monkeypatch, register_of, said):
+def test_the_connector_is_registered_as_offloading(monkeypatch, register_of, said):
     """By the defaults it would be one that sends KV to other instances, and does not offload."""
     monkeypatch.setattr(connector.atom.plugin.KVConnectorFactory, "register", getattr(Asked, register_of))
     register()
     assert Asked.said == said
 
 
-def test_it_asks_for_no_staging_pool():
+def test_the_connector_needs_no_staging_pool():
     register()
     assert not KVConnectorFactory.topology_uses_pd_staging(transfer_config(9))
 
 
-def test_registered_twice_schedulers_are_told_once():
+def test_registering_twice_patches_schedulers_once():
     register()
     init = Scheduler.__init__
     register()
     assert Scheduler.__init__ is init
     scheduler = Scheduler(config_of(kv_transfer_config=transfer_config(9)))
     assert isinstance(scheduler.kv_connector, CPUPrefixCacheScheduler)
-    assert scheduler.kv_connector._requests.device._pool is scheduler.block_manager.kv
+    assert scheduler.kv_connector._requests.device._pool._pool is scheduler.block_manager.kv
 
 
 def test_another_connector_is_left_alone():
@@ -114,17 +114,21 @@ def test_another_connector_is_left_alone():
     assert Scheduler(config_of(kv_transfer_config={})).kv_connector is None
 
 
-# What ATOM asks of a connector that offloads by chunks of its own, and goes on without.
+# Read by ATOM of a connector that offloads by chunks of its own, with a default.
 NOT_OURS = {"adjust_prefill_chunk_after_alloc", "should_park_partial_prefill_for_load"}
-# What releases after ffdf3bb5d ask besides, and take a default for.
+# Read besides by releases after ffdf3bb5d, with a default.
 LATER = {
-    *("cancel_pending_load", "max_pending_saves", "release_stalled_save", "save_abandon_timeout_s"),
-    *("source_blocks_released", "take_source_safe_releases"),
+    "cancel_pending_load",
+    "max_pending_saves",
+    "release_stalled_save",
+    "save_abandon_timeout_s",
+    "source_blocks_released",
+    "take_source_safe_releases",
 }
 
 
-def test_all_that_atom_asks_of_a_connector_is_known():
-    """ATOM asks by name and takes a default for what it does not find, so a name that is new is never noticed there."""
+def test_every_attribute_that_atom_reads_of_a_connector_is_known():
+    """ATOM reads by name and takes a default for a missing one, so a name that is new is never noticed there."""
     files = (unpacked() / "atom" / "model_engine").glob("*.py")
     asks = re.compile(r'\b(?:kv_)?connector(?:\.|,\s*")(\w+)|_connector_flag\("(\w+)"')
     asked = {"".join(found) for file in files for found in asks.findall(file.read_text())}

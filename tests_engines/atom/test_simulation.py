@@ -32,12 +32,12 @@ def test_requests_read_the_bytes_of_their_own_prefixes(name, seed):
         assert outcome.cache.loads_failed and outcome.cache.stores_failed
 
 
-def test_what_is_loaded_is_compared():
+def test_loaded_blocks_are_compared():
     """The control: every load damages its blocks."""
     assert simulate(CONTROL, REQUESTS).wrong
 
 
-def test_what_is_from_before_a_reset_is_seen(monkeypatch):
+def test_blocks_from_before_a_reset_are_seen(monkeypatch):
     """The control: the device goes on knowing the blocks of running requests."""
     monkeypatch.setattr(AtomDevice, "forget_all", lambda self: None)
     assert simulate(VARIANTS["eager, resets"], max(REQUESTS, 200)).wrong

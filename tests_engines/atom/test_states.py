@@ -72,7 +72,7 @@ def check_at_rest(engine):
     assert len({record.prefix_hash for record in store.records.values()}) == len(store.records), "a state twice"
     assert {manager.kv.block(unit).ref_count for unit in engine.kept_units} <= {1}
     assert not store._queued_restores and manager.state.num_free() == manager.num_per_req_cache_groups
-    assert not engine.connector._states._loading and not engine.connector._admitted
+    assert not engine.connector._states._loading and not engine.connector._live
     engine.connector.cache.check_valid()
 
 
@@ -115,7 +115,7 @@ def test_a_loaded_state_is_on_the_device_for_others():
     check_at_rest(engine)
 
 
-def test_what_is_stored_is_not_stored_again():
+def test_stored_chunks_are_not_stored_again():
     """S5.13: neither the prompt, nor what was loaded."""
     engine, prompt = engine_of(), PROMPT[:34]
     serve(engine, prompt)
@@ -192,7 +192,7 @@ def test_a_state_waits_until_atom_has_taken_in_its_prefix():
     check_at_rest(engine)
 
 
-# What goes wrong
+# Failures
 
 
 class FailingLoads(MeddlingCopier):
@@ -268,7 +268,7 @@ def test_a_reset_ends_a_load(copies, steps):
     engine = engine_of()
     serve(engine, PROMPT)
     evict(engine)
-    mends.what_is_computed_from_before_a_reset_is_not_found(engine)
+    mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     seq = engine.add(PROMPT, 3)
     for _ in range(steps):
         engine.step()
@@ -285,7 +285,7 @@ def test_a_reset_ends_a_load(copies, steps):
 def test_a_state_whose_load_has_ended_at_a_reset_is_not_restored():
     """The request goes on from the state that it has got from the device, after 16 tokens."""
     engine = engine_of(device_blocks=40)
-    mends.what_is_computed_from_before_a_reset_is_not_found(engine)
+    mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     serve(engine, PROMPT)
     serve(engine, [*PROMPT[:16], *range(700, 703)])
     deepest = engine.connector._requests.device.block(keys(engine, PROMPT)[7])
@@ -319,7 +319,7 @@ def waiting(copiers):
     return [each for copier in copiers for each in copier.waiting]
 
 
-# What it tells the cache
+# Reports to the cache
 
 
 def test_a_state_waits_with_the_block_at_its_boundary():
@@ -342,7 +342,7 @@ def test_a_state_waits_with_the_block_at_its_boundary():
 
 
 def test_a_chunk_is_not_reported_before_its_state_is():
-    """Else the cache would ask for the state once, before ATOM has it, and never again."""
+    """Otherwise the cache would look for the state once, before ATOM has it, and never again."""
     engine = engine_of()
     seq = engine.add(PROMPT, 6)
     engine.step()
@@ -372,7 +372,7 @@ def test_units_go_to_ranks_as_one_group():
     assert first.copies == (copies[0], GroupCopy(1, (5, 6), (9, 8))) and second.copies == copies[:1]
 
 
-# What is refused
+# Refusals
 
 
 def refused(match, runtime=None, **said):

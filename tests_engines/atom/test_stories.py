@@ -50,7 +50,7 @@ def statistics(engine):
 def check_at_rest(engine):
     pool = engine.manager.kv
     assert engine.is_idle and pool.num_free == pool.num_blocks
-    assert not engine.connector._admitted and not engine.connector._loading
+    assert not engine.connector._live and not engine.connector._loading
     assert engine.counts.wrong == 0
     engine.connector.cache.check_valid()
 
@@ -90,7 +90,7 @@ def test_every_length_of_prompt_is_loaded_up_to_its_last_block(length):
     check_at_rest(engine)
 
 
-def test_what_is_stored_is_not_stored_again():
+def test_stored_chunks_are_not_stored_again():
     """S5.13, S5.14: neither by a second request, nor what was loaded, nor the beginning of the next turn."""
     engine = engine_of()
     serve(engine, PROMPT)
@@ -277,14 +277,14 @@ def test_a_request_is_preempted_and_what_it_computed_is_stored():
         engine.step()
     engine.scheduler.running.remove(seq)
     engine.scheduler.preempt(seq)
-    assert seq.id not in engine.connector._admitted
+    assert seq.id not in engine.connector._live
     engine.run()
     assert statistics(engine).chunks_stored == 12  # 49 tokens, the last of which was not computed
     check_at_rest(engine)
 
 
 def test_a_late_load_is_reported_when_it_has_ended(copies, monkeypatch):
-    """S5.24: ATOM computes into the blocks of a failed load, so it must not be told while they are written."""
+    """S5.24: ATOM computes into the blocks of a failed load, so that is not reported while they are written."""
     monkeypatch.setattr(connector.atom.worker, "LOAD_SECONDS", 0.0)
     late = []
     copies(lambda copier, tensors: late.append(LateCopier(copier)) or late[-1])
@@ -300,7 +300,7 @@ def test_a_late_load_is_reported_when_it_has_ended(copies, monkeypatch):
 
 
 def test_reports_that_atom_drops_come_again(monkeypatch):
-    """ATOM drops what all ranks have said when one of them takes too long."""
+    """ATOM drops the reports of all ranks when one of them takes too long."""
     engine = engine_of(ranks=2)
     aggregate = engine.aggregator.aggregate
     dropped = []
@@ -358,10 +358,10 @@ def prefilling(engine, seq):
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
 @pytest.mark.parametrize("when", [prefilling, decoding], ids=["in its prompt", "in its answer"])
-def test_what_a_running_request_holds_at_a_reset_is_not_stored_after_it(offload, when):
+def test_blocks_of_a_request_running_at_a_reset_are_not_stored_after_it(offload, when):
     """ATOM leaves their hashes to its blocks. The same prompt, computed anew, has the same keys."""
     engine, prompt = engine_of(offload, device_blocks=64), list(range(100, 200))
-    mends.what_is_computed_from_before_a_reset_is_not_found(engine)
+    mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     seq = engine.add(prompt, 20)
     when(engine, seq)
     engine.change_weights()
@@ -376,9 +376,9 @@ def test_what_a_running_request_holds_at_a_reset_is_not_stored_after_it(offload,
 
 
 def test_a_load_that_has_ended_at_a_reset_is_not_taken():
-    """ATOM has heard of its end, and not gone on with the request: its blocks are from before the reset."""
+    """Its end was reported to ATOM, which has not gone on with the request: its blocks are from before the reset."""
     engine = engine_of(device_blocks=24)
-    mends.what_is_computed_from_before_a_reset_is_not_found(engine)
+    mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     for tokens in (PROMPT, range(500, 588), range(700, 788)):  # not even the first block is left
         serve(engine, tokens)
     seq = engine.add(PROMPT, 3)
@@ -474,7 +474,7 @@ def test_a_block_whose_token_changed_after_it_was_computed_is_not_stored():
 
 
 def test_two_requests_with_a_prefix_load_a_copy_each(copies):
-    """ATOM has given the second one its blocks before it could be told to wait for the first (rule 13)."""
+    """ATOM has given the second one its blocks before it could be made to wait for the first (rule 12)."""
     copies(COPIERS["late"])
     engine = engine_of(device_blocks=24)
     serve(engine, PROMPT)
@@ -500,7 +500,7 @@ def test_a_short_hit_is_computed():
 
 def test_lazy_loses_hardly_anything_of_prompts_that_are_longer_than_a_step():
     """ATOM takes the blocks of a whole prompt at once, and computes it in many steps. Of some 3,000 blocks 20 are lost
-    here, because ATOM asks for a hit again when it has handed out the blocks, and a load saves nothing then; with whole
+    here, because ATOM looks up again when it has handed out the blocks, and a load saves nothing then; with whole
     prompts, where loads wait for each other, it was one. 737 where lazy counts with the tokens of a step alone.
     """
     transfer = transfer_config(6000, block_tokens=16, offload="lazy")
@@ -518,7 +518,7 @@ def test_lazy_loses_hardly_anything_of_prompts_that_are_longer_than_a_step():
 
 
 @pytest.mark.parametrize("defers", [False, True])
-def test_what_left_the_device_is_loaded_behind_what_is_still_there(defers):
+def test_chunks_that_left_the_device_are_loaded_behind_those_still_there(defers):
     transfer = transfer_config(6000, block_tokens=16, offload="lazy")
     sizes = dict(kv_cache_block_size=16, num_kvcache_blocks=512, max_num_batched_tokens=64, max_model_len=700)
     engine = Engine(config_of(kv_transfer_config=transfer, **sizes), defers=defers)
@@ -544,7 +544,7 @@ def test_atom_shows_what_was_stored_and_loaded():
     assert said["load_failures"] == said["loads_pending"] == said["saves_pending"] == said["unpinned_bytes"] == 0
 
 
-def test_what_no_rank_could_pin_is_said(monkeypatch, caplog):
+def test_memory_that_a_rank_could_not_pin_is_reported(monkeypatch, caplog):
     """Two ranks of a GPU, whose driver pins nothing of the second one's memory."""
     made = []
 
@@ -587,7 +587,7 @@ def test_without_the_block_pool_there_is_no_cache():
         (dict(runner_qualname="atom.rollout.model_runner_ext.RLHFModelRunner"), "replaces weights and KV"),
     ],
 )
-def test_what_cannot_work_is_refused_in_the_engine_and_on_the_ranks(said, sentence):
+def test_impossible_configurations_are_refused_in_the_engine_and_on_the_ranks(said, sentence):
     config = config_of(kv_transfer_config=transfer_config(9), **said)
     for half in (CPUPrefixCacheScheduler, CPUPrefixCacheWorker):
         with pytest.raises(ConfigurationError, match=sentence):

@@ -13,7 +13,7 @@ import torch
 
 from connector.atom import geometry
 from connector.atom.tensors import bind
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, GroupKind, MisuseError
+from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError, PrefixGroup, StateGroup
 from cpu_prefix_cache.copier.choose import choose_copier
 from tests.copier.bench import DEVICE, POISON, poisoned
 from tests.faults import CorruptingCopier
@@ -59,7 +59,7 @@ class Bench:
         self.copier.copy(direction, copies)
 
     def whole(self):
-        """What is in each block."""
+        """Contents of each block."""
         return [self.model.page_bytes(at).clone() for at in range(self.model.num_blocks)]
 
 
@@ -111,7 +111,7 @@ def test_rows_are_atoms_own_memory_and_a_block_weighs_what_atom_counts(layout):
         assert any(begin <= part.data_ptr() and part.data_ptr() + part.numel() <= end for begin, end in ends)
 
 
-def test_a_block_lies_on_the_host_layer_by_layer():  # rule 16
+def test_a_block_lies_on_the_host_layer_by_layer():  # rule 14
     model = multi_head(FP8)
     bench = Bench(model, "reference")
     bench.copy(Direction.STORE, (3,))
@@ -127,7 +127,7 @@ def test_a_block_lies_on_the_host_layer_by_layer():  # rule 16
     )
 
 
-def test_slots_are_found_where_atom_says():
+def test_slots_are_found_at_atoms_addresses():
     model = pages_and_slots()
     parts = bound(model).tensors[1]
     for slot in range(model.num_slots):
@@ -154,15 +154,19 @@ def test_blocks_beyond_four_gibibytes_are_addressed(name):  # S5.33
     part = model.page(model.memory[0].view(blocks, 1024))
     model.layer(k_cache=part.view(blocks, 1, 1024), v_cache=None)
     bench = Bench(model, name)
-    far, here, near = blocks - 1, blocks - 7, (blocks - 1) % 2**22  # `near` is where 32 bits would look
-    part[far], part[here], part[near] = torch.arange(1024), POISON, POISON
+    far = blocks - 1
+    here = blocks - 7
+    near = (blocks - 1) % 2**22  # where 32 bits would look
+    part[far] = torch.arange(1024)
+    part[here] = POISON
+    part[near] = POISON
     bench.copy(Direction.STORE, (far,))
     bench.copy(Direction.LOAD, (here,))
     assert torch.equal(part[here], part[far]) and (part[near] == POISON).all()
     assert not torch.equal(part[here], part[near]), "the control: it was not there before"
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -259,14 +263,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_blocks_is_refused_with_a_sentence(case):
+def test_tensors_that_are_no_blocks_are_refused_with_a_sentence(case):
     make, reason = REFUSED[case]
     model = make()
     with pytest.raises(ConfigurationError, match=reason):
         bound(model)
 
 
-# What the two sides agree on
+# Agreements of the two sides
 
 
 def test_groups_follow_from_the_bytes_of_a_block():
@@ -274,8 +278,8 @@ def test_groups_follow_from_the_bytes_of_a_block():
     dense = geometry.planner(config, [4096])
     assert (dense.grid_tokens, dense.chunk_bytes, dense.has_checkpoints) == (128, 4096, False)
     hybrid = geometry.planner(config, [4096, 9000], units=3)
-    kinds = [group.kind for group in hybrid.groups]
-    assert kinds == [GroupKind.PREFIX, *[GroupKind.STATE] * 3]
+    kinds = [type(group) for group in hybrid.groups]
+    assert kinds == [PrefixGroup, *[StateGroup] * 3]
     assert hybrid.has_checkpoints and hybrid.checkpoint_bytes(3) == 3 * 4096
     with pytest.raises(ConfigurationError, match="3 groups"):
         geometry.groups(config, [1, 2, 3])

@@ -33,7 +33,7 @@ from tests_engines.atom.tiered import Gate, TieredEngine, config_over, damage
 PATIENCE = 30.0  # seconds: deadlines are of tens of milliseconds, and this machine may be busy
 PROMPTS = [list(range(at, at + 41)) for at in range(0, 800, 100)]  # ten blocks each
 BLOCKS = 10
-KNOWN = "kind, path, bytes, offload, model, revision, keep_others"
+KNOWN = "kind, path, bytes, offload, policy, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def reads(monkeypatch):
 
 
 def write_prompts(path, prompts=PROMPTS, **said):
-    """What a process that ends then leaves in the files: how many chunks."""
+    """Chunks that a process, which ends then, leaves in the files. Returns their number."""
     with TieredEngine(config_over(path, **said)) as engine:
         for prompt in prompts:
             engine.serve(prompt)
@@ -69,12 +69,12 @@ def loaded(seqs):
     return [seq.prefix_cache_hit_tokens for seq in seqs]
 
 
-# What comes back
+# Hits
 
 
 @pytest.mark.parametrize("defers", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize(("offload", "below"), [("lazy", "lazy"), ("eager", "lazy"), ("lazy", "eager")])
-def test_what_device_and_host_have_evicted_comes_from_the_files(path, offload, below, defers):
+def test_chunks_that_device_and_host_have_evicted_come_from_the_files(path, offload, below, defers):
     """Eight prompts of ten blocks; the device has room for two, the host for four."""
     with TieredEngine(config_over(path, offload=offload, tier={"offload": below}), defers=defers) as engine:
         for prompt in PROMPTS * 2:
@@ -124,7 +124,7 @@ def test_a_prompt_whose_beginning_the_device_has_loads_the_rest(path):
         engine.check_at_rest()
 
 
-def test_what_the_device_has_is_not_asked_for(path):
+def test_chunks_on_the_device_are_not_requested_from_the_tier(path):
     """Lazy: the host has nothing of it, the tier has all of it."""
     write_prompts(path)
     with TieredEngine(config_over(path, offload="lazy")) as engine:
@@ -135,7 +135,7 @@ def test_what_the_device_has_is_not_asked_for(path):
         engine.check_at_rest()
 
 
-def test_a_request_that_loads_nothing_asks_nothing_of_the_tier(path):
+def test_a_request_that_loads_nothing_needs_nothing_of_the_tier(path):
     write_prompts(path)
     with TieredEngine(config_over(path)) as engine:
         seq = engine.serve(PROMPTS[0], kv_transfer_params={"cpu_prefix_cache_load": False})
@@ -165,12 +165,12 @@ def test_damaged_blocks_are_refused_and_computed(path, parallel, rank):
     with TieredEngine(config_over(path, **parallel)) as engine:
         assert loaded(map(engine.serve, PROMPTS)) == [0] * len(PROMPTS)
         assert engine.below.refused >= len(PROMPTS) and engine.below.hit_tokens == 0
-        assert engine.below.cache.loads_failed == 0  # a refused slot is a miss (rule 20)
+        assert engine.below.cache.loads_failed == 0  # a refused slot is a miss (rule 15)
         engine.check_at_rest()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_lies_before_a_damaged_block_is_kept(path, rank):
+def test_chunks_before_a_damaged_block_are_kept(path, rank):
     """On one rank of two the last three blocks of a prompt are damaged: the load is shorter than was hoped for."""
     write_prompts(path, PROMPTS[:1], ranks=2)
     assert damage(path, is_sealed=False, rank=rank, ranks=2, after=7) == 3
@@ -189,7 +189,7 @@ def parked(engine, reads, tokens):
     seq = engine.add(tokens, 2)
     while not reads.waiting:
         engine.step()
-    assert list(engine.connector._awaiting) == [seq.id]
+    assert [id for id, live in engine.connector._live.items() if not live.is_admitted] == [seq.id]
     return seq
 
 
@@ -256,7 +256,7 @@ def parked_again(engine, reads):
     engine.scheduler.add(seq)
     while not reads.waiting:
         engine.step()
-    assert list(engine.connector._awaiting) == [seq.id]
+    assert [id for id, live in engine.connector._live.items() if not live.is_admitted] == [seq.id]
     return seq
 
 
@@ -283,7 +283,7 @@ def test_a_request_that_was_loaded_before_is_freed_by_atom_itself_when_it_is_abo
         for _ in range(4):
             engine.step()
         reads.open()
-        assert not engine.connector._awaiting and not engine.connector._admitted
+        assert not engine.connector._live
         engine.rest()
         assert engine.connector.cache.statistics().running == 0
         engine.check_at_rest()
@@ -320,7 +320,7 @@ def test_after_a_reset_nothing_of_before_is_served(path):
         assert not list(path.rglob(MARK))
 
 
-def test_the_files_hear_of_a_reset_though_no_request_comes(path):
+def test_a_reset_reaches_the_files_without_a_request(path):
     write_prompts(path)
     with TieredEngine(config_over(path)) as engine:
         engine.manager.clear_cache()
@@ -330,7 +330,7 @@ def test_the_files_hear_of_a_reset_though_no_request_comes(path):
 
 
 def test_a_request_that_waits_at_a_reset_stores_nothing(path, reads):
-    """Its first blocks are on the device from before the reset, and it computes on from them (rule 14)."""
+    """Its first blocks are on the device from before the reset, and it computes on from them (rule 13)."""
     write_prompts(path)
     with TieredEngine(config_over(path)) as engine:
         engine.serve(PROMPTS[0][:21])
@@ -365,7 +365,7 @@ def test_a_report_of_a_tier_passes_the_aggregator_beside_what_it_joins(path):
     assert aggregator.pending_count == (0, 0)
 
 
-def test_reports_that_get_lost_are_told_again(path, monkeypatch):
+def test_lost_reports_are_repeated(path, monkeypatch):
     """ATOM drops the reports of all ranks when one takes long."""
     monkeypatch.setattr("connector.atom.rank_tier.REPEAT_SECONDS", 0.01)
     write_prompts(path)
@@ -379,20 +379,20 @@ def test_reports_that_get_lost_are_told_again(path, monkeypatch):
         engine.check_at_rest()
 
 
-# What is refused at start
+# Refusals at start
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
         (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (dict(size=5), f"unknown key 'size' in tier; known keys are {KNOWN}"),
-        (dict(bytes="64GiB"), "bytes of the tier is a whole number, at least 1; got '64GiB'"),
-        (dict(path=""), "path of the tier is a text, got ''"),
-        (dict(offload="sometimes"), "offload of the tier is one of lazy, eager; got 'sometimes'"),
+        (dict(size=5), f"unknown key 'size' in a tier; known keys are {KNOWN}"),
+        (dict(bytes="64GiB"), "bytes of a tier is a whole number of bytes, at least 1; got '64GiB'"),
+        (dict(path=""), "path of a tier is a text that is not empty; got ''"),
+        (dict(offload="sometimes"), "offload of a tier is lazy or eager or None; got 'sometimes'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(path, more, sentence):
+def test_invalid_options_of_a_tier_are_refused(path, more, sentence):
     with pytest.raises(ConfigurationError) as refused:
         TieredEngine(config_over(path, tier=more))
     assert str(refused.value) == sentence
@@ -424,7 +424,7 @@ def test_a_tier_below_a_model_with_states_is_refused(path):
         settings.planner([128, 512])
 
 
-# What cannot be opened
+# Tiers that cannot be opened
 
 
 def opens_later(path, mend):
@@ -435,7 +435,7 @@ def opens_later(path, mend):
         assert loaded(map(engine.serve, PROMPTS[:2])) == [0, 0] and engine.below.cache.chunks_stored == 0
         mend()
         for rank in engine.ranks:
-            rank.connector._tier._owner._attempts.join(PATIENCE)
+            rank.connector._tier._tier._attempts.join(PATIENCE)
         engine.serve(PROMPTS[2])
         assert engine.below.found == len(PROMPTS) * BLOCKS
         assert loaded(map(engine.serve, PROMPTS[3:])) == [40] * len(PROMPTS[3:])
@@ -517,14 +517,14 @@ def test_an_engine_whose_environment_lays_out_kv_otherwise_finds_nothing(path, m
 
 
 def test_keys_of_an_engine_with_a_tier_are_sha256(path):
-    """Rule 17."""
+    """Rule 14."""
     with TieredEngine(config_over(path)) as engine:
         seq = engine.add(PROMPTS[0])
         assert {len(key) for key in engine.connector._requests.request(seq).keys} == {32}
         engine.rest()
 
 
-def test_without_a_tier_nothing_is_asked_of_it(path):
+def test_an_engine_without_a_tier_runs_none(path):
     config = config_over(path)
     del config.kv_transfer_config["kv_connector_extra_config"]["tier"]
     engine = Engine(config)

@@ -32,7 +32,7 @@ def test_requests_read_the_bytes_of_their_own_prefixes(name, seed):
         assert below.refused
 
 
-def test_what_is_loaded_is_compared():
+def test_loaded_blocks_are_compared():
     """The control: every load damages its blocks."""
     outcome = simulate_over_files(CONTROL, REQUESTS)
     assert outcome.wrong and outcome.below.cache.chunks_loaded

@@ -1,4 +1,4 @@
-"""What is taken for granted of ATOM is checked when its scheduler starts; an ATOM that has changed it is refused."""
+"""ATOM's internals that the connector uses are checked when its scheduler starts; a changed ATOM is refused."""
 
 import ast
 import logging
@@ -52,7 +52,7 @@ def test_an_atom_with_another_connector_is_left_alone(monkeypatch):
 
 
 def test_all_private_names_that_are_read_are_checked():
-    """Those of others: what stands behind `self.` is ours."""
+    """Names of other objects: those behind `self.` are ours."""
     files = sorted(Path(connector.atom.__path__[0]).glob("*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
     reads = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -71,7 +71,7 @@ def test_all_private_names_that_are_read_are_checked():
 def test_the_queues_of_a_pool_are_known(kind):
     pool = POOLS[kind](8)
     assert touched.why_not_ordered(pool) is None
-    assert len(AtomDevice(pool)._queues) == (2 if "_protected" in vars(pool) else 1)
+    assert len(AtomDevice(pool)._pool._queues) == (2 if "_protected" in vars(pool) else 1)
 
 
 class Newest(BlockPool):
@@ -86,7 +86,9 @@ class Newest(BlockPool):
 class Shelved(BlockPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
-        self.shelf, self.counter, self.none = [], 0, None
+        self.shelf = []
+        self.counter = 0
+        self.none = None
 
 
 class Tiered(BlockPool):
@@ -121,7 +123,7 @@ def test_a_policy_that_is_not_known_is_seen():
 
 
 @pytest.mark.parametrize(("options", "warns"), [({}, True), ({"offload": "lazy"}, True), ({"offload": "eager"}, False)])
-def test_where_the_order_is_not_known_offload_is_eager_and_says_so(caplog, options, warns):
+def test_offload_is_eager_with_a_warning_where_the_order_is_not_known(caplog, options, warns):
     with pools("superblocks"), caplog.at_level(logging.WARNING, "connector.atom"):
         engine = Engine(config_of(kv_transfer_config=transfer_config(64, **options)))
     assert ("stores eagerly" in caplog.text) is warns

@@ -110,8 +110,8 @@ class TieredEngine(Engine):
     def check_at_rest(self):
         pool, connector = self.manager.kv, self.connector
         assert self.is_idle and pool.num_free == pool.num_blocks
-        assert not connector._admitted and not connector._loading and not connector._awaiting
-        assert not connector._unloaded and not self.scheduler.deferred_free_blocks
+        assert not connector._live and not connector._loading
+        assert not self.scheduler.deferred_free_blocks
         assert self.scheduler._num_parked_remote_kv == 0
         assert self.counts.wrong == self.counts.unwritten == 0
         assert self.aggregator.pending_count[1] == 0
@@ -150,9 +150,9 @@ class Gate:
 
 
 def damage(path, *, is_sealed, rank=0, ranks=1, after=0):
-    """Change what every block of a rank's slab holds, but those of the first `after` generations.
+    """Change the bytes of every block of a rank's slab, but those of the first `after` generations.
 
-    With `is_sealed` its record says that this is right.
+    With `is_sealed` its record has the checksum of the damaged bytes.
     """
     (folder,) = path.glob(f"*/rank-{rank}-of-{ranks}")
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -97,9 +97,6 @@ class TieredSimulation(Simulation):
             time.sleep(0.05)
             self.engine.idle()  # leases of requests that were aborted while they waited end by time
         yield from super().leaks()
-        connector = self.engine.connector
-        if connector._awaiting or connector._unloaded:
-            yield f"{len(connector._awaiting)} requests that wait, {len(connector._unloaded)} ends that nobody took"
 
 
 def simulate_over_files(variant: TieredVariant, requests: int, seed: int = 1) -> TieredOutcome:
@@ -108,7 +105,7 @@ def simulate_over_files(variant: TieredVariant, requests: int, seed: int = 1) ->
 
 @contextmanager
 def reading(variant: TieredVariant, draw: random.Random) -> Iterator[None]:
-    """Every read of a file behaves as the variant says."""
+    """Every read of a file behaves as in the variant."""
     read = os.preadv
 
     def read_otherwise(file: int, buffers: Any, *place: Any) -> int:

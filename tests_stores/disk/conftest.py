@@ -1,5 +1,5 @@
-"""What the machine does not allow, and what is only in the long run, is skipped, and named in the last lines with its
-number of tests. For each story the longest step of the engine is printed, beside what it may be on an idle machine.
+"""Tests that the machine does not allow, or only in the long run, are skipped, and counted in the last lines. For each
+story the longest step of the engine is printed, beside what it may be on an idle machine.
 """
 
 import os
@@ -50,7 +50,9 @@ class Bed:
     """Engines of one test, on a tier in `path`."""
 
     def __init__(self, path, talks):
-        self.path, self._talks, self.engines = path, talks, []
+        self.path = path
+        self._talks = talks
+        self.engines = []
 
     def engine(self, **options):
         engine = Engine(self.path, self._talks / f"talk-{len(self.engines)}", **options)

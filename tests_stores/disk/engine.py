@@ -1,10 +1,10 @@
-"""An engine on a tier of files, that serves until it is told to end: engine.py TIER_FOLDER TALK_FOLDER [control].
+"""An engine on a tier of files, that serves until it is ended: engine.py TIER_FOLDER TALK_FOLDER [control].
 
-What a block holds follows from its key and from how often the weights were replaced, so every block that a load brings
-is compared whole. Blocks are poisoned when they are handed out. What raises in a step ends the process.
+A block's bytes follow from its key and from how often the weights were replaced, so every block that a load brings
+is compared whole. Blocks are poisoned when they are handed out. An error in a step ends the process.
 
-TALK_FOLDER/told   what the engine is to do (`watch.py`): resets in all, the story it is in, whether to end
-TALK_FOLDER/seen   what it has done, after each step
+TALK_FOLDER/told   orders of `watch.py`: resets in all, the story it is in, whether to end
+TALK_FOLDER/seen   a report of the engine, after each step
 
 Controls: "unchecked" takes checksums for granted, and "mapped" writes into a mapped file of the tier in each step.
 """
@@ -30,7 +30,10 @@ from cpu_prefix_cache.tiers import tier_cache
 TOKENS = 32  # of a block
 CHUNKS = 16  # of a document, and of each prompt, which is a document and one token
 PROMPT = CHUNKS * TOKENS + 1
-DOCUMENTS, HOST_DOCUMENTS, DEVICE_DOCUMENTS, SLOTS = 100, 20, 8, 2000
+DOCUMENTS = 100
+HOST_DOCUMENTS = 20
+DEVICE_DOCUMENTS = 8
+SLOTS = 2000
 BLOCK_BYTES = 8192
 TIER_BYTES = SLOTS * (BLOCK_BYTES + records.SIZE) + (64 << 10)
 STEP_TOKENS, STEP_SECONDS = 64, 0.005  # slow enough that reading saves time
@@ -40,12 +43,14 @@ SEEN_BYTES = 1024
 
 class Request:
     def __init__(self, id, document):
-        self.id, self.table, self.computed = id, [], 0
+        self.id = id
+        self.table = []
+        self.computed = 0
         self.keys = [hashlib.sha256(f"{document}/{at}".encode()).digest() for at in range(CHUNKS)]
 
 
 class Engine:
-    """`seen` is what it says of itself; `weights` is how often they were replaced."""
+    """`seen` is its report; `weights` is how often they were replaced."""
 
     def __init__(self, folder, weights):
         num_blocks = DEVICE_DOCUMENTS * (CHUNKS + 1)
@@ -62,8 +67,14 @@ class Engine:
             below=FileTier(folder, TIER_BYTES, model="patterns", revision="1", offload="eager", flush_seconds=0.0),
         )
         self.host.prepare()
-        self.waiting, self.running, self.loading = deque(), [], {}
-        self.draw, self.count, self.compared, self.wrong, self.ended = random.Random(os.getpid()), 0, 0, 0, 0
+        self.waiting = deque()
+        self.running = []
+        self.loading = {}
+        self.draw = random.Random(os.getpid())
+        self.count = 0
+        self.compared = 0
+        self.wrong = 0
+        self.ended = 0
         self.processor = 0.0  # of the cache's calls, in this step
 
     def step(self):
@@ -137,7 +148,7 @@ class Engine:
         return True
 
     def _computing(self):
-        """One at a time: the others wait for it, so the rate at which prompts are computed is what is said above."""
+        """One at a time: the others wait for it, so prompts are computed at the rate above."""
         return self.running[:1]
 
     def _loaded(self, request, resume_at):
@@ -193,10 +204,15 @@ def main(folder, talk, control=""):
     engine = Engine(folder, told_by(talk)["weights"])
     mapped = mmap.mmap(os.open(next(Path(folder).glob("*/*/records")), os.O_RDWR), 0) if control == "mapped" else None
     seen = os.open(talk / "seen", os.O_WRONLY | os.O_CREAT, 0o600)
-    steps, story, clock, processor = 0, None, 0.0, 0.0
+    steps = 0
+    story = None
+    clock = 0.0
+    processor = 0.0
     while not (told := told_by(talk))["ends"]:
         if told["story"] != story:
-            story, clock, processor = told["story"], 0.0, 0.0
+            story = told["story"]
+            clock = 0.0
+            processor = 0.0
         if mapped is not None:
             mapped[:4096] = bytes(4096)
         began = time.perf_counter()

@@ -25,7 +25,7 @@ def missing():
 
 
 class MountError(Exception):
-    """What seems to be there cannot be mounted. Says what, and why."""
+    """A file system that seems to be there cannot be mounted. The message names it, and the reason."""
 
 
 class Ext4:
@@ -50,7 +50,7 @@ class Ext4:
     def frozen(self):
         """As by a snapshot of a volume: reads go on, every write waits."""
         self._check_own()
-        os.sync()  # each page of a mapped file asks the file system again when it is written
+        os.sync()  # each page of a mapped file goes to the file system again when it is written
         run("fsfreeze", "--freeze", self.path)
         try:
             yield
@@ -105,7 +105,9 @@ class Faulty:
     """At `path`: shows `folder / "shown"`, by faulty.c."""
 
     def __init__(self, folder):
-        self.path, self.control, shown = folder / "faulty", folder / "control", folder / "shown"
+        self.path = folder / "faulty"
+        self.control = folder / "control"
+        shown = folder / "shown"
         for each in (self.path, self.control, shown):
             each.mkdir()
         program = _built(folder)

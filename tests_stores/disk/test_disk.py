@@ -1,4 +1,4 @@
-"""What happens to a disk below an engine that serves: it costs hits of the tier, and nothing else.
+"""Faults of a disk below an engine that serves: they cost hits of the tier, and nothing else.
 
 In every story the engine takes its steps, the host's hits go on, every block that a load brought is compared, and a
 reset in the middle is one more step. DISK_SECONDS is how long a disk is frozen, or hangs; where it is given, nothing is

@@ -32,7 +32,7 @@ class Engine:
 
     @property
     def seen(self):
-        """What it has last said. Raises AssertionError if it has ended."""
+        """Its last report. Raises AssertionError if it has ended."""
         assert self.process.poll() is None, f"the engine has ended: {self._ending()}\n{self.log[-4000:]}"
         while True:
             try:
@@ -88,7 +88,7 @@ class Engine:
         self.wait_for(lambda seen: all(seen[name] >= before[name] + count for name, count in by.items()))
 
     def end(self):
-        """As an engine ends that is told to."""
+        """Orders the engine to end, and waits for it."""
         self._told["ends"] = True
         self._tell()
         assert self.process.wait(END_SECONDS) == 0, f"{self._ending()}\n{self.log[-4000:]}"

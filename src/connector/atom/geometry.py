@@ -17,7 +17,7 @@ with the bytes of a page: host blocks are the same for any number of them, and r
 from collections.abc import Sequence
 from typing import Protocol
 
-from cpu_prefix_cache import ConfigurationError, Group, GroupCopy, GroupKind, HybridChunkPlanner, StepPlan
+from cpu_prefix_cache import ConfigurationError, Group, GroupCopy, HybridChunkPlanner, PrefixGroup, StateGroup, StepPlan
 
 CHANNEL = "cpu_prefix_cache"
 PAGES, UNITS = 0, 1  # on the ranks: the groups of pages and of all units
@@ -49,11 +49,12 @@ def groups(config: Config, block_bytes: Sequence[int], units: int = 1) -> tuple[
     """
     if len(block_bytes) not in (1, 2):
         raise ConfigurationError(f"a model has pages, or pages and slots; got the bytes of {len(block_bytes)} groups")
-    kinds = {"pages": GroupKind.PREFIX}
-    if len(block_bytes) > 1:
-        kinds |= {f"unit {at} of a state": GroupKind.STATE for at in range(units)}
     tokens, page = block_tokens(config), block_bytes[PAGES]
-    return tuple(Group(name=name, kind=kind, block_tokens=tokens, block_bytes=page) for name, kind in kinds.items())
+    states = range(units if len(block_bytes) > 1 else 0)
+    return (
+        PrefixGroup(name="pages", block_tokens=tokens, block_bytes=page),
+        *(StateGroup(name=f"unit {at} of a state", block_tokens=tokens, block_bytes=page) for at in states),
+    )
 
 
 def planner(

@@ -4,13 +4,13 @@
     ranks -> scheduler    completions on the connector's channel; ATOM passes one on when all ranks have reported it
 
     operation of a completion        succeeded
-    a transfer's id                  it is done; else it has failed, if any rank says so
+    a transfer's id                  it is done; else it has failed, if any rank reports it
     "block bytes 2097152"            always: what blocks take (geometry.py), until the first plan has come
-    "ready blocks 4096"              always: so many host blocks are ready, until the metadata says so
+    "ready blocks 4096"              always: so many host blocks are ready, until the metadata has it
     an Unpinned                      always: what one rank could not pin of its host memory, with its last ready blocks
-    a TierReport                     always: what one rank says of its tier
+    a TierReport                     always: one rank's report of its tier
 
-What one rank says of itself is passed on as it is (unjoined.py).
+A rank's report of itself is passed on as it is (unjoined.py).
 
 A rank repeats what has not been answered, since ATOM drops reports when a rank takes long. The blocks of different
 ranks become ready at different times, so each reports the same numbers, READY_PARTS of them, as it reaches them.

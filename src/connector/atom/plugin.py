@@ -11,8 +11,8 @@ ATOM spawns its processes, and each of them imports the main module of the progr
 top level, and not under `if __name__ == "__main__"`, runs in the engine's process and on every rank.
 
 ATOM gives a connector's scheduler side its config and nothing else, and this one must see the block pool. `register`
-therefore extends `Scheduler.__init__`: when it has ended, a connector of ours is told the block manager. And it extends
-`KVOutputAggregator.aggregate`, for what ranks say of their tiers (unjoined.py).
+therefore extends `Scheduler.__init__`: when it has ended, a connector of ours gets the block manager. And it extends
+`KVOutputAggregator.aggregate`, for the ranks' reports of their tiers (unjoined.py).
 """
 
 from functools import wraps
@@ -29,7 +29,7 @@ from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.touched import SCHEDULER, check_names, check_sequence
 from connector.atom.unjoined import passing_on
 
-# What kind of connector it is. Releases of ATOM ask for some of this.
+# Kind of connector. Releases of ATOM read some of these.
 TRAITS = {
     "requires_pd_staging": False,  # it sends nothing to other instances
     "offload": True,

@@ -1,7 +1,7 @@
-"""The tier of one rank, and what is to be told of it.
+"""The tier of one rank, and its reports.
 
-Ranks begin together or not at all: if one raises, ATOM does not start. A report is told until a plan has answered it,
-and every REPEAT_SECONDS, since ATOM drops reports when a rank takes long.
+Ranks begin together or not at all: if one raises, ATOM does not start. A report is repeated until a plan has answered
+it, and every REPEAT_SECONDS, since ATOM drops reports when a rank takes long.
 """
 
 import time
@@ -11,42 +11,45 @@ from typing import Any
 import torch
 
 from connector.atom.tensors import BoundTensors
-from connector.tier.settings import RankPart, TierSettings
+from connector.tier.cache import EngineTier
+from connector.tier.namespace import RankNamespace
 from cpu_prefix_cache import HybridChunkPlanner
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.slab.tier import RankPart
 
 REPEAT_SECONDS = 1.0
 
 
 class TierOfRank:
-    """`region` is the host memory of this rank, and `planner` says what lies in it.
+    """`region` is the host memory of this rank, and `planner` is its layout.
 
     Raises ConfigurationError for what only the operator can change.
     """
 
     def __init__(
         self,
-        settings: TierSettings,
+        below: EngineTier,
         planner: HybridChunkPlanner,
         bound: BoundTensors,
         region: torch.Tensor,
         rank: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        slots = settings.num_slots(planner.host_block_bytes, region.shape[0])
+        slots = below.slots(planner.host_block_bytes, region.shape[0])
         own = {"row order": "; ".join(bound.spelled), "device": _name_of(bound.device)}
-        self._owner = settings.opening(own, RankPart(region, planner.pieces, rank, rank, slots))
+        namespace, part = RankNamespace.of(below.namespace, own), RankPart(slots, rank, rank, below.owners)
+        self._tier = below.tier.opening(namespace, region, planner.pieces, part)
         self._clock = clock
         self._told: TierReport | None = None
         self._told_at = 0.0
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers."""
-        self._owner.run(plan)
+        self._tier.run(plan)
 
     def news(self) -> TierReport | None:
         """News that the scheduler side may not have yet."""
-        report, now = self._owner.report(), self._clock()
+        report, now = self._tier.report(), self._clock()
         is_unanswered = report.transfers.done or report.transfers.failed or report.found or report.told
         if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:
             return None
@@ -54,7 +57,7 @@ class TierOfRank:
         return report
 
     def close(self) -> None:
-        self._owner.close()
+        self._tier.close()
 
 
 def rank_here(config: Any) -> int:

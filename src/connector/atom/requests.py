@@ -6,12 +6,12 @@
     reset          what its blocks hold, and what is computed from that, is from before: nothing more is confirmed
 
 ATOM gives a block its hash when the step that computed it has ended, or its load, or takes a block that has one. So a
-request's first blocks with a hash are what a finished step has computed (rule 12). With one exception: of an answer,
+request's first blocks with a hash are what a finished step has computed (rule 11). With one exception: of an answer,
 ATOM may give a block its hash one token early, before the last token in it was computed. (It reads the tokens of a step
 after the next one was launched, and supposes that this one has computed them; but it may have been a prefill of other
 requests.) So of an answer the last token that is known does not count.
 
-The tokens alone must say what the KV is. Of a request with images they do not, so it has no keys.
+The tokens alone must determine the KV. Of a request with images they do not, so it has no keys.
 """
 
 import logging

@@ -6,7 +6,7 @@
     should_park_for_load_after_alloc     whether that was a load
     build_connector_meta                 cache.computed, then cache.step
     process_completions                  cache.report
-    should_defer_free                    cache.preempted: ATOM asks right before it frees the blocks of a request
+    should_defer_free                    cache.preempted: ATOM calls it right before it frees the blocks of a request
     request_finished                     cache.finished
     get_statistics                       cache.statistics
 
@@ -25,6 +25,7 @@ blocks for them: `should_defer_free` always answers no.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,20 @@ logger = logging.getLogger(__name__)
 WAITS, ABORTED = "WAITING_FOR_REMOTE_KVS", "ABORTED"
 
 
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request with blocks. It is admitted, or waits for what the tier has of it."""
+
+    seq: Any
+    is_admitted: bool = False
+    is_loading: bool = False
+    is_unloaded: bool = False  # its wait has ended without a load, which is yet to be reported
+
+    @property
+    def is_parked(self) -> bool:
+        return self.is_loading or not self.is_admitted
+
+
 class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
     """A CPUPrefixCache over ATOM's block pool, called by ATOM's scheduler.
 
@@ -71,11 +86,9 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         self.cache: CPUPrefixCache | None = None
         self.tier: TieredCache | None = None  # the cache, if there is a tier
         self._offered: Any = None  # the sequence that was looked up last, if some of it may be had
-        self._admitted: dict[Any, Any] = {}  # id -> sequence
-        self._loading: dict[int, Any] = {}  # load -> id
-        self._awaiting: dict[Any, Any] = {}  # id -> sequence that waits for what the tier has of it
-        self._unloaded: set[Any] = set()  # ids of those whose wait has ended without a load
-        self._parked: dict[Any, Any] = {}  # id -> sequence that waits for a load, or whose load ATOM has not taken yet
+        self._live: dict[Any, _Live] = {}  # by id
+        self._loading: dict[int, _Live] = {}  # by load
+        self._parked: list[_Live] = []  # those that wait for a load, or whose load ATOM has not taken yet
         self._waiting: Any = None  # ATOM's queue of requests
         self._block_bytes: tuple[int, ...] | None = None  # as the ranks have reported them
         self._states = States()
@@ -98,13 +111,15 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
     def reset_cache(self) -> None:
         """Nothing cached before now may be used again: new weights, for example."""
         if self.cache is not None:
-            for seq in list(self._awaiting.values()):  # its blocks are from before the reset, so it is among what runs
-                self._end_wait(self.cache, seq, MISS)
+            for live in self._live.values():  # with blocks from before the reset, so all are among what runs
+                if not live.is_admitted:
+                    self._end_wait(self.cache, live, MISS)
             reset(self.cache, self._settings.revision_file)
-            for seq in self._admitted.values():
+            running = [live.seq for live in self._live.values()]
+            for seq in running:
                 seq.offload_loaded_tokens = seq.num_cached_tokens  # if a load has ended, ATOM would take it in now
                 self._states.forget(seq.id)
-            self._requests.reset(self._admitted.values())
+            self._requests.reset(running)
             self._sent = ()  # the ranks hear of it at once, from an idle engine too: the process may end
 
     # A request begins
@@ -131,15 +146,15 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             return
         self._check_id(seq)
         answer = self._look_up(self.cache, request, seq) if is_offered else MISS
-        if isinstance(answer, Pending):
-            self._awaiting[seq.id] = seq
-        else:
-            self._admit(self.cache, seq, answer)
+        live = self._live[seq.id] = _Live(seq)
+        if not isinstance(answer, Pending):
+            self._admit(self.cache, live, answer)
 
     def should_park_for_load_after_alloc(self, seq: Any) -> bool:
-        if seq.id not in self._awaiting and not self._loads(seq):
+        live = self._live.get(seq.id)
+        if live is None or not live.is_parked:
             return False
-        self._parked[seq.id] = seq
+        self._parked.append(live)
         return True
 
     # A step
@@ -150,7 +165,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             return None
         self._states.restore()
         for id in self.cache.due():
-            self.cache.computed(id, self._requests.confirm(self._admitted[id]))
+            self.cache.computed(id, self._requests.confirm(self._live[id].seq))
         if self.tier is not None:
             self.tier.passed(self._clock())
         plan = self.cache.step()
@@ -170,17 +185,18 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             transfers = {each.operation_id: each.succeeded for each in ours if isinstance(each.operation_id, int)}
             done = frozenset(id for id, succeeded in transfers.items() if succeeded)
             for resolved in self._report(self.cache, done, frozenset(transfers.keys() - done)):
-                id = self._loading.pop(resolved.id, None)
-                if id in self._admitted:
-                    self._states.load_ended(id, resolved.ok)
-                    (output.finished_loading if resolved.ok else output.failed_loading).add(id)
+                live = self._loading.pop(resolved.id, None)
+                if live is not None and self._has_blocks(live):
+                    live.is_loading = False
+                    self._states.load_ended(live.seq.id, resolved.ok)
+                    (output.finished_loading if resolved.ok else output.failed_loading).add(live.seq.id)
         if self.cache is not None:
             self._end_waits(self.cache, output)
             self._free_aborted()
         return output
 
     def has_pending_work(self) -> bool:
-        """Whether an idle engine must go on asking its ranks, and sending them plans."""
+        """Whether an idle engine must go on polling its ranks, and sending them plans."""
         is_opening = self.tier is not None and self.tier.tier_statistics().state == "opening"
         return not self._sent or is_opening or (self.cache is not None and self.cache.has_transfers)
 
@@ -229,7 +245,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         """Raises MisuseError if another request with its id is alive. ATOM alone loses one of them, reads blocks of the
         other, or never ends.
         """
-        if self._awaiting.get(seq.id, self._admitted.get(seq.id, seq)) is not seq:
+        if (live := self._live.get(seq.id)) is not None and live.seq is not seq:
             raise MisuseError(f"two live requests have the id {seq.id!r}: give each an id of its own")
 
     def _on_device(self, request: Request) -> int:
@@ -242,51 +258,56 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         """Find what can be loaded beyond what the device had when the request got its blocks."""
         return cache.lookup(request, int(seq.num_cached_tokens), self._clock())
 
-    def _admit(self, cache: CPUPrefixCache, seq: Any, answer: Answer) -> None:
-        """The request loads what the answer says. When that has ended, ATOM reads from it how far that was."""
+    def _admit(self, cache: CPUPrefixCache, live: _Live, answer: Answer) -> None:
+        """The request loads the answer's hit. When that has ended, ATOM reads from it how far that was."""
+        seq = live.seq
         n0, now = int(seq.num_cached_tokens), self._clock()
         boundary = answer.boundary if isinstance(answer, Hit) else n0
         units = self._states.reserve(seq) if boundary > n0 else []
         if units is None:
             boundary = n0  # it is computed
         self._requests.confirm(seq)
-        self._admitted[seq.id] = seq
+        live.is_admitted = True
         cache.admit(self._requests.request(seq), n0, boundary, now)
         if units is not None and boundary > n0:
             blocks = seq.block_table[n0 // self._block_tokens : boundary // self._block_tokens]
-            self._loading[cache.load(seq.id, boundary, [blocks, *units], now)] = seq.id
+            live.is_loading = True
+            self._loading[cache.load(seq.id, boundary, [blocks, *units], now)] = live
         seq.offload_load_start_tokens, seq.offload_loaded_tokens = n0, boundary
 
     def _end_waits(self, cache: CPUPrefixCache, output: KVConnectorOutput) -> None:
         """Requests that wait for what the tier has are looked up again. One that was aborted waits no longer."""
-        for seq in list(self._awaiting.values()):
-            answer = self._look_up(cache, self._requests.request(seq), seq) if seq.status.name == WAITS else MISS
-            if not isinstance(answer, Pending):
-                self._end_wait(cache, seq, answer)
-        output.finished_loading |= self._unloaded
-        self._unloaded.clear()
+        for live in filter(self._has_blocks, self._parked):
+            seq = live.seq
+            if not live.is_admitted:
+                answer = self._look_up(cache, self._requests.request(seq), seq) if seq.status.name == WAITS else MISS
+                if not isinstance(answer, Pending):
+                    self._end_wait(cache, live, answer)
+            if live.is_unloaded:
+                live.is_unloaded = False
+                output.finished_loading.add(seq.id)
 
-    def _end_wait(self, cache: CPUPrefixCache, seq: Any, answer: Answer) -> None:
-        """The request loads what the answer says. If that is nothing, it goes on as after a load."""
-        del self._awaiting[seq.id]
-        self._admit(cache, seq, answer)
-        if not self._loads(seq):
-            self._unloaded.add(seq.id)
+    def _end_wait(self, cache: CPUPrefixCache, live: _Live, answer: Answer) -> None:
+        """The request loads the answer's hit. Without one it goes on as after a load."""
+        self._admit(cache, live, answer)
+        live.is_unloaded = not live.is_loading
 
     def _free_aborted(self) -> None:
         """ATOM frees the blocks of an aborted request that waited for a load when that request heads its queue. If the
         head needs these blocks, it would wait for ever.
         """
-        for id, seq in list(self._parked.items()):
-            if seq.status.name == WAITS or self._loads(seq):
-                continue
-            del self._parked[id]
-            if seq.status.name == ABORTED and seq.block_table:
+        parked, self._parked = self._parked, []
+        for live in filter(self._has_blocks, parked):
+            seq = live.seq
+            if live.is_loading or seq.status.name == WAITS:
+                self._parked.append(live)
+            elif seq.status.name == ABORTED and seq.block_table:
                 self._waiting.remove(seq)
                 self._waiting.appendleft(seq)
 
-    def _loads(self, seq: Any) -> bool:
-        return seq.id in self._loading.values()
+    def _has_blocks(self, live: _Live) -> bool:
+        """Whether it has not left since."""
+        return self._live.get(live.seq.id) is live
 
     def _report(self, cache: CPUPrefixCache, done: frozenset[int], failed: frozenset[int]) -> list[Resolved]:
         """Report to the cache for all ranks: ATOM has passed on what all of them have reported."""
@@ -296,13 +317,11 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
 
     def _leave(self, seq: Any, tell: Callable[[Any, int], None]) -> None:
         """A request still has its blocks, and will lose them."""
-        self._awaiting.pop(seq.id, None)
-        self._parked.pop(seq.id, None)
-        if seq.id in self._admitted:
+        live = self._live.pop(seq.id, None)
+        if live is not None and live.is_admitted:
             tell(seq.id, self._requests.confirm(seq))
             self._requests.lost_blocks(seq)
             self._states.forget(seq.id)
-            del self._admitted[seq.id]
 
     def _hear(self, operation: Any) -> None:
         """Take what ranks report besides transfers: on tiers, how many host blocks are ready, what a block takes."""

@@ -2,7 +2,7 @@
 
 {"kv_connector": "cpu_prefix_cache", "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552, "offload": "lazy"}}
 
-An option that is unknown, of another type or too small raises ConfigurationError with a message that says what would
+An option that is unknown, of another type or too small raises ConfigurationError with a message that names what would
 work. So does an ATOM that cannot work with this connector. No value is rounded or replaced.
 """
 
@@ -13,14 +13,15 @@ from typing import Any
 from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
 from connector.tier.cache import build_cache
-from connector.tier.options import TIER, check_options
-from connector.tier.revision import REVISION_FILE
+from connector.tier.options import TIER, TierOption
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
+    CacheOptions,
     ConfigurationError,
     CPUPrefixCache,
     Device,
     EngineSteps,
+    EngineTraits,
     HybridChunkPlanner,
 )
 from cpu_prefix_cache.eviction import policy_of
@@ -44,12 +45,12 @@ class Settings:
 
     config: Any  # ATOM's
     host_bytes: int
-    tier: Mapping[str, Any] | None
+    tier: TierOption | None
     options: Mapping[str, Any]  # the options given, without BYTES and TIER
 
     @classmethod
     def of(cls, config: Any) -> "Settings":
-        """Raises ConfigurationError with a message that says what would work."""
+        """Raises ConfigurationError with a message that names what would work."""
         options = checked_options(config.kv_transfer_config)
         _check_engine(config)
         tier = options.pop(TIER, None)
@@ -60,7 +61,7 @@ class Settings:
     @property
     def revision_file(self) -> str | None:
         """Where the tier's revision is, if it may change."""
-        return None if self.tier is None else self.tier.get(REVISION_FILE)
+        return None if self.tier is None else self.tier.revision_file
 
     @property
     def hash(self) -> str:
@@ -97,14 +98,17 @@ class Settings:
         """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
         tier = None if self.tier is None else tier_settings(self.tier, self.config, planner)
         return build_cache(
-            *(planner, device, tier, self.options),
+            planner,
+            device,
+            tier,
             host_blocks=self.host_blocks(planner),
-            ready_blocks=0,  # until every rank has reported that some are
-            ranks=self.config.tp_world_size,
-            steps=_steps(self.config, planner),
             # ATOM decides where it keeps states, so each boundary is asked for one.
-            checkpoint_interval=planner.grid_tokens,
-            waits_for_loads=False,  # in ATOM a request waits with blocks of its own, which it can as well fill
+            options=CacheOptions(**self.options, checkpoint_interval=planner.grid_tokens),
+            engine=EngineTraits(
+                ranks=self.config.tp_world_size,
+                steps=_steps(self.config, planner),
+                waits_for_loads=False,  # in ATOM a request waits with blocks of its own, which it can as well fill
+            ),
         )
 
 
@@ -144,7 +148,7 @@ def _check_engine(config: Any) -> None:
 
 
 def checked_options(transfer: Mapping[str, Any]) -> dict[str, Any]:
-    """The options given. Raises ConfigurationError if one is missing, unknown or out of range."""
+    """The options given, TIER as a TierOption. Raises ConfigurationError if one is missing, unknown or out of range."""
     role = transfer.get("kv_role", "offload")
     if role not in ROLES:
         raise ConfigurationError(f"kv_role must be one of {', '.join(ROLES)} for a host cache; got {role!r}")
@@ -154,9 +158,10 @@ def checked_options(transfer: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
         raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
+    checked = dict(options)
     for name, value in options.items():
         if name == TIER:
-            check_options(value)
+            checked[TIER] = TierOption.of(value)
             continue
         if name == "policy":
             policy_of(str(value))  # raises
@@ -168,4 +173,4 @@ def checked_options(transfer: Mapping[str, Any]) -> dict[str, Any]:
         least, unit = NUMBERS[name]
         if type(value) is not int or value < least:
             raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
-    return dict(options)
+    return checked

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from connector.atom.device import AtomDevice, Place
+from connector.atom.device import AtomDevice
+from connector.atom.pool_view import Place
 from connector.atom.states import States
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key

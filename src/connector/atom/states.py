@@ -16,14 +16,32 @@ A state that is loaded goes another way:
                 already, is released after the copy
 
 A model without states has none, of no units.
+
+This is the one file that names what ATOM's coordinator of states is made of; `touched.py` checks it at start.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from connector.atom.device import NO_HASH
+from connector.atom.pool_view import NO_HASH, Units
 from cpu_prefix_cache import ConfigurationError
+
+STATES = ("_pending", "store")  # of a coordinator of states
+STORE = (
+    "_lru",
+    "_new_identity",
+    "_pending_by_hash",
+    "_queued_restores",
+    "_release_restore_pin",
+    "cancel_queued_restore",
+    "contains",
+    "ensure_free_units",
+    "hash_to_checkpoint",
+    "records",
+    "spec",
+    "units_per_checkpoint",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +55,7 @@ class States:
     """The states that a PagedStateCheckpointCoordinator of ATOM keeps in the blocks of `pool`; by default none."""
 
     def __init__(self, pool: Any = None, kept: Any = None, block_tokens: int = 1) -> None:
-        self._pool = pool
+        self._pool = Units(pool)
         self._kept = kept
         self._block_tokens = block_tokens
         self._loading: dict[Hashable, _Loading] = {}  # by request
@@ -82,29 +100,29 @@ class States:
     def is_intended(self, seq: Any, block: int) -> bool:
         """Whether ATOM is yet to decide about a state of this request at the end of this block."""
         intended = None if self._kept is None else self._kept._pending.get(id(seq))
-        return intended is not None and bool(intended[1] == self._pool.block(block).hash)
+        return intended is not None and bool(intended[1] == self._pool.hash(block))
 
     def at(self, block: int) -> tuple[int, ...] | None:
         """The units of the state at the end of this block, copying or ready; None if there is none."""
         if self._kept is None:
             return None
-        store, hash = self._kept.store, self._pool.block(block).hash
+        store, hash = self._kept.store, self._pool.hash(block)
         record = store.records.get(store.hash_to_checkpoint.get(hash, store._pending_by_hash.get(hash)))
         return None if record is None else record.unit_ids
 
     # Holds
 
     def is_unit(self, block: int) -> bool:
-        return block in self._pool._raw_unit_owner
+        return self._pool.is_unit(block)
 
     def hold(self, units: Iterable[int]) -> list[int]:
         """Keep these units. A reference keeps their bytes, a pin keeps ATOM from counting on them.
 
         The numbers of the states that are pinned. One that is being loaded is none of ATOM's yet.
         """
-        numbers = {self._pool._raw_unit_owner[unit][0][1] for unit in units}
+        numbers = {self._pool.owner(unit)[1] for unit in units}
         for unit in units:
-            self._pool.claim(unit)
+            self._pool.hold(unit)
         pinned = [number for number in numbers if number in self._kept.store.records]
         for number in pinned:
             self._kept.store.records[number].pin_count += 1
@@ -112,10 +130,7 @@ class States:
 
     def release(self, units: Iterable[int], pinned: Iterable[int]) -> None:
         for unit in units:
-            if self.is_unit(unit):
-                self._pool.block(unit).ref_count -= 1  # `free` refuses what is reserved
-            else:
-                self._pool.free(unit)
+            self._pool.release(unit)
         for number in pinned:
             self._kept.store._release_restore_pin(number)
 
@@ -129,7 +144,7 @@ class States:
         if not store.ensure_free_units(self.units):
             return None
         number = store._new_identity()
-        units = tuple(self._pool.reserve_units(self.units, _owner(number)))
+        units = self._pool.reserve(self.units, _owner(number))
         self._loading[seq.id] = _Loading(seq, number, units)
         return [[unit] for unit in units]
 
@@ -143,7 +158,7 @@ class States:
         """The request will not resume at the state that was reserved for it, if any was."""
         loading = self._loading.pop(id, None)
         if loading is not None:
-            self._pool.release_units(loading.units, _owner(loading.number))
+            self._pool.give_back(loading.units, _owner(loading.number))
 
     def restore(self) -> None:
         """A step is about to be planned: the states whose blocks ATOM has taken in go into their slots."""
@@ -165,7 +180,7 @@ class States:
         seq, store = loading.seq, self._kept.store
         last_block = seq.block_table[seq.offload_loaded_tokens // self._block_tokens - 1]
         store.cancel_queued_restore(seq.per_req_cache_group)  # from where the load began
-        hash = self._pool.block(last_block).hash
+        hash = self._pool.hash(last_block)
         is_new = hash != NO_HASH and not store.contains(hash)
         record = CheckpointRecord(hash, loading.units, READY if is_new else EVICTING, pin_count=1)
         store.records[loading.number] = record

@@ -135,7 +135,7 @@ def _rows(name: str, role: Role, tensor: torch.Tensor, num_blocks: int) -> torch
 
 
 def _device_of(parts: Sequence[Part]) -> torch.device:
-    """The device of the tensors. Regions do not say theirs: without a tensor it is the one that ATOM computes on."""
+    """The device of the tensors. Regions do not have theirs: without a tensor it is the one that ATOM computes on."""
     devices = {part.rows.device for part in parts}
     if len(devices) > 1:
         raise ConfigurationError(f"the KV of one rank must be on one device, but is on {sorted(map(str, devices))}")

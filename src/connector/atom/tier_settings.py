@@ -1,4 +1,4 @@
-"""The option `tier` under ATOM: whose bytes it holds. What may be said of it is in `connector/tier/options.py`.
+"""The option `tier` under ATOM: the identity of its bytes. The option itself is in `connector/tier/options.py`.
 
 What must be equal for KV of one process to be served by another, beside what every engine has (`namespace.py`):
 
@@ -7,40 +7,41 @@ What must be equal for KV of one process to be served by another, beside what ev
 """
 
 import os
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from connector.atom.geometry import block_tokens
+from connector.tier.cache import EngineTier
 from connector.tier.namespace import digest
-from connector.tier.options import said_tier, settings_of
-from connector.tier.settings import TierSettings
+from connector.tier.options import TierOption
 from connector.tier.weights import weights_of
 from cpu_prefix_cache import ConfigurationError, FileTier, HybridChunkPlanner, SharedTier
 from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
 
-HASH = "sha256"  # of the keys, where there is a tier (rule 17)
+HASH = "sha256"  # of the keys, where there is a tier (rule 14)
 # By these ATOM's kernels put the same KV in another order into tensors of the same shape.
 LAYOUT_VARIABLES = (
-    *("ATOM_USE_TRITON_MLA", "ATOM_USE_TRITON_MLA_SHUFFLE_KV", "ATOM_MLA_PAGE_SIZE", "ATOM_USE_UNIFIED_ATTN"),
+    "ATOM_USE_TRITON_MLA",
+    "ATOM_USE_TRITON_MLA_SHUFFLE_KV",
+    "ATOM_MLA_PAGE_SIZE",
+    "ATOM_USE_UNIFIED_ATTN",
 )
 
 
-def tier_of(said: Mapping[str, Any], config: Any) -> FileTier | SharedTier:
-    """The tier that the checked option describes, for this engine. Raises ConfigurationError."""
-    return said_tier(
-        said,
-        engine=config.parallel_config.data_parallel_rank,
+def tier_of(option: TierOption, config: Any) -> FileTier | SharedTier:
+    """The tier of this engine. Raises ConfigurationError."""
+    return option.of_engine(
+        config.parallel_config.data_parallel_rank,
         model=config.model,
         weights=lambda: _weights(config),
         hash=HASH,
     )
 
 
-def tier_settings(said: Mapping[str, Any], config: Any, planner: HybridChunkPlanner) -> TierSettings:
+def tier_settings(option: TierOption, config: Any, planner: HybridChunkPlanner) -> EngineTier:
     """Each rank has bytes of its own. Raises ConfigurationError."""
-    tier = tier_of(said, config)
-    return settings_of(tier, _namespace(tier, config, planner), config.tp_world_size)
+    tier = tier_of(option, config)
+    return EngineTier(tier, _namespace(tier, config, planner), config.tp_world_size)
 
 
 def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPlanner) -> Namespace:

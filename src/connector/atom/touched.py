@@ -6,40 +6,44 @@
 
 ATOM promises none of it. A release that has changed a name is refused: later the engine would stop in the middle of a
 request. How the pool hands out its blocks is tried on a small pool of the same kind (`is_ordered`): a pool that chooses
-in a way that we do not know can be offloaded eagerly, which does not ask for an order.
+in a way that we do not know can be offloaded eagerly, which does not need an order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from typing import Any
 
-from connector.atom.device import REUSED, AtomDevice
+from connector.atom.device import AtomDevice
+from connector.atom.pool_view import BLOCK, KNOWN_PARTS, POOL
+from connector.atom.states import STATES, STORE
 from cpu_prefix_cache import ConfigurationError
 
-POOL = (
-    *("_cached", "_free", "_raw_unit_owner", "_used", "_vacant", "blocks", "num_blocks", "num_free"),
-    *("allocate", "block", "claim", "free", "is_used", "pop", "publish", "release_units", "reserve_units"),
-)
-BLOCK = ("hash", "ref_count", "token_ids")
 MANAGER = (
-    *("clear_cache", "hash_block_size", "kv", "num_per_req_cache_groups", "paged_state_checkpoints"),
+    "clear_cache",
+    "hash_block_size",
+    "kv",
+    "num_per_req_cache_groups",
+    "paged_state_checkpoints",
     "state_checkpoint_interval_tokens",
-)
-STATES = ("_pending", "store")  # of a coordinator of states
-STORE = (
-    *("_lru", "_new_identity", "_pending_by_hash", "_queued_restores", "_release_restore_pin", "cancel_queued_restore"),
-    *("contains", "ensure_free_units", "hash_to_checkpoint", "records", "spec", "units_per_checkpoint"),
 )
 SCHEDULER = ("block_manager", "kv_connector", "waiting")
 SEQUENCE = (
-    *("block_table", "id", "kv_transfer_params", "multimodal_data", "num_cached_tokens", "num_draft_tokens"),
-    *("num_placeholder_tokens", "num_prompt_tokens", "num_rejected", "num_tokens", "per_req_cache_group", "status"),
+    "block_table",
+    "id",
+    "kv_transfer_params",
+    "multimodal_data",
+    "num_cached_tokens",
+    "num_draft_tokens",
+    "num_placeholder_tokens",
+    "num_prompt_tokens",
+    "num_rejected",
+    "num_tokens",
+    "per_req_cache_group",
+    "status",
     "token_ids",
 )
 STATUS = ("ABORTED", "WAITING_FOR_REMOTE_KVS")
 
-# What the pool of ffdf3bb5d and that of its second queue consist of, beside numbers.
-KNOWN_PARTS = {*POOL, "_hash_to_block_id", "_on_evict", "cache_policy", "_protected", REUSED}
 POLICY, POLICIES = "cache_policy", ("lru", "slru")
 
 

@@ -1,8 +1,8 @@
 """Reports of each rank on itself pass ATOM's aggregator as it is.
 
-ATOM passes a completion on when all ranks have reported the same operation. What a rank says of its tier has the number
+ATOM passes a completion on when all ranks have reported the same operation. A rank's report of its tier has the number
 of the rank in it, rates and slots, and is joined by the scheduler half. What its blocks take should be the same on all
-ranks, and if it is not, nobody would hear of it. So these operations are taken out of what each rank has said, and put
+ranks, and if it is not, the report would be lost. So these operations are taken out of each rank's reports, and put
 back beside what was joined.
 """
 
@@ -20,7 +20,7 @@ Aggregate = Callable[[Any, Sequence[KVConnectorOutput]], KVConnectorOutput]
 
 
 def passing_on(aggregate: Aggregate) -> Aggregate:
-    """ATOM's `KVOutputAggregator.aggregate`, around what each rank says of itself."""
+    """ATOM's `KVOutputAggregator.aggregate`, around each rank's report of itself."""
 
     @wraps(aggregate)
     def aggregate_and_pass_on(aggregator: Any, outputs: Sequence[KVConnectorOutput]) -> KVConnectorOutput:

@@ -3,7 +3,7 @@
     register_kv_caches    the tensors are bound, and host memory is taken; what does not fit is refused here
     start_load_kv         the plan of a step begins, before its forward pass is launched: its stores read what passes
                           launched before have written, and they and its loads are ordered after these
-    get_finished          what this rank has to say, after the pass was launched (messages.py)
+    get_finished          reports of this rank, after the pass was launched (messages.py)
 
 A load is reported as failed only when nothing writes its blocks any more, because ATOM then computes into them.
 """
@@ -104,7 +104,7 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             raise
 
     def _unanswered(self) -> Iterator[tuple[Hashable, bool]]:
-        """All that this rank has to say, until it is answered: operations, and whether they have succeeded."""
+        """Reports of this rank that are not answered yet: operations, and whether they have succeeded."""
         if self._worker is None or self._bound is None or self._arena is None:
             return
         report = self._worker.report()

@@ -9,7 +9,7 @@ A cache may not know yet what it has. It is waited for as long as it could win, 
     its patience                 what the operator allows for it; 0 for one that has not kept to it
     what waiting could bring     what it would save at most, less what the best of the known hits saves
 
-The second says that waiting is a cost, too: a hit that comes after as much time as it could save is no better than
+The second means that waiting is a cost, too: a hit that comes after as much time as it could save is no better than
 what was known at once.
 
 >>> near = Speed(rate=50e9, overhead=0.008)
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
 
 def decide(answers: Sequence[Answer], prompt: Prompt, waited: float = 0) -> Choice:
-    """`waited` is how long ago the caches were first asked."""
+    """`waited` is the time since the first query of the caches."""
     winner, best = None, 0.0
     for at, answer in enumerate(answers):
         if answer.tokens and (saved := prompt.saved(answer.tokens, answer.speed)) > best:

@@ -1,6 +1,6 @@
 """Follows requests from the first question to the end of their loads, and remembers how each cache has done.
 
-    answered      what each cache has said of a request in this step; decides (choice.py)
+    answered      answers of the caches for a request in this step; decides (choice.py)
     admitted      the request goes ahead, with so many tokens from the one that was chosen, or none
     ended         its load has ended, well or not (loads.py)
     gone          the request has ended
@@ -10,10 +10,10 @@ computing, saved more time. It misses if it has
 
     nothing       no token beyond what the device has
     late          not known in time what it has
-    error         raised an error when it was asked
+    error         raised an error at the query
     failed        failed to load what it had
 
-A request whose load failed is asked again, and does not hear what failed then. A cache that has missed a deadline is
+A request whose load failed is looked up again, without the cache that failed. A cache that has missed a deadline is
 not waited for until it has answered again, so one that never answers costs one deadline.
 """
 
@@ -44,7 +44,7 @@ class Count:
 
 @dataclass
 class Asked:
-    """A request that was not admitted yet. `tokens` is what each cache has said last."""
+    """A request that was not admitted yet. `tokens` has the last answer of each cache."""
 
     since: float
     tokens: Sequence[int | None] = ()
@@ -63,9 +63,9 @@ class Load:
 
 
 class Chooser:
-    """`deadlines` and `assumed` have an entry for each cache. `prefill` says how many tokens are computed in a second.
+    """`deadlines` and `assumed` have an entry for each cache. `prefill` is the number of tokens computed in a second.
 
-    In each step all caches are asked for each request that waits, also those which are not waited for.
+    In each step all caches are queried for each request that waits, also those which are not waited for.
     """
 
     def __init__(

@@ -4,12 +4,12 @@
 
     asked            a load begins to count as queued
     ended            those that ended together are one point: their bytes, and the seconds since the end before, or
-                     since they were asked if nothing was under way
+                     since their request if nothing was under way
 
 What is assumed of a cache counts until its first load has ended. It is also a point of the line, at no bytes: loads of
-one length alone do not say what is overhead. If nothing has been loaded for a long time, the assumption counts again
+one length alone do not show the overhead. If nothing has been loaded for a long time, the assumption counts again
 for one load, because a cache that was slow once would otherwise never be chosen again. As late as the load is that has
-been under way longest, so late will the next one be: nothing more is asked of a cache whose loads do not end.
+been under way longest, so late will the next one be: no more loads are given to a cache whose loads do not end.
 
 >>> loads = Loads(assumed=Speed(rate=25e9, overhead=0.008))
 >>> loads.asked("a", 10**9, now=0.0)
@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 class Loads:
-    """Loads of one cache. Whoever asks for a load gives it an id of its own."""
+    """Loads of one cache. The caller gives each load an id of its own."""
 
     def __init__(self, assumed: Speed) -> None:
         self._assumed = assumed
@@ -54,7 +54,7 @@ class Loads:
         self._last_end = -math.inf
 
     def speed(self, now: float) -> Speed:
-        """Speed of a load which is asked for now."""
+        """Speed of a load that begins now."""
         if not self._under_way:
             return self._assumed if now - self._last_end > SECONDS_REMEMBERED else self._line
         queue = sum(num_bytes for num_bytes, _ in self._under_way.values())
@@ -82,7 +82,7 @@ class Loads:
         return seconds
 
     def failed(self, id: Hashable) -> None:
-        """A load that failed says nothing about the speed."""
+        """A load that failed does not measure the speed."""
         del self._under_way[id]
 
     def _fit(self) -> Speed:

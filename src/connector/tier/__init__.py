@@ -1,1 +1,1 @@
-"""Parts of the tier that connectors of engines with ranks share: its option, whose bytes it holds, what a rank has."""
+"""Parts of a tier that connectors of engines with ranks share: its option, its identity, and the cache above it."""

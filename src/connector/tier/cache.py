@@ -1,32 +1,50 @@
 """The cache of an engine's scheduler, by the operator's options, with a tier below it or without."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from connector.tier.settings import TierSettings
-from cpu_prefix_cache import CPUPrefixCache, Device, HybridChunkPlanner, Thresholds
+from cpu_prefix_cache import CacheOptions, CPUPrefixCache, Device, EngineTraits, HybridChunkPlanner
+from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.tier import Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
-THRESHOLDS = ("store_after", "min_store_tokens")  # options that are not the cache's own
+
+@dataclass(frozen=True)
+class EngineTier:
+    """The tier of an engine of which `owners` ranks have bytes of their own: plain data, which goes to all ranks."""
+
+    tier: Tier
+    namespace: Namespace
+    owners: int
+
+    def slots(self, slot_bytes: int, host_blocks: int) -> int:
+        """Slots of each owner. Raises ConfigurationError."""
+        return self.tier.slots(slot_bytes, host_blocks, self.owners)
+
+    def __str__(self) -> str:
+        return str(self.tier)
 
 
 def build_cache(
     planner: HybridChunkPlanner,
     device: Device,
-    tier: TierSettings | None,
-    said: Mapping[str, Any],
+    below: EngineTier | None,
     *,
     host_blocks: int,
-    **options: Any,
+    options: CacheOptions,
+    engine: EngineTraits,
 ) -> CPUPrefixCache:
-    """A TieredCache if there is a tier. What the operator has `said` comes before `options`.
+    """A TieredCache if there is a tier. No block is ready until every rank has reported that some are.
 
     Raises ConfigurationError.
     """
-    thresholds = {name: value for name, value in said.items() if name in THRESHOLDS}
-    rest = {name: value for name, value in said.items() if name not in THRESHOLDS}
-    options |= {**rest, "host_blocks": host_blocks, "thresholds": Thresholds(**thresholds)}
-    if tier is None:
-        return CPUPrefixCache(planner, device, **options)
-    slots = tier.num_slots(planner.host_block_bytes, host_blocks)
-    return TieredCache(planner, device, slots=slots, **tier.cache_options(), **options)
+    if below is None:
+        return CPUPrefixCache(planner, device, host_blocks=host_blocks, ready_blocks=0, options=options, engine=engine)
+    return TieredCache(
+        planner,
+        device,
+        host_blocks=host_blocks,
+        below=below.tier.options(below.slots(planner.host_block_bytes, host_blocks)),
+        ready_blocks=0,
+        options=options,
+        engine=engine,
+    )

@@ -1,7 +1,7 @@
 """The option `revision_file` of a shared store: a revision of the weights that changes while an engine runs.
 
-Engines have no call by which a connector could be told it. So whoever sends new weights writes their name into a file,
-and then resets. Engines whose files say the same share again.
+Engines have no call that passes it to a connector. So whoever sends new weights writes their name into a file,
+and then resets. Engines with equal files share again.
 """
 
 import logging

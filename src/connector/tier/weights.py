@@ -3,7 +3,7 @@
     a local folder or file    its weight files (cpu_prefix_cache/slab/weights.py)
     a model of a hub          the commit, which the engine or transformers has resolved
 
-If nothing is known, the operator must say a revision.
+If nothing is known, the operator must give a revision.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ COMMIT_DIGITS = 40
 
 
 def weights_of(model: str, hf_config: Any, revision: str | None = None) -> str:
-    """A text that changes with the weights. Raises ConfigurationError if nothing says which they are."""
+    """A text that changes with the weights. Raises ConfigurationError if nothing identifies them."""
     files = weights_in(Path(model))
     if files is not None:
         return files

@@ -1,9 +1,9 @@
-"""Whether a model computes with other weights than it did: KV of before is then of no use, and nobody says so.
+"""Whether a model computes with other weights than it did: KV of before is then of no use, and no call reports it.
 
     counted writes       an optimizer's step, `load_state_dict`, `parameter.mul_`      torch counts them for each tensor
     uncounted writes     `parameter.data.copy_`, an adapter merged by `.data += ...`   a sample of the values differs
     other tensors        `model.to`, a parameter put in place, modules added           other addresses, other counts
-    adapters             added, chosen, switched off, weighted                         what PEFT's layers say of them
+    adapters             added, chosen, switched off, weighted                         the fields of PEFT's layers
 
 A look costs some microseconds for each parameter. Buffers that no checkpoint has are left out: models write to some of
 them while they compute. A write to less than the sample of a tensor, behind torch's back, is not seen.

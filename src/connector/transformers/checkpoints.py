@@ -4,7 +4,7 @@
     checkpoint         its windows and states at one boundary, as pieces in blocks of the device pool
 
 Each block of a window is a piece, shared by the checkpoints that need it; all states together are one piece.
-A checkpoint is taken when a forward pass has ended at its boundary: the state there is not known later (rule 10).
+A checkpoint is taken when a forward pass has ended at its boundary: the state there is not known later (rule 8).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
-from cpu_prefix_cache import GroupKind, KVCacheCoordinator, PoolExhausted
+from cpu_prefix_cache import KVCacheCoordinator, PoolExhausted
 from cpu_prefix_cache.messages.errors import InternalError
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import PieceAt
@@ -33,7 +33,7 @@ class Checkpoints:
         self._pool = coordinator.pool
         locals_ = iter(past.locals)
         self._locals: list[LocalGroup | None] = [
-            next(locals_) if group.kind in (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL) else None for group in kv.groups
+            None if group.is_prefix or group.is_state else next(locals_) for group in kv.groups
         ]
 
     def are_needed(self, boundary: int) -> bool:
@@ -124,7 +124,7 @@ class Checkpoints:
                 blocks = torch.stack(found) if found else self._kv.region[:0]
                 first = boundary - len(found) * self._kv.groups[group].block_tokens
                 state.restore_window(local, first, boundary, blocks)
-            elif self._kv.groups[group].kind is GroupKind.STATE:
+            elif self._kv.groups[group].is_state:
                 state.restore_states(found[0])
 
     def _write(self, state: WorkingState, row: int, depth: int, node: int) -> None:

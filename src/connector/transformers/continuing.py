@@ -16,11 +16,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.forward import ForwardPass, refusing
+from connector.transformers.layers import first_seen
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.rows import BlockTable
 from connector.transformers.working import WorkingState
-from cpu_prefix_cache import ConfigurationError, GroupKind
+from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8
@@ -80,7 +81,7 @@ def _check_continues(model: PreTrainedModel, past: ModelPast, max_model_len: int
 
 def _behind_a_window(past: ModelPast) -> int:
     """The end of the second block behind the smallest window or attention chunk; 0 if none is small enough."""
-    smallest = min((group.local.tokens for group in past.locals), default=LARGEST_WINDOW + 1)
+    smallest = min((group.local.window_tokens for group in past.locals), default=LARGEST_WINDOW + 1)
     return (smallest // BLOCK_TOKENS + 2) * BLOCK_TOKENS if smallest <= LARGEST_WINDOW else 0
 
 
@@ -88,7 +89,7 @@ def _behind_a_window(past: ModelPast) -> int:
 def check_decodes_together(model: PreTrainedModel, past: ModelPast) -> None:
     """Raise ConfigurationError for a model whose logits change where requests of other lengths are decoded with it."""
     name = type(model).__name__
-    if any(group.local.kind is GroupKind.CHUNK_LOCAL for group in past.locals):
+    if any(isinstance(group.local, ChunkLocalGroup) for group in past.locals):
         # transformers 5.19 leaves the mask out where fewer columns than a chunk are there and none of them is padding
         raise ConfigurationError(
             f"{name} attends in chunks (Llama 4), which transformers does not mask for requests of different lengths: "
@@ -179,7 +180,7 @@ class _Probe:
 
     def _snapshot(self, request: WorkingState, group: LocalGroup) -> torch.Tensor:
         """The tokens that a token at the cut can see, each as a block."""
-        first = group.local.first(self._cut)
+        first = first_seen(group.local, self._cut)
         tokens = torch.empty(self._cut - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
         for row, token in zip(tokens, range(first, self._cut), strict=True):
             request.snapshot_window(group, token, token + 1, row)

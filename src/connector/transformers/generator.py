@@ -10,7 +10,7 @@ they decode together. The life of a request:
     resume at b                 windows and states are copied out of the checkpoint at b
     prefill [b, n)              in chunks; every full block is committed to the device pool under its key, and where
                                 the cache wants a checkpoint, a prefill chunk ends and the checkpoint is taken
-    first token                 chosen as sampling.py says; only then the last blocks of the prompt are committed, and a
+    first token                 chosen by sampling.py; only then the last blocks of the prompt are committed, and a
                                 checkpoint shortly before it is taken, which was put off
     decode                      the same, a token at a time, with those of the batch whose answers go on, as rows of one
                                 WorkingState; only the latest checkpoint is kept
@@ -143,6 +143,7 @@ class _Sequence:
     answer: Generation | None = None
     filling: int | None = None  # the checkpoint that its load fills, not committed yet
     committed: int = 0  # chunks; it writes the others
+    resets: int = 0  # of the generator, when it was admitted: what it computes since another one is not cached
     kept: frozenset[int] = frozenset()
     put_off: int | None = None
     latest: bytes | None = None
@@ -158,7 +159,7 @@ class PrefixCachedGenerator:
     store_after           a chunk is stored once so many prompts of at least `min_store_tokens` tokens had it
     prefill_tokens        prefill runs in chunks that end on multiples of this
     batch_size            `generate` decodes so many requests together, or as many as the device pool has room for
-    max_model_len         the most tokens of a prompt and its answer; needed for models that do not say it, like Mamba
+    max_model_len         the most tokens of a prompt and its answer; needed for models without one, like Mamba
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     prefix_caching        False: every prompt is computed from its first token, for comparison
     wrap_copier           for tests: see HostCache
@@ -171,7 +172,7 @@ class PrefixCachedGenerator:
     `close` it, or use it in a `with`: that gives its memory back. With a tier below it also writes what only the host
     has, and lets another process have the files.
 
-    Raises ConfigurationError with a message that says what would work.
+    Raises ConfigurationError with a message that names the remedy.
     """
 
     def __init__(
@@ -267,14 +268,15 @@ class PrefixCachedGenerator:
         elif below is not None:
             raise ConfigurationError("a tier is below host memory: give host_bytes, and an offload other than off")
         self._weights = Weights(model, self.reset)
+        self._resets = 0
         self._served = 0
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt] | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Iterator[Generation]:
-        """Answer one prompt or several (see prompts.py) in their order, `batch_size` of them whenever one is asked for.
+        """Answer one prompt or several (see prompts.py) in their order, `batch_size` of them whenever one is requested.
 
-        The options are those of `answer`, which says what is raised; but several requests that are decoded together
+        The options are those of `answer`, which lists its errors; but several requests that are decoded together
         have no streamer. What is raised for a prompt comes after the answers to those before it.
         """
         if self.batch_size > 1 and options.get("streamer") is not None:
@@ -334,6 +336,7 @@ class PrefixCachedGenerator:
             self._check_open()
             revision = self._new_revision() if self._shares else None
             self.pool.reset()
+            self._resets += 1
             self._weights = Weights(self.model, self.reset)
             if self._host is not None:
                 self._host.reset(revision)
@@ -511,7 +514,7 @@ class PrefixCachedGenerator:
         chunks = [self._chunks(each.prompt_tokens, each.choice.max_new_tokens) for each in sequences]
         missing = sum(chunks) - sum(len(each.chunks) for each in sequences)
         wanted = missing * self.planner.device_blocks_per_chunk + self._coordinator.num_blocks(chunks[-1])
-        return self.pool.available_blocks(wanted) >= wanted
+        return self.pool.num_available >= wanted
 
     def _begin(self, sequence: _Sequence, cuts: Sequence[int] | None, begin: float) -> WorkingState:
         """Compute the prompt of a request that came at `begin`, up to its first token. Returns its past."""
@@ -578,6 +581,7 @@ class PrefixCachedGenerator:
             pin=None if node is None else self.pool.pin(node),
             touch=self.pool.touch(node),
             committed=chunks,
+            resets=self._resets,
         )
         if path:
             sequence.parent = path[-1]
@@ -680,7 +684,7 @@ class PrefixCachedGenerator:
         return logits[:, -1].float()
 
     def _report(self, sequences: Sequence[_Sequence]) -> None:
-        """Tell the host what is computed. A boundary is told once its checkpoint is there."""
+        """Report computed tokens to the host, a boundary once its checkpoint is there."""
         if self._host is not None:
             self._host.end_step({each.id: _told(each) for each in sequences})
 
@@ -750,7 +754,7 @@ class PrefixCachedGenerator:
         If a chunk is cached already, the request uses the cached one and frees its own. (The last chunk of a prompt
         that ends on a boundary is always computed again.)
         """
-        if not self._prefix_caching:
+        if not self._may_cache(sequence):
             return
         self._hasher.extend(sequence.keys, sequence.tokens)
         full = self.planner.full_chunks(sequence.table.length)
@@ -758,12 +762,17 @@ class PrefixCachedGenerator:
             return
         while sequence.committed < full and self._share(sequence, sequence.committed):
             sequence.committed += 1
-        begin, sequence.committed = sequence.committed, full
+        begin = sequence.committed
         if begin < full:
             parent = sequence.chunks[begin - 1] if begin else self.pool.root
             self.pool.commit(sequence.chunks[begin:full], sequence.keys[begin:full], parent, sequence.touch)
+        sequence.committed = full
         sequence.parent = sequence.chunks[full - 1]
         self._pin(sequence, sequence.parent)
+
+    def _may_cache(self, sequence: _Sequence) -> bool:
+        """Whether what the request computes is cached: not if its own processors have had the generator reset."""
+        return self._prefix_caching and sequence.resets == self._resets
 
     def _share(self, sequence: _Sequence, at: int) -> bool:
         """Replace chunk `at` of the request by the cached one with its key, if there is one."""
@@ -784,7 +793,7 @@ class PrefixCachedGenerator:
         """Take a checkpoint here, if one is wanted. In the answer, each new checkpoint replaces the one before."""
         length = sequence.table.length
         answers = length >= sequence.prompt_tokens
-        if not self._prefix_caching or not self._checkpoints.are_needed(length):
+        if not self._may_cache(sequence) or not self._checkpoints.are_needed(length):
             return
         if length not in sequence.kept and not answers:
             return
@@ -826,13 +835,13 @@ def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
 
 
 def _take_in(host: HostCache) -> None:
-    """Wait until a tier has told all that it holds from before, so that the first prompt finds it."""
+    """Wait until a tier has reported all slots from before, so that the first prompt finds them."""
     while (tier := host.statistics().tier) is not None and tier.state == OPENING:
         _copy(host)
 
 
 def _named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
-    """The tier of this model, unless it is said whose it is."""
+    """The tier of this model, unless its identity is given."""
     named = below if below.model or below.weights else replace(below, model=model_name(model))
     return named if named.revision or named.weights else replace(named, revision=weights_revision(model))
 

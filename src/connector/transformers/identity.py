@@ -1,7 +1,7 @@
 """Identity of KV that a tier keeps beyond the process: a name for people, and a revision that changes with the weights.
 
-The revision is a digest of the configuration, of every parameter and buffer (name, dtype, shape, all bytes), and of
-what PEFT's layers say of adapters. No sample would do: training may change a few rows alone. A path says nothing: a
+The revision is a digest of the configuration, of every parameter and buffer (name, dtype, shape, all bytes), and of the
+fields of PEFT's layers for adapters. No sample would do: training may change a few rows alone. A path says nothing: a
 checkpoint that has moved finds its own.
 """
 

@@ -27,24 +27,19 @@ from transformers.cache_utils import (
 )
 
 from connector.transformers.rows import Rows
-from cpu_prefix_cache import ConfigurationError, GroupKind, MisuseError
+from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError, MisuseError, WindowGroup
 
 # A layer that keeps nothing. 5.19 has no kind for it: there such a layer is a state layer, and stays without a state.
 NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLayer)
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Attention to a limited number of past tokens: `tokens` is the size of the window, or of the attention chunk."""
+# Attention to a limited number of past tokens, as a group in blocks of one token whose bytes are not known yet.
+Local = WindowGroup | ChunkLocalGroup
 
-    kind: GroupKind
-    tokens: int
 
-    def first(self, position: int) -> int:
-        """The first token that the token at `position`, or any later one, can see."""
-        if self.kind is GroupKind.WINDOW:
-            return max(0, position - self.tokens + 1)
-        return position - position % self.tokens
+def first_seen(local: Local, position: int) -> int:
+    """The first token that the token at `position`, or any later one, can see."""
+    return local.needed(position).start
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +74,7 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
     if type(layer) is DynamicLayer:
         return LayerPast(full=True)
     if type(layer) is DynamicSlidingWindowLayer:  # transformers' class for both
-        chunked = kind == "chunked_attention"
-        return LayerPast(local=Local(GroupKind.CHUNK_LOCAL if chunked else GroupKind.WINDOW, layer.sliding_window))
+        return LayerPast(local=_local(ChunkLocalGroup if kind == "chunked_attention" else WindowGroup, layer))
     if type(layer) is LinearAttentionLayer:
         return LayerPast(states=layer.number_of_states)
     if type(layer) is NothingLayer:
@@ -91,6 +85,11 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
         f"{place} keeps its past as {type(layer).__name__}, which is not supported; supported are full, sliding-window "
         "and chunked attention, linear-attention and convolution states, and full attention with states in one layer"
     )
+
+
+def _local(kind: type[Local], layer: DynamicSlidingWindowLayer) -> Local:
+    tokens = layer.sliding_window
+    return kind(name=f"{kind.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens)
 
 
 class LocalLayer(CacheLayerMixin):
@@ -105,7 +104,7 @@ class LocalLayer(CacheLayerMixin):
 
     def __init__(self, local: Local, rows: Rows) -> None:
         super().__init__()
-        self.sliding_window = local.tokens
+        self.sliding_window = local.window_tokens
         self._local = local
         self._rows = rows
         self._firsts = [0] * len(rows)  # the first token of each row that is held
@@ -152,9 +151,9 @@ class LocalLayer(CacheLayerMixin):
 
         Raises MisuseError if the layer is not fresh, or a token at `length` can see tokens before `first`.
         """
-        if self.is_initialized or first > self._local.first(length):
+        if self.is_initialized or first > first_seen(self._local, length):
             raise MisuseError(
-                f"a fresh layer at {length} needs the tokens from {self._local.first(length)}; "
+                f"a fresh layer at {length} needs the tokens from {first_seen(self._local, length)}; "
                 f"got those from {first}{', in a layer that is not fresh' if self.is_initialized else ''}"
             )
         self._keys, self._values, self._firsts = keys[None], values[None], [first]
@@ -179,7 +178,7 @@ class LocalLayer(CacheLayerMixin):
 
     def _seen(self) -> list[int]:
         """The first token of each row that its next one can see."""
-        return [self._local.first(length) for length in self._rows.lengths]
+        return [first_seen(self._local, length) for length in self._rows.lengths]
 
     def _column(self, tokens: Sequence[int]) -> int:
         """The first column that has one of these tokens, one of each row."""

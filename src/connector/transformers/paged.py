@@ -19,13 +19,14 @@ The price is that the KV of a running request is there twice.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from connector.transformers.past import ModelPast, Part
 from connector.transformers.rows import Rows
-from cpu_prefix_cache import Group, GroupKind
+from cpu_prefix_cache import Group, PrefixGroup, StateGroup
 from cpu_prefix_cache.kv_layout import KVGroup
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.memory.parts import Role, blocks_first
@@ -150,7 +151,7 @@ class PagedKV:
             for role, pool in zip((Role.KEY, Role.VALUE), pools, strict=True)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
-        return [KVGroup(group, full if group.kind is GroupKind.PREFIX else rows) for group in self.groups]
+        return [KVGroup(group, full if group.is_prefix else rows) for group in self.groups]
 
     def layer(self, index: int, rows: Rows) -> PagedLayer:
         """Layer `index` of the model, for the requests of these rows."""
@@ -189,29 +190,16 @@ def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
     """Full attention first, then one group for each size of window or attention chunk, then all states together."""
     block_bytes = _block_bytes(past, block_tokens)
 
-    def in_blocks(name: str, kind: GroupKind, num_bytes: int, window_tokens: int = 0) -> Group:
-        return Group(
-            name=name,
-            kind=kind,
-            window_tokens=window_tokens,
-            block_tokens=block_tokens,
-            block_bytes=block_bytes,
-            device_blocks=-(-num_bytes // block_bytes),
-        )
+    def in_blocks(group: Group, num_bytes: int) -> Group:
+        device_blocks = -(-num_bytes // block_bytes)
+        return replace(group, block_tokens=block_tokens, block_bytes=block_bytes, device_blocks=device_blocks)
 
-    groups = []
+    groups: list[Group] = []
     if past.full.num_bytes:
         full = past.full.num_bytes * block_tokens
-        groups.append(Group(name="attention", kind=GroupKind.PREFIX, block_tokens=block_tokens, block_bytes=full))
-    groups += [
-        in_blocks(
-            f"{each.local.kind.value}-{each.local.tokens}",
-            each.local.kind,
-            each.token_bytes * block_tokens,
-            each.local.tokens,
-        )
-        for each in past.locals
-    ]
+        groups.append(PrefixGroup(name="attention", block_tokens=block_tokens, block_bytes=full))
+    groups += [in_blocks(each.local, each.token_bytes * block_tokens) for each in past.locals]
     if past.states.num_bytes:
-        groups.append(in_blocks("state", GroupKind.STATE, past.states.num_bytes))
+        state = StateGroup(name="state", block_tokens=block_tokens, block_bytes=block_bytes)
+        groups.append(in_blocks(state, past.states.num_bytes))
     return tuple(groups)

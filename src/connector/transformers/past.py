@@ -74,8 +74,8 @@ class LocalGroup:
 class ModelPast:
     """Past that a model keeps.
 
-    `layers` says what each layer keeps. `full` are K and V of one token in all layers of full attention, `locals` are
-    groups of local attention (windows of two sizes are two groups), `states` are all states together.
+    `layers` lists the states of each layer. `full` are K and V of one token in all layers of full attention, `locals`
+    are groups of local attention (windows of two sizes are two groups), `states` are all states together.
 
     Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
     """

@@ -25,7 +25,17 @@ Prompt = str | Sequence[int] | torch.Tensor | np.ndarray[Any, Any] | Mapping[str
 # A placeholder is called in a configuration image_token_id, video_token_index, media_placeholder_token_id, ...; tokens
 # that begin or end a stretch of them (vision_start_token_id) are ordinary ones.
 KINDS_OF_INPUT = {
-    *("image", "img", "video", "frame", "vision", "visual", "audio", "sound", "speech", "media", "placeholder"),
+    "image",
+    "img",
+    "video",
+    "frame",
+    "vision",
+    "visual",
+    "audio",
+    "sound",
+    "speech",
+    "media",
+    "placeholder",
 }
 ORDINARY = {"start", "end", "bos", "eos"}
 BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no token ids
@@ -49,7 +59,7 @@ class PromptReader:
     def each(self, prompts: Any) -> Iterator[str | list[int]]:
         """The prompts in `prompts`, a Prompt or an iterable of them, each as a text or as a list of token ids.
 
-        An iterable is read as far as prompts are asked for.
+        An iterable is read as far as prompts are needed.
 
         Raises PromptRefused for what is neither a prompt nor made of prompts, and for inputs beside the tokens.
         """

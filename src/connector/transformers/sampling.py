@@ -29,11 +29,34 @@ from cpu_prefix_cache import ConfigurationError
 # Carried out by transformers' processors and criteria.
 CARRIED_OUT = frozenset(
     {
-        *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-        *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
-        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
-        *("remove_invalid_values", "renormalize_logits", "watermarking_config"),
-        *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "max_time", "stop_strings", "eos_token_id"),
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "bad_words_ids",
+        "sequence_bias",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "watermarking_config",
+        "max_new_tokens",
+        "max_length",
+        "min_new_tokens",
+        "min_length",
+        "max_time",
+        "stop_strings",
+        "eos_token_id",
     }
 )
 # These do not change the answer to one prompt.
@@ -72,7 +95,7 @@ class Settings:
         self._criteria = StoppingCriteriaList(stopping_criteria)
         self._config = _merged(model, given, options)
         said = {**_said(model.generation_config), **_said(given), **options}
-        # What is counted in new tokens comes first; `generate` warns where both are said.
+        # The limit in new tokens comes first; `generate` warns where both are given.
         self._default_max = self._config.max_new_tokens is not None or said.get("max_length") is None
         self._default_min = self._config.min_new_tokens is not None or said.get("min_length") is None
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -120,7 +143,7 @@ class Settings:
 
 
 class Choice:
-    """Chooses the tokens of one answer, and tells them to a streamer. `is_over` says whether it has ended."""
+    """Chooses the tokens of one answer, and passes them to a streamer. `is_over` is true when it has ended."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 vLLM's keys know an adapter by its name, from 0.32 on also by its path, and never by its weights. So an adapter that is
 trained on and saved in its place, or loaded with `load_inplace`, has the keys of the old one, on the device and here.
-vLLM tells no connector when it loads one, but each request says where its adapter is: when a request is looked up
+vLLM notifies no connector when it loads one, but each request has the path of its adapter: when a request is looked up
 first, the names, sizes and times of the files that vLLM loads are looked at, and compared with those seen first since
 the last reset. What is below the folder is not looked at: trainers keep checkpoints there.
 
@@ -44,7 +44,7 @@ class Adapter(Protocol):
 
 class Adapters:
     def __init__(self, until: str) -> None:
-        """`until` says when an adapter whose files have changed is used again."""
+        """`until` is the time at which an adapter whose files have changed is used again."""
         self._until = until
         self._first: dict[Name, tuple[str, str]] = {}  # path and files
         self._changed: set[Name] = set()
@@ -66,7 +66,9 @@ class Adapters:
             logger.warning(
                 "the files of adapter %s in %s cannot be looked at (%s): the host loads and stores nothing for it "
                 "until they can",
-                *(adapter.lora_name, adapter.lora_path, look.error or f"no answer within {WAIT * 1000:.0f} ms"),
+                adapter.lora_name,
+                adapter.lora_path,
+                look.error or f"no answer within {WAIT * 1000:.0f} ms",
             )
 
     def _may_look(self, name: Name) -> bool:
@@ -90,7 +92,9 @@ class Adapters:
         self._changed.add(name)
         logger.warning(
             "adapter %s in %s has other files than before: the host loads and stores nothing for it %s",
-            *(adapter.lora_name, adapter.lora_path, self._until),
+            adapter.lora_name,
+            adapter.lora_path,
+            self._until,
         )
         return False
 

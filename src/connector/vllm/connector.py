@@ -28,10 +28,11 @@ from connector.vllm import versions
 from connector.vllm.log import log_through_vllm
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CachePromMetrics, CacheStats
+from connector.vllm.pool_view import PoolView, check_pool
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings, checked_options
 from connector.vllm.tensors import Registered
-from connector.vllm.touched import check_overrides, check_pool, is_made_by_vllm
+from connector.vllm.touched import check_messages, check_overrides, is_made_by_vllm
 from cpu_prefix_cache_vllm import register
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,9 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._settings is not None:
+            check_messages()
             check_pool(gpu_block_pool)
-            self.scheduler = SchedulerHalf(self._settings, gpu_block_pool, is_alone=self._is_alone)
+            self.scheduler = SchedulerHalf(self._settings, PoolView(gpu_block_pool), is_alone=self._is_alone)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is None:

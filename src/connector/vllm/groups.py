@@ -14,6 +14,7 @@ layers of this rank take.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -21,9 +22,17 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, reso
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from connector.vllm import versions
-from cpu_prefix_cache import ConfigurationError, Group, GroupKind, HybridChunkPlanner
+from cpu_prefix_cache import (
+    ChunkLocalGroup,
+    ConfigurationError,
+    Group,
+    HybridChunkPlanner,
+    PrefixGroup,
+    StateGroup,
+    WindowGroup,
+)
 
-Fields = dict[str, Any]
+Kept = tuple[type[Group] | None, dict[str, Any]]  # a kind of group, None if nothing is kept, and fields of it
 
 
 def planner_for(
@@ -40,8 +49,12 @@ def planner_for(
         raise ConfigurationError("context parallelism is not supported; use tensor or pipeline parallelism")
     drops = _lookahead_tokens(vllm_config, grid)
     pages = layer_pages(kv_cache_config)
-    groups = [_group(at, group, pages, drops) for at, group in enumerate(kv_cache_config.kv_cache_groups)]
-    _check_lengths([group for group in groups if group.kind is not GroupKind.NONE], grid)
+    groups = [
+        _group(at, kind, group, pages, drops)
+        for at, group in enumerate(kv_cache_config.kv_cache_groups)
+        if (kind := _one_kind(group)) is not None
+    ]
+    _check_lengths(groups, grid)
     length = vllm_config.model_config.max_model_len
     return HybridChunkPlanner(groups, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
 
@@ -55,13 +68,13 @@ def _check_lengths(groups: Sequence[Group], grid: int) -> None:
     """
     shortest = min(groups, key=lambda group: group.block_tokens)
     for group in groups:
-        if group.kind is GroupKind.CHUNK_LOCAL and group.block_tokens != grid:
+        if isinstance(group, ChunkLocalGroup) and group.block_tokens != grid:
             raise ConfigurationError(
                 f"group {group.name!r} has blocks of {group.block_tokens} tokens where prefix hits come every {grid}: "
                 "vLLM finds chunked-local attention only in blocks of that length; start it with "
                 "--disable-hybrid-kv-cache-manager"
             )
-        if group.kind is GroupKind.STATE and group.block_tokens > shortest.block_tokens:
+        if group.is_state and group.block_tokens > shortest.block_tokens:
             raise ConfigurationError(
                 f"group {group.name!r} has a state every {group.block_tokens} tokens, and group {shortest.name!r} has "
                 f"blocks of {shortest.block_tokens}: vLLM then hashes states as if they were of later tokens; give the "
@@ -75,7 +88,7 @@ def planned_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
     Raises ConfigurationError for layers of different kinds in one group.
     """
     groups = enumerate(kv_cache_config.kv_cache_groups)
-    return [at for at, group in groups if _one_kind(group) is not GroupKind.NONE]
+    return [at for at, group in groups if _one_kind(group) is not None]
 
 
 def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
@@ -113,15 +126,15 @@ def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
     return grid if speculative is not None and speculative.use_eagle_block_drop() else 0
 
 
-def _group(at: int, group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int) -> Group:
-    spec = group.kv_cache_spec
-    kind = _kind(spec)
-    fields = _KNOWN[type(spec).__name__](spec)
-    if kind is GroupKind.PREFIX:
+def _group(
+    at: int, kind: type[Group], group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int
+) -> Group:
+    _, fields = _kept(group.kv_cache_spec)
+    if kind.is_prefix:
         fields["lookahead_tokens"] = lookahead_tokens
-    return Group(
-        name=f"{kind.value}-{at}",
-        block_tokens=spec.block_size,
+    return kind(
+        name=f"{kind.kind}-{at}",
+        block_tokens=group.kv_cache_spec.block_size,
         block_bytes=_scheduled_bytes(group, pages),
         **fields,
     )
@@ -143,53 +156,52 @@ def _layers(group: KVCacheGroupSpec) -> Sequence[KVCacheSpec]:
     return [spec] * len(group.layer_names)
 
 
-def _one_kind(group: KVCacheGroupSpec) -> GroupKind:
-    """The kind of all layers of a group, on this stage and others. Raises ConfigurationError if they differ."""
+def _one_kind(group: KVCacheGroupSpec) -> type[Group] | None:
+    """The kind of all layers of a group, on this stage and others; None if nothing is kept of them.
+
+    Raises ConfigurationError if they differ.
+    """
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    kind, *others = {_kind(each) for each in specs}
+    kind, *others = {_kept(each)[0] for each in specs}
     if others:
-        kinds = sorted(map(str, (kind, *others)))
+        kinds = sorted("none" if each is None else each.kind for each in (kind, *others))
         raise ConfigurationError(f"layers of one KV cache group are of different kinds: {kinds}")
     return kind
 
 
-def _kind(spec: KVCacheSpec) -> GroupKind:
+def _kept(spec: KVCacheSpec) -> Kept:
     name = type(spec).__name__
     if name not in _KNOWN:
         raise ConfigurationError(f"KV state of kind {name} is not known; known are {', '.join(sorted(_KNOWN))}")
-    kind: GroupKind = _KNOWN[name](spec)["kind"]
-    return kind
+    return _KNOWN[name](spec)
 
 
-def _state(spec: Any) -> Fields:
+def _state(spec: Any) -> Kept:
     if spec.mamba_cache_mode != "align":
         raise ConfigurationError(
             f'recurrent state with mamba_cache_mode "{spec.mamba_cache_mode}" is not supported; '
             "start vLLM with --mamba-cache-mode align"
         )
-    return {"kind": GroupKind.STATE}
+    return StateGroup, {}
 
 
-def _window(spec: Any) -> Fields:
+def _window(spec: Any, **more: Any) -> Kept:
     if versions.is_replayed(spec):
         raise ConfigurationError(
             "sliding windows that vLLM computes again after each hit (bounded_replay) are not supported"
         )
-    return {"kind": GroupKind.WINDOW, "window_tokens": spec.sliding_window, "extra_tokens": spec.extra_retained_tokens}
+    return WindowGroup, {"window_tokens": spec.sliding_window, "extra_tokens": spec.extra_retained_tokens, **more}
 
 
-_KNOWN: dict[str, Callable[[Any], Fields]] = {
-    "FullAttentionSpec": lambda spec: {"kind": GroupKind.PREFIX},
-    "MLAAttentionSpec": lambda spec: {"kind": GroupKind.PREFIX, "replicated": True},
+_KNOWN: dict[str, Callable[[Any], Kept]] = {
+    "FullAttentionSpec": lambda spec: (PrefixGroup, {}),
+    "MLAAttentionSpec": lambda spec: (PrefixGroup, {"replicated": True}),
     "SlidingWindowSpec": _window,
-    "SlidingWindowMLASpec": lambda spec: {**_window(spec), "replicated": True},
-    "ChunkedLocalAttentionSpec": lambda spec: {
-        "kind": GroupKind.CHUNK_LOCAL,
-        "window_tokens": spec.attention_chunk_size,
-    },
+    "SlidingWindowMLASpec": partial(_window, replicated=True),
+    "ChunkedLocalAttentionSpec": lambda spec: (ChunkLocalGroup, {"window_tokens": spec.attention_chunk_size}),
     "MambaSpec": _state,
-    "CircularBufferSpec": lambda spec: {"kind": GroupKind.NONE},
+    "CircularBufferSpec": lambda spec: (None, {}),  # vLLM rebuilds it
 }
 
 

@@ -67,7 +67,7 @@ class HashesOnDevice:
     """The hashes of a chunk's blocks, by the chunk's key. `picked` are their indices among the chunk's `each` hashes,
     ascending.
 
-    `is_here` tells whether the device still has a last block of the chunk with this key. Chunks without one are
+    `is_here` is true while the device has a last block of the chunk with this key. Chunks without one are
     forgotten, a few in each call of `add`.
     """
 

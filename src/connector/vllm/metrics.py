@@ -63,21 +63,24 @@ METRICS = (
         "transferred_bytes",
         Kind.COUNT,
         "Bytes that all ranks together have stored to the host, or loaded from it.",
-        *("direction", DIRECTIONS),
+        "direction",
+        DIRECTIONS,
     ),
     Metric("evicted_chunks", Kind.COUNT, "Chunks and checkpoints evicted from the host to make room."),
     Metric(
         "evicted_unused_chunks",
         Kind.COUNT,
         "Of these, those that no request was ever given: they were stored in vain.",
-        *("kind", ("chunk", "checkpoint")),
+        "kind",
+        ("chunk", "checkpoint"),
     ),
     Metric(
         "dropped_chunks",
         Kind.COUNT,
         "Times a chunk was not stored: no host block could be evicted, the chunk was declined, or its copy failed or "
         "was cancelled.",
-        *("reason", ("pool_full", "declined", "failed")),
+        "reason",
+        ("pool_full", "declined", "failed"),
     ),
     Metric("failed_loads", Kind.COUNT, "Loads that failed or were cancelled; their tokens were computed again."),
     Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before lazy tried to store them."),
@@ -90,13 +93,15 @@ METRICS = (
     Metric("pinned_blocks", Kind.LEVEL, "Of these, at most how many are protected by loads, stores and leases."),
     Metric("ready_blocks", Kind.LEVEL, "Host blocks that every rank has prepared."),
     Metric("capacity_blocks", Kind.LEVEL, "All host blocks."),
-    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or in flight.", *("direction", DIRECTIONS)),
+    Metric("transfers_in_flight", Kind.LEVEL, "Transfers that are planned or in flight.", "direction", DIRECTIONS),
     Metric("off", Kind.LEVEL, "1 if the cache has turned itself off because copies kept failing, else 0."),
     Metric(
         "transfer_seconds",
         Kind.TIMES,
         "Seconds of each transfer on each rank, from the start of its step until a step found it done.",
-        *("direction", DIRECTIONS, SECONDS),
+        "direction",
+        DIRECTIONS,
+        SECONDS,
     ),
 )
 STATES = ("opening", "open", "read_only", "paused")
@@ -106,20 +111,23 @@ TIER_METRICS = (
         "tier_transferred_bytes",
         Kind.COUNT,
         "Bytes that all ranks together have read from the tier, or written to it.",
-        *("direction", TIER_DIRECTIONS),
+        "direction",
+        TIER_DIRECTIONS,
     ),
     Metric(
         "tier_transfer_seconds",
         Kind.COUNT,
         "Seconds in which the tier was read, or written, added up over ranks.",
-        *("direction", TIER_DIRECTIONS),
+        "direction",
+        TIER_DIRECTIONS,
     ),
     Metric(
         "tier_requests",
         Kind.COUNT,
         "Requests of which the tier had more than the host: waited for it, waited in vain, or would have computed "
         "sooner; and those to which a shared store did not say in time what it has.",
-        *("outcome", ("asked", "late", "declined", "unanswered")),
+        "outcome",
+        ("asked", "late", "declined", "unanswered"),
     ),
     Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
     Metric("tier_kept_values", Kind.COUNT, "Values with wrong bytes left in a shared store: too many came wrong."),
@@ -128,13 +136,21 @@ TIER_METRICS = (
     Metric("tier_found_chunks", Kind.COUNT, "Chunks that were there from before the start."),
     Metric("tier_resident_blocks", Kind.LEVEL, "Slots of the tier that are found by key, each of a host block's size."),
     Metric("tier_capacity_blocks", Kind.LEVEL, "All slots of the tier."),
-    Metric("tier_state", Kind.LEVEL, "1 for the state that the tier is in, else 0.", *("state", STATES)),
+    Metric("tier_state", Kind.LEVEL, "1 for the state that the tier is in, else 0.", "state", STATES),
 )
 KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in metric.series()}
 TROUBLES = (
-    *("dropped_chunks:pool_full", "dropped_chunks:failed", "failed_loads", "lost_before_store_chunks", "off"),
-    *("tier_refused_slots", "tier_kept_values", "tier_unsaved_chunks", "tier_failed_transfers"),
-    *("tier_state:read_only", "tier_state:paused"),
+    "dropped_chunks:pool_full",
+    "dropped_chunks:failed",
+    "failed_loads",
+    "lost_before_store_chunks",
+    "off",
+    "tier_refused_slots",
+    "tier_kept_values",
+    "tier_unsaved_chunks",
+    "tier_failed_transfers",
+    "tier_state:read_only",
+    "tier_state:paused",
 )
 
 

@@ -4,25 +4,25 @@ Each host region has its own part of the tier. Ranks that share a region (MLA un
 first of them, the owner: it reads and writes for all. The others report each transfer as done at once. A transfer is
 over when all ranks have reported it, so it is over when the owner has done it.
 
-Every owner carries out the whole plan, also a pipeline stage that lacks some of the model's groups (`owner.py`).
+Every owner carries out the whole plan, also a pipeline stage that lacks some of the model's groups.
 """
 
 import math
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from vllm.config import ParallelConfig
 
-from connector.tier.settings import RankPart, TierSettings
+from connector.tier.cache import EngineTier
+from connector.tier.namespace import RankNamespace
 from connector.vllm import ranks
 from connector.vllm.regions import Shapes, agree
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
-from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+from cpu_prefix_cache.slab.tier import RankPart
 
 ORDER = "row order"  # a rank's own field in its namespace
 
@@ -73,7 +73,7 @@ def tier_of_rank(
 ) -> TierOfRank | None:
     """The tier of this rank; None without one. Each rank calls this, and if one of them raises, all do.
 
-    `shapes` are those of all groups, also of those without layers here; `order` says how this rank's rows lie.
+    `shapes` are those of all groups, also of those without layers here; `order` is the order of this rank's rows.
     """
     tier = settings.tier
     if tier is None:
@@ -87,10 +87,8 @@ def tier_of_rank(
         if rank % sharers:
             opened = Onlooker(rank)
         else:
-            absent = frozenset(at for at, piece in enumerate(shapes.pieces) if not piece.num_bytes)
-            pieces = [_filled(each, shapes.host_block_bytes) for each in shapes.pieces]
-            part = RankPart(region, pieces, rank, rank // sharers, slots, absent)
-            opened = replace(tier, namespace=namespace).opening({ORDER: order}, part)
+            part = RankPart(slots, rank, rank // sharers, tier.owners)
+            opened = tier.tier.opening(RankNamespace.of(namespace, {ORDER: order}), region, shapes.pieces, part)
     except Exception as error:
         problem = error
     try:
@@ -102,20 +100,15 @@ def tier_of_rank(
     return opened
 
 
-def _agreed(tier: TierSettings, host_blocks: int, parallel: ParallelConfig, slot_bytes: int) -> tuple[Namespace, int]:
-    """The namespace and the number of slots, as the first rank says: files have other times on other machines."""
+def _agreed(tier: EngineTier, host_blocks: int, parallel: ParallelConfig, slot_bytes: int) -> tuple[Namespace, int]:
+    """The namespace and the number of slots, from the first rank: files have other times on other machines."""
     slots, problem = 0, None
     largest = slot_bytes if parallel.world_size == 1 else ranks.largest(slot_bytes)
     if not parallel.rank:
         try:
-            slots = tier.num_slots(largest, host_blocks)
+            slots = tier.slots(largest, host_blocks)
         except Exception as error:
             problem = error
     agree(parallel, problem)
     said: tuple[Namespace, int] = (tier.namespace, slots)
     return said if parallel.world_size == 1 else ranks.as_on_the_first(said)
-
-
-def _filled(piece: Piece, slot_bytes: int) -> Piece:
-    """A piece of a group that this rank lacks takes all of its host blocks."""
-    return piece if piece.num_bytes else replace(piece, num_bytes=piece.host_blocks * slot_bytes)

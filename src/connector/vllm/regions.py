@@ -108,7 +108,7 @@ def _shared_region(num_bytes: int, *, taken_ahead: bool) -> mmap.mmap:
 
 
 def _made(num_bytes: int, others: int, taken_ahead: bool) -> mmap.mmap:
-    """By the first rank, for so many others, which hear of it also if it cannot be made."""
+    """Make the region on the first rank, for so many others, which are notified also if it cannot be made."""
     with ExitStack() as ends:
         address = None
         try:

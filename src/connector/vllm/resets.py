@@ -1,6 +1,6 @@
-"""When the host is emptied: with vLLM's own resets, as the option `reset` says.
+"""When the host is emptied: with vLLM's own resets, by the option `reset`.
 
-vLLM empties the device by giving its block pool another map of hashes, and tells connectors only on request:
+vLLM empties the device by giving its block pool another map of hashes, and notifies connectors only on request:
 
     vLLM's call                                       another map   reset_cache   with_device   with_connector   never
     reset_prefix_cache()                              yes                         empty         kept             kept
@@ -22,10 +22,8 @@ are: a sleep at level 1 brings the same ones back.
 import logging
 from collections.abc import Callable
 
-from vllm.v1.core.block_pool import BlockPool
-
 from connector.vllm import versions
-from connector.vllm.device import VllmDevice
+from connector.vllm.pool_view import PoolView
 
 logger = logging.getLogger(__name__)
 
@@ -46,35 +44,28 @@ UNTIL = {  # each with what brings an adapter back whose files have changed
 class Resets:
     """Calls `reset` at most once for each reset of vLLM's."""
 
-    def __init__(self, mode: str, pool: BlockPool, device: VllmDevice, reset: Callable[[], object]) -> None:
+    def __init__(self, mode: str, pool: PoolView, reset: Callable[[], object]) -> None:
         self._mode = mode
         self._pool = pool
-        self._device = device
         self._reset = reset
-        self._map = pool.cached_block_hash_to_block
-        self._reset_device: Callable[[], bool] = pool.reset_prefix_cache
+        self._contents = pool.contents
         if versions.sleeps_can_be_refused():
-            pool.reset_prefix_cache = self._reset_around_copies
-
-    def _reset_around_copies(self) -> bool:
-        """vLLM resets the device. Whether it did: it does not while a request has blocks."""
-        with self._device.without_holds():
-            return self._reset_device()
+            pool.reset_around_holds()
 
     def follow(self) -> None:
         """The device may have been reset since the last call of ours."""
-        if self._pool.cached_block_hash_to_block is self._map:
+        if self._pool.contents is self._contents:
             return
-        self._map = self._pool.cached_block_hash_to_block
+        self._contents = self._pool.contents
         if self._mode == WITH_DEVICE:
             self._reset()
             logger.info("the host prefix cache is empty, because vLLM has reset its own")
 
     def requested(self) -> bool:
         """vLLM resets its connectors. Whether no copy uses the device's memory any more."""
-        self._map = self._pool.cached_block_hash_to_block
+        self._contents = self._pool.contents
         if self._mode == NEVER:
             logger.warning("the host prefix cache keeps what it has: its option %s is %s", RESET, NEVER)
         else:
             self._reset()
-        return not self._device.holds_any
+        return not self._pool.holds_any

@@ -20,11 +20,11 @@ it in `finished_recving`. One engine step:
 import logging
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -38,6 +38,8 @@ from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
+from connector.vllm.pool_view import PoolView
+from connector.vllm.requests import Known, KnownRequests
 from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending, Request, StepPlan
@@ -52,22 +54,30 @@ logger = logging.getLogger(__name__)
 LOAD, STORE = "cpu_prefix_cache_load", "cpu_prefix_cache_store"
 
 
-class SchedulerHalf:
-    """A CPUPrefixCache over vLLM's block pool, called by vLLM's scheduler.
+@dataclass(slots=True)
+class _Step:
+    """News since the last plan was sent."""
 
-    It remembers what vLLM tells only once: the admitted requests, how many tokens of each were on the device at the
-    lookup, and until the step's plan is sent, the request of each load and the requests that were admitted again.
-    """
+    loads: dict[int, str] = field(default_factory=dict)  # each with its request
+    readmitted: set[Hashable] = field(default_factory=set)
+
+
+class SchedulerHalf:
+    """A CPUPrefixCache over vLLM's block pool, called by vLLM's scheduler."""
 
     def __init__(
         self,
         settings: Settings,
-        pool: BlockPool,
+        pool: PoolView,
         clock: Callable[[], float] = time.monotonic,
         is_alone: bool = False,
     ) -> None:
         self.device = VllmDevice(
-            *(pool, settings.planner, settings.group_ids, self._unwritten_hashes, settings.hashes_per_chunk),
+            pool,
+            settings.planner,
+            settings.group_ids,
+            self._unwritten_hashes,
+            settings.hashes_per_chunk,
             is_alone=is_alone,
         )
         self.cache = settings.build(self.device)
@@ -75,19 +85,15 @@ class SchedulerHalf:
         self._counts = CacheCounts(self.cache)
         self._revision_file = settings.revision_file
         self._adapters = Adapters(UNTIL[settings.reset])
-        self._resets = Resets(settings.reset, pool, self.device, self._empty)
+        self._resets = Resets(settings.reset, pool, self._empty)
         self.clock = clock
         self._planner = settings.planner
         self._group_ids = settings.group_ids
         self._grid = settings.planner.grid_tokens
         self._hashes_per_chunk = settings.hashes_per_chunk
         self._hash_tokens = self._grid // settings.hashes_per_chunk
-        self._on_device: dict[str, int] = {}
-        self._admitted: dict[Hashable, EngineRequest] = {}
-        self._remembered: dict[str, int] = {}  # request -> how many of its chunks were passed to `device.remember`
-        self._loads: dict[int, str] = {}
-        self._readmitted: set[Hashable] = set()
-        self._load_failed: set[Hashable] = set()  # requests that are not loaded again: vLLM may never find the blocks
+        self._requests = KnownRequests()
+        self._step = _Step()
         self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
         self._unwritten: Container[bytes] | None = ()
@@ -96,9 +102,9 @@ class SchedulerHalf:
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
-        self._on_device[request.request_id] = num_computed_tokens
+        known = self._requests.looked_up(request, num_computed_tokens)
         self._adapters.look(request.request_id, request.lora_request)
-        if not self._may_load(request):
+        if known.load_failed or not self._may_load(request):
             return 0, False
         answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
         if isinstance(answer, Pending):
@@ -108,7 +114,7 @@ class SchedulerHalf:
         return 0, False
 
     def _may_load(self, request: EngineRequest) -> bool:
-        if request.skip_reading_prefix_cache or request.request_id in self._load_failed:
+        if request.skip_reading_prefix_cache:
             return False
         return _allows(request, LOAD) and self._adapters.are_same(request.request_id, request.lora_request)
 
@@ -116,21 +122,22 @@ class SchedulerHalf:
         id = request.request_id
         if request.num_computed_tokens:
             return  # the second call for a request, after its load
-        n0 = self._on_device.pop(id)
+        known = self._requests.of(id)
+        n0 = known.on_device
         boundary = n0 + num_external_tokens
         tables = blocks.get_block_ids()
         if num_external_tokens and boundary % self._grid:
-            self._fail_unplanned(id, num_external_tokens)
+            self._fail_unplanned(known, num_external_tokens)
             num_external_tokens, boundary = 0, n0
         ours = self._request(request)
         self._adapters.passed(id)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
         # it will load until then.
         lease = self.cache.reserve(ours, boundary, n0) if num_external_tokens else None
-        if id in self._admitted:
+        if known.is_admitted:
             self._admitted_again(id)
-        self._admitted[id] = request
-        self._remember(request, n0)
+        self._requests.admitted(id)
+        self._remember(known, n0)
         new = self._blocks_behind(tables, n0) if self._planner.has_checkpoints else ()
         with self.device.hiding(frozenset(new)):
             self.cache.admit(ours, n0, boundary, self.clock())
@@ -141,16 +148,17 @@ class SchedulerHalf:
             destinations = [
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
             ]
-            self._loads[self.cache.load(id, boundary, destinations, self.clock())] = id
+            self._step.loads[self.cache.load(id, boundary, destinations, self.clock())] = id
 
-    def _fail_unplanned(self, request: str, tokens: int) -> None:
+    def _fail_unplanned(self, known: Known, tokens: int) -> None:
         """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.
 
         What ends before, neither: vLLM counts all these tokens as computed when a load ends well.
         """
-        logger.warning("vLLM has taken %d tokens for request %s, no whole chunks: they are computed", tokens, request)
-        self._load_failed.add(request)
-        self._loads[-1 - len(self._loads)] = request
+        id, loads = known.request.request_id, self._step.loads
+        logger.warning("vLLM has taken %d tokens for request %s, no whole chunks: they are computed", tokens, id)
+        known.load_failed = True
+        loads[-1 - len(loads)] = id
 
     def _blocks_behind(self, tables: Sequence[Sequence[int]], n0: int) -> list[int]:
         """The blocks allocated to a request from token `n0` on."""
@@ -164,12 +172,12 @@ class SchedulerHalf:
             plan = self._plan(output)
         finally:
             self._scheduled, self._unwritten = None, ()
-        requests, self._loads = self._loads, {}
+        step, self._step = self._step, _Step()
         # Requests that were looked up and not admitted wait for the load of another one, or for device blocks.
-        is_awaited = bool(self._on_device)
+        is_awaited = self._requests.any_awaited
         tokens = output.total_num_scheduled_tokens
         timed = self._begin_timing(tokens)
-        return StepMetadata(plan, requests, tokens > 0, is_awaited, timed, self._plan_below())
+        return StepMetadata(plan, step.loads, tokens > 0, is_awaited, timed, self._plan_below())
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of the step that begins now, if its duration is to be measured."""
@@ -188,15 +196,14 @@ class SchedulerHalf:
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         for id in output.preempted_req_ids or ():
-            if id not in self._readmitted:
+            if id not in self._step.readmitted:
                 self._preempted(id)
-        self._readmitted.clear()
         for id in self.cache.due():
-            request = self._admitted[id]
+            known = self._requests.of(id)
             # When a load has ended, vLLM counts its tokens as computed before it gives the blocks their hashes.
-            waits = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            tokens = 0 if waits else _computed_tokens(request)
-            self._remember(request, tokens)
+            waits = known.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            tokens = 0 if waits else _computed_tokens(known.request)
+            self._remember(known, tokens)
             self.cache.computed(id, tokens)
         if self.tier is not None:
             self.tier.passed(self.clock())
@@ -219,8 +226,9 @@ class SchedulerHalf:
                 self.tier.report_below(below)
         for report in reports.reports if reports is not None else ():
             for each in self.cache.report(report):
-                if each.request_id in self._admitted and not each.ok:
-                    self._load_failed.add(each.request_id)
+                known = self._requests.if_admitted(each.request_id)
+                if known is not None and not each.ok:
+                    known.load_failed = True
         for id in (output.finished_recving or set()) - output.failed_recving:
             self.cache.goes_on(id)
         self.cache.catch_up()
@@ -229,13 +237,12 @@ class SchedulerHalf:
 
     def request_finished(self, request: EngineRequest) -> None:
         self._resets.follow()
-        self._on_device.pop(request.request_id, None)
         self._adapters.passed(request.request_id)
-        self._load_failed.discard(request.request_id)
-        if self._admitted.pop(request.request_id, None) is not None:
+        known = self._requests.if_admitted(request.request_id)
+        self._requests.ended(request.request_id)
+        if known is not None:
             tokens = _computed_tokens(request)
-            self._remember(request, tokens)
-            self._remembered.pop(request.request_id, None)
+            self._remember(known, tokens)
             self.cache.finished(request.request_id, tokens)
 
     def reset_cache(self) -> bool:
@@ -267,28 +274,28 @@ class SchedulerHalf:
         stores = _allows(request, STORE) and not is_other
         return Request(request.request_id, keys, request.num_tokens, stores=stores)
 
-    def _remember(self, request: EngineRequest, num_tokens: int) -> None:
+    def _remember(self, known: Known, num_tokens: int) -> None:
         """Pass the hashes of a request's first `num_tokens` tokens to the device, which has these chunks now."""
-        start = self._remembered.get(request.request_id, 0)
-        stop = min(num_tokens // self._grid, len(request.block_hashes) // self._hashes_per_chunk)
-        if start < stop:
-            self.device.remember(request.block_hashes, start, stop)
-            self._remembered[request.request_id] = stop
+        hashes = known.request.block_hashes
+        stop = min(num_tokens // self._grid, len(hashes) // self._hashes_per_chunk)
+        if known.remembered < stop:
+            self.device.remember(hashes, known.remembered, stop)
+            known.remembered = stop
 
     def _preempted(self, id: str) -> None:
-        request = self._admitted.pop(id, None)
+        known = self._requests.if_admitted(id)
         computed = 0
-        if request is not None and request.num_output_tokens:
+        if known is not None and known.request.num_output_tokens:
             # All tokens but the last sampled one are computed; vLLM has set `num_computed_tokens` to 0 already.
-            computed = request.num_tokens - 1
+            computed = known.request.num_tokens - 1
             if not self._planner.has_checkpoints:
-                self._remember(request, computed)
-        self._remembered.pop(id, None)
+                self._remember(known, computed)
+        self._requests.preempted(id)
         self.cache.preempted(id, computed)
 
     def _admitted_again(self, id: str) -> None:
         """End the earlier run of a request: its load failed, or a reset preempted it and this step resumes it."""
-        self._readmitted.add(id)
+        self._step.readmitted.add(id)
         self._unwritten = _EVERYTHING  # which hashes this step will compute is not known before its end
         self._preempted(id)
         self._unwritten = ()
@@ -302,7 +309,7 @@ class SchedulerHalf:
     def _filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
         """The hashes of the blocks that this step fills."""
         for id, num_tokens in output.num_scheduled_tokens.items():
-            request = self._admitted[id]
+            request = self._requests.of(id).request
             before = request.num_computed_tokens
             yield from request.block_hashes[before // self._hash_tokens : (before + num_tokens) // self._hash_tokens]
 

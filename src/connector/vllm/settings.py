@@ -11,10 +11,8 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.cache import build_cache
-from connector.tier.options import TIER, check_options
-from connector.tier.revision import REVISION_FILE
-from connector.tier.settings import TierSettings
+from connector.tier.cache import EngineTier, build_cache
+from connector.tier.options import TIER, TierOption
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,
@@ -24,8 +22,16 @@ from connector.vllm.groups import (
 )
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Device, EngineSteps, HybridChunkPlanner
-from cpu_prefix_cache.prefix_cache import OFFLOAD_MODES
+from cpu_prefix_cache import (
+    OFFLOAD_MODES,
+    CacheOptions,
+    ConfigurationError,
+    CPUPrefixCache,
+    Device,
+    EngineSteps,
+    EngineTraits,
+    HybridChunkPlanner,
+)
 
 BYTES = "cpu_bytes_to_use"
 NUMBERS = {  # whole numbers: the least that is allowed, and what they count
@@ -56,14 +62,14 @@ class Settings:
     hashes_per_chunk: int
     steps: EngineSteps
     publishes_events: bool  # whether vLLM publishes KV events
-    tier: TierSettings | None
+    tier: EngineTier | None
     revision_file: str | None  # of the tier, if it has one
     reset: str  # one of RESETS
     options: Mapping[str, Any]  # the options given, without BYTES, TIER and RESET
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
-        """Raises ConfigurationError with a message that says what would work."""
+        """Raises ConfigurationError with a message that names the remedy."""
         options = checked_options(vllm_config)
         planner = planner_for(vllm_config, kv_cache_config, in_pages=TIER in options)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
@@ -78,6 +84,7 @@ class Settings:
                 f"got {options[BYTES]}"
             )
         hashes = hash_blocks_per_chunk(vllm_config, kv_cache_config)
+        option = options.pop(TIER, None)
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
@@ -88,8 +95,8 @@ class Settings:
             hashes_per_chunk=hashes,
             steps=_steps(vllm_config, planner, kv_cache_config),
             publishes_events=_publishes_events(vllm_config),
-            revision_file=options.get(TIER, {}).get(REVISION_FILE),
-            tier=_tier(options.pop(TIER, None), vllm_config, planner, hashes, regions),
+            revision_file=None if option is None else option.revision_file,
+            tier=_tier(option, vllm_config, planner, hashes, regions),
             reset=options.pop(RESET, WITH_DEVICE),
             options=options,
         )
@@ -101,20 +108,23 @@ class Settings:
     def build(self, device: Device) -> CPUPrefixCache:
         """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
         return build_cache(
-            *(self.planner, device, self.tier, self.options),
+            self.planner,
+            device,
+            self.tier,
             host_blocks=self.host_blocks,
-            ready_blocks=0,  # until every rank has reported its region
-            ranks=self.ranks,
-            steps=self.steps,
-            exchanges=not self.is_shared,
-            log_boundaries=self.publishes_events,
-            min_load_tokens=None,
+            options=CacheOptions(**{"min_load_tokens": None, **self.options}),
+            engine=EngineTraits(
+                ranks=self.ranks,
+                steps=self.steps,
+                exchanges=not self.is_shared,
+                log_boundaries=self.publishes_events,
+            ),
         )
 
 
 def _tier(
-    option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hashes: int, regions: int
-) -> TierSettings | None:
+    option: TierOption | None, vllm_config: VllmConfig, planner: HybridChunkPlanner, hashes: int, regions: int
+) -> EngineTier | None:
     if option is None:
         return None
     return tier_settings(option, vllm_config, planner, planner.grid_tokens // hashes, regions)
@@ -163,8 +173,10 @@ def _publishes_events(vllm_config: VllmConfig) -> bool:
 
 
 def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The options given. Raises ConfigurationError if one is missing, unknown or out of range, and for a role in which
-    vLLM would expect one half of the work.
+    """The options given, TIER as a TierOption.
+
+    Raises ConfigurationError if one is missing, unknown or out of range, and for a role in which vLLM would expect one
+    half of the work.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
@@ -177,9 +189,10 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
         raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
     if BYTES not in options:
         raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
+    checked = dict(options)
     for name, value in options.items():
         if name == TIER:
-            check_options(value)
+            checked[TIER] = TierOption.of(value)
             continue
         if name in TEXTS:
             if type(value) is not str:
@@ -192,4 +205,4 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
         raise ConfigurationError(f"{RESET} must be one of {', '.join(RESETS)}; got {options[RESET]!r}")
     if options.get("offload", "lazy") not in OFFLOAD_MODES:
         raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {options['offload']!r}")
-    return dict(options)
+    return checked

@@ -50,8 +50,8 @@ class Share:
 def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
     """The part of `copy` that this rank writes.
 
-    >>> from cpu_prefix_cache.model.groups import Group, GroupKind
-    >>> group = Group(name="mla", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=100, replicated=True)
+    >>> from cpu_prefix_cache.model.groups import PrefixGroup
+    >>> group = PrefixGroup(name="mla", block_tokens=16, block_bytes=100, replicated=True)
     >>> written_by(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7), labels=())
     """

@@ -1,29 +1,23 @@
-"""The option `tier` under vLLM: what it says is checked in `connector/tier/options.py`, and here what vLLM must be.
+"""The option `tier` under vLLM: it is checked in `connector/tier/options.py`, and vLLM's own configuration here.
 
 What outlives a process is found by its key alone. So the tier is refused where keys are no cryptographic digests
-(rule 17), and where equal keys may stand for other bytes.
+(rule 14), and where equal keys may stand for other bytes.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 from vllm.config import VllmConfig
 
-from connector.tier.options import check_options, said_tier
-from connector.tier.revision import REVISION_FILE
+from connector.tier.options import TierOption
 from connector.vllm.weights import weights_of_all
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
-from cpu_prefix_cache.slab.settings import CRYPTOGRAPHIC
+from cpu_prefix_cache.slab.tier import CRYPTOGRAPHIC
 
 
-def tier_of(said: Any, vllm_config: VllmConfig) -> FileTier | SharedTier:
+def tier_of(option: TierOption, vllm_config: VllmConfig) -> FileTier | SharedTier:
     """The tier that the option describes, for this engine. Raises ConfigurationError."""
-    check_options(said)
     _check_keys(vllm_config.cache_config.prefix_caching_hash_algo)
-    _check_bytes(vllm_config, said)
-    return said_tier(
-        said,
-        engine=vllm_config.parallel_config.data_parallel_index,
+    _check_bytes(vllm_config, option)
+    return option.of_engine(
+        vllm_config.parallel_config.data_parallel_index,
         model=vllm_config.model_config.model,
         weights=lambda: weights_of_all(vllm_config),
         hash=vllm_config.cache_config.prefix_caching_hash_algo,
@@ -39,9 +33,9 @@ def _check_keys(algorithm: str) -> None:
         )
 
 
-def _check_bytes(vllm_config: VllmConfig, said: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError where the bytes of a block depend on more than its key and the namespace say."""
-    if vllm_config.lora_config is not None and not {"revision", REVISION_FILE} & set(said):
+def _check_bytes(vllm_config: VllmConfig, option: TierOption) -> None:
+    """Raises ConfigurationError where the bytes of a block depend on more than its key and the namespace."""
+    if vllm_config.lora_config is not None and not option.names_weights:
         raise ConfigurationError(
             "with LoRA keys have the adapters' names, and not their weights; give the tier a revision, and another "
             "one whenever an adapter is replaced under its name"

@@ -1,23 +1,21 @@
 """Facts that both halves know of the tier under vLLM."""
 
-from typing import Any
-
 from vllm.config import VllmConfig
 
-from connector.tier.options import settings_of
-from connector.tier.settings import TierSettings
+from connector.tier.cache import EngineTier
+from connector.tier.options import TierOption
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import tier_of
 from cpu_prefix_cache import HybridChunkPlanner
 
 
 def tier_settings(
-    option: Any, vllm_config: VllmConfig, planner: HybridChunkPlanner, hash_tokens: int, owners: int
-) -> TierSettings:
+    option: TierOption, vllm_config: VllmConfig, planner: HybridChunkPlanner, hash_tokens: int, owners: int
+) -> EngineTier:
     """Settings for an engine of which `owners` ranks have bytes of their own. Keys are of hashes of so many tokens.
 
     Raises ConfigurationError.
     """
     said = tier_of(option, vllm_config)
     namespace = engine_namespace(said, planner, vllm_config, hash_tokens, owners)
-    return settings_of(said, namespace, owners)
+    return EngineTier(said, namespace, owners)

@@ -1,7 +1,7 @@
 """Which releases of vLLM the connector runs with, and how they differ. Checked when this module is imported, which is
 before any other of the connector.
 
-    before 0.30    are refused: vLLM cannot be told which requests' loads have failed
+    before 0.30    are refused: failed loads cannot be reported to vLLM by request
     0.30 to 0.33   are tested; some windows are replayed from 0.31 on, and hits have a source from 0.32 on
     later ones     run with a warning
 
@@ -56,7 +56,7 @@ ADDED = (
 
 
 def release_of(number: str) -> Release | None:
-    """The first two numbers of a release. None for a build between releases, whose number says little."""
+    """The first two numbers of a release. None for a build between releases, whose number means little."""
     numbers = re.match(r"(\d+)\.(\d+)", number)
     return (int(numbers[1]), int(numbers[2])) if numbers and "dev" not in number else None
 
@@ -117,7 +117,7 @@ def host_hit_source() -> Any:
 
 
 def zeroes_new_blocks(config: kv_cache_interface.KVCacheConfig) -> bool:
-    """Whether workers write zeros into new blocks before they are told of a step: states, and groups whose layers have
-    KV of several precisions. True of a release that does not say.
+    """Whether workers write zeros into new blocks before they get a step: states, and groups whose layers have
+    KV of several precisions. True of a release without the field.
     """
     return bool(getattr(config, "needs_kv_cache_zeroing", True))

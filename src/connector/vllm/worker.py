@@ -35,6 +35,7 @@ from connector.vllm.tensors import Registered, group_rows, order_of
 from connector.vllm.tier_namespace import row_order
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.tier import TierReport
@@ -49,8 +50,8 @@ NULL_BLOCK = 0  # vLLM's, in every group
 IDLE_SECONDS = 0.002
 NAP_SECONDS = 0.0002
 
-# Such an engine is told of a load this long before the load ends. From the report to the step that computes it takes 9
-# to 14 ms (vLLM 0.32). With 18 ms the first token of 32,768 comes 1 to 3 ms sooner than with 12 (H100 and H200).
+# A load is announced this long before it ends. From the report to the step that computes it takes 9 to
+# 14 ms (vLLM 0.32). With 18 ms the first token of 32,768 comes 1 to 3 ms sooner than with 12 (H100 and H200).
 RESUME_SECONDS = 0.018
 
 
@@ -75,6 +76,7 @@ class WorkerHalf:
         # Loads can be announced early only if compute first reads their blocks after `begin`. That is not so where vLLM
         # copies states, or blocks that were hit in part: it does that before `bind_connector_metadata`.
         self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
+        self._early: EarlyEnds | None = None
         self._announced: set[int] = set()  # loads reported to vLLM before their end
         self._computes = self._is_awaited = False
         self._timed: int | None = None  # the number of the present step, if its duration is measured
@@ -116,6 +118,7 @@ class WorkerHalf:
             load_seconds=LOAD_DEADLINE_SECONDS,
             on_done=self._times.observe,
         )
+        self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
     def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierOfRank | None:
         if self._settings.tier is None:
@@ -139,11 +142,12 @@ class WorkerHalf:
             self._unplanned = metadata.requests.keys() - {transfer.id for transfer in metadata.plan.transfers}
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
-        if self._announced and metadata.computes:
-            self._worker.hold_compute(self._announced)
-            self._announced.clear()
-        elif self._announced:
-            self._announced = self._worker.still_open(self._announced)
+        if self._early is not None and self._announced:
+            if metadata.computes:
+                self._early.hold_compute(self._announced)
+                self._announced.clear()
+            else:
+                self._announced = self._early.still_open(self._announced)
         self._worker.run(self._share.of_plan(metadata.plan))
         if self._tier is not None and metadata.tier is not None:
             self._tier.run(metadata.tier)
@@ -185,7 +189,7 @@ class WorkerHalf:
         return self._arena is None or self._arena.wait_until_ready(0)
 
     def _is_news(self, below: TierReport | None) -> bool:
-        """Whether there is something to say of the tier, for the first time or until a plan has taken it in."""
+        """Whether there is a report of the tier, for the first time or until a plan has taken it in."""
         if below is None:
             return False
         ended = below.transfers.done or below.transfers.failed
@@ -206,7 +210,7 @@ class WorkerHalf:
             self._tier = None
         if self._worker is not None:
             self._worker.close()
-            self._worker = self._arena = None
+            self._worker = self._arena = self._early = None
 
     def _nap(self, worker: CopyWorker) -> None:
         """In a step that computes nothing, leave the GIL to the copy threads, until a load ends or for IDLE_SECONDS.
@@ -228,10 +232,8 @@ class WorkerHalf:
         return worker.is_busy or (self._tier is not None and self._tier.is_busy) or not self._is_prepared()
 
     def _ending_soon(self) -> set[int]:
-        """The loads in flight that will have ended by the time vLLM computes, if it is told of them now."""
-        if not self._announces or self._worker is None:
-            return set()
-        return self._worker.ends_soon(RESUME_SECONDS) & self._waiting.keys()
+        """The loads in flight that will have ended by the time vLLM computes, if they are announced now."""
+        return set() if self._early is None else self._early.ends_soon(RESUME_SECONDS) & self._waiting.keys()
 
 
 def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:

@@ -12,13 +12,15 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 class Copier(Protocol):
     """Moves pieces between device tensors and the host region. Bound to both when it is built."""
 
+    knows_pieces: bool = False  # whether `num_pieces` answers
+
     def here(self) -> Event:
         """An event that is passed when all that the engine's compute has been given so far has run."""
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         """Begin one transfer, whose device blocks are touched only after `after`, and return the event of its end.
 
-        Raises MisuseError for bad ids before any byte moves (rule 16). When it raises anything, nothing of this
+        Raises MisuseError for bad ids before any byte moves (rule 14). When it raises anything, nothing of this
         transfer is in flight any more. One thread may submit loads and others stores.
         """
 

@@ -1,7 +1,7 @@
 """A planner's groups, bound to their tensors and to the host region; and the checks of a copy.
 
-Every copier is built on a Binding and asks it before it moves anything: what passes here addresses only blocks that
-exist, writes none twice, and writes no null block (rules 7 and 16).
+Every copier is built on a Binding and checks with it before it moves anything: copies that pass address only blocks
+that exist, write none twice, and write no null block (rules 7 and 14).
 """
 
 from array import array
@@ -16,7 +16,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 
-Tensors = Sequence[Sequence[torch.Tensor]]  # of each group its parts
+Tensors = Sequence[Sequence[torch.Tensor]]  # parts of each group
 FEW_IDS = 64  # up to here Python finds the least and the largest sooner than torch, which takes 7 us
 
 
@@ -44,7 +44,7 @@ class Binding:
     orders them. `host` is the region, uint8 [host blocks, host_block_bytes]. `null_block` is the device block that
     stands for "no block" in every group, if the engine has one.
 
-    Raises ConfigurationError when the tensors of a group have other bytes than the planner was told, differ in blocks
+    Raises ConfigurationError when the tensors of a group have other bytes than in the planner, differ in blocks
     or share memory, when tensors are on several devices, or when the host region has other blocks.
     """
 

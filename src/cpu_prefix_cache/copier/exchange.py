@@ -1,7 +1,7 @@
-"""A load and stores that exchange blocks: each overwrites what the other reads, so both go in portions.
+"""A load and the stores that save what it overwrites: both go in portions, so that both directions move.
 
-    a store    saves device blocks that the load overwrites, in host blocks that the load has read
-    the load   overwrites device blocks that stores have saved, and reads host blocks that they overwrite later
+    a store    saves device blocks that the load overwrites; in an *exchange* in host blocks that the load has read
+    the load   overwrites device blocks that stores have saved, and reads host blocks that they may overwrite later
 
 Portion n of the load is its n-th run of pieces. Portion n of a store are its pieces of which that run is the first to
 overwrite a device block; pieces of which the load overwrites nothing come last.
@@ -12,7 +12,8 @@ overwrite a device block; pieces of which the load overwrites nothing come last.
 Portion n of the load waits for portions 0 to n of the stores, and one of a store for those of the load that read what
 it overwrites. The *lag* is how many pieces of the load lie between, at least. A run is half of it, so portion n of a
 store waits for n - 2 of the load at most, and both directions move; if the lag is 1, for n - 1, and they take turns.
-The first of those that are left never waits for another.
+The first of those that are left never waits for another. Where no store overwrites what the load reads, a run has
+PORTION_BYTES, and the load ends one portion later than it would alone.
 
 To wait is to wait for an end, well or not. A portion that fails ends its own transfer: what is left of that is not
 submitted.
@@ -30,17 +31,30 @@ from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 
+PORTION_BYTES = 64 << 20  # 1.2 ms of a link of 55 GB/s; a load that is smaller begins when its stores have ended
 
-def exchanges(transfers: Sequence[TransferPlan]) -> dict[int, list[int]]:
-    """The loads of a plan that exchange blocks with stores of it, each with these stores, by their ids."""
+
+def exchanges(transfers: Sequence[TransferPlan], knows_pieces: bool) -> dict[int, list[int]]:
+    """The loads of a plan that go in portions with stores of it, each with these stores, by their ids. A copier that
+    does not know pieces can do so only in an exchange, which fails then.
+    """
     named = [load for load in transfers if load.after and load.direction is Direction.LOAD]
-    loads = {load.id: frozenset(load.after) for load in named if load.copies and not load.failed}
+    saved_by = {store: load for load in named if load.copies and not load.failed for store in load.after}
     found = defaultdict[int, list[int]](list)
     for store in transfers:
-        load = next((id for id in store.after if store.id in loads.get(id, ())), None)
-        if load is not None and store.copies and store.direction is Direction.STORE:
-            found[load].append(store.id)
+        load = saved_by.get(store.id)
+        if load is None or not store.copies or store.direction is not Direction.STORE:
+            continue
+        if load.id in store.after or (knows_pieces and _go_in_portions(load, store)):
+            found[load.id].append(store.id)
     return found
+
+
+def _go_in_portions(load: TransferPlan, store: TransferPlan) -> bool:
+    """Whether that pays for a store that overwrites nothing which the load reads, and can be had."""
+    groups = {copy.group for copy in (*load.copies, *store.copies)}
+    is_one = len(load.copies) == len(store.copies) == len(groups) == 1
+    return is_one and load.num_bytes > PORTION_BYTES and not store.holds_compute and not store.after
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +92,7 @@ class Portion(Event):
     before: list["Portion"]  # which must have ended, beside those that earlier portions of the transfer waited for
     over: threading.Event = field(default_factory=threading.Event)  # set when it is submitted or never will be
     end: Event = field(default_factory=Passed)
-    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that asks `end`
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries `end`
 
     def submit(self, copier: Copier, after: Event) -> None:
         try:
@@ -115,7 +129,7 @@ class Portion(Event):
                 return False
         except Exception as error:
             self.whole.error = self.whole.error or error
-        self.end = Passed()  # what has raised once may answer anything
+        self.end = Passed()  # an event that has raised once may answer anything
         return True
 
 
@@ -213,7 +227,8 @@ def cut(*wholes: Whole, copier: Copier) -> list[Portion]:
     firsts = [[min(overwritten.get(block, count) for block in blocks) for blocks in store.device] for store in stores]
     lasts = [[max(read.get(block, -1) for block in blocks) for blocks in store.host] for store in stores]
     pairs = zip(chain.from_iterable(firsts), chain.from_iterable(lasts), strict=True)
-    lag = min((first - last for first, last in pairs if last >= 0), default=2 * count)
+    usual = max(1, PORTION_BYTES * count // max(1, load.whole.transfer.num_bytes))
+    lag = min((first - last for first, last in pairs if last >= 0), default=2 * usual)
     if lag < 1 or any(store.group != load.group for store in stores):
         raise MisuseError(f"load {load.whole.transfer.id} and its stores cannot exchange these blocks")
     size = max(1, lag // 2)

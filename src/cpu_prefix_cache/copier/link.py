@@ -17,8 +17,8 @@ from cpu_prefix_cache.messages.plan import Direction
 
 
 class Region:
-    """The host region `blocks`, uint8 [host blocks, bytes]. `arena`, which it begins, says how far it is pinned by now;
-    None: it is pinned. Without a `driver`, for tensors in host memory, a copy is done at once."""
+    """The host region `blocks`, uint8 [host blocks, bytes]. `arena`, which it begins, has the number of bytes pinned by
+    now; None: it is pinned. Without a `driver`, for tensors in host memory, a copy is done at once."""
 
     def __init__(
         self, blocks: torch.Tensor, driver: Driver | None, arena: HostArena | None, seam_bytes: int = SEAM_BYTES

@@ -34,6 +34,8 @@ Rows = slice | torch.Tensor  # of a memory: neighbours, or rows with these ids
 class ReferenceCopier(Copier):
     """Copies on any device, and has ended when `submit` returns. Arguments and errors are those of Binding."""
 
+    knows_pieces = True
+
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
 

@@ -9,8 +9,8 @@ KiB on. So a transfer is cut into slices that fit a slot, and each slice takes t
 While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
 streams each, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
 
-Device blocks are touched only after all that compute had been given when the copy was asked for: what writes a stored
-block, and what reads or zeroes a loaded one (rule 12). `submit` waits until a slice may go (ring.py), and a store for
+Device blocks are touched only after all work that compute had when the copy was submitted: what writes a stored
+block, and what reads or zeroes a loaded one (rule 11). `submit` waits until a slice may go (ring.py), and a store for
 loads (loads_first.py).
 """
 
@@ -51,6 +51,8 @@ class StagedCopier(Copier):
     are for tests. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
     fit the device.
     """
+
+    knows_pieces = True
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the tim
 class Event(Protocol):
     """A point in a stream of work, passed when all that was submitted before it has run; from then on for good.
 
-    What is raised, by either method, says that this work has failed, and that nothing of it is in flight any more. It
-    may be raised once: asked again, the event may answer anything. So who catches it notes the failure.
+    An error raised by either method means that this work has failed, and that nothing of it is in flight any more. It
+    may be raised once: afterwards the event may answer anything. So the caller that catches it notes the failure.
     """
 
     def passed(self) -> bool:
@@ -70,7 +70,7 @@ class StreamPair:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a staged copier works with. `compute` returns the engine's current stream."""
+    """Streams of a staged copier. `compute` returns the engine's current stream."""
 
     compute: Callable[[], Stream]
     stores: StreamPair
@@ -112,7 +112,7 @@ class ImmediateStream:
 
 
 class DeviceEvent(Event):
-    """Of any device that torch has streams for."""
+    """Event of any device that torch has streams for."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self.event = self._new(stream.device)
@@ -126,7 +126,7 @@ class DeviceEvent(Event):
 
 
 class CudaEvent(DeviceEvent):
-    """Of a device that torch calls "cuda". Graphs that other threads capture are left alone."""
+    """Event of a device that torch calls "cuda". Graphs that other threads capture are left alone."""
 
     def _new(self, device: torch.device) -> torch.Event:
         self._working = partial(accelerator_driver().working_in, None)
@@ -138,7 +138,7 @@ class CudaEvent(DeviceEvent):
 
 
 class CudaStream:
-    """Of a device that torch calls "cuda": CUDA's or HIP's."""
+    """Stream of a device that torch calls "cuda": CUDA's or HIP's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream, self._handle = stream, stream.cuda_stream

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from cpu_prefix_cache.messages.plan import Direction
 
-# What changes from call to call must not make Triton compile again.
+# Arguments that change from call to call must not make Triton compile again.
 VARIES = ["table", "ids", "num_parts", "num_fragments", "device_blocks", "pitch", "chunks"]
 
 
@@ -62,7 +62,7 @@ def _copy(
             tl.store(on_device, tl.load(in_slot, mask=mask), mask=mask)
 
 
-# Whether Triton was told to interpret kernels (TRITON_INTERPRET=1) when this module was imported.
+# Whether TRITON_INTERPRET=1 was set when this module was imported.
 INTERPRETED = not isinstance(_copy, JITFunction)
 
 

@@ -1,11 +1,11 @@
-"""The copying half on one rank: one record for each transfer, from its plan until a plan calls it resolved.
+"""The copying half on one rank: one record (record.py) for each transfer, from its plan until it is resolved.
 
     waiting  --taken up-->  being submitted  ---->  moving  --its event is passed-->  done
         |                          `--raised-->  failed  `--raised, or too late-->  failed
         `--cancelled-->  failed
 
 A Future sees to it that a transfer is taken up or cancelled, never both. Each direction has a thread, which takes up
-its transfers in order; whatever is raised fails that transfer alone (rule 11). A load that overwrites what stores read
+its transfers in order; whatever is raised fails that transfer alone (rule 10). A load that overwrites what stores read
 is taken up when these have ended, and so are the loads behind it; if they overwrite what it reads, they are submitted
 in portions, in turn (exchange.py). Stores that hold compute are submitted as one by `run` itself, and fail together;
 compute is given its step behind them. Without threads `run` submits transfers itself, and raises an interrupt again
@@ -14,8 +14,7 @@ once its transfer has failed.
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
 is reported as late, and as failed when it has ended.
 
-An engine needs milliseconds from the end of a load until it computes. It may begin earlier, with loads that
-`ends_soon`: then it calls `still_open` before each plan, and `hold_compute` before anything reads what they bring.
+An engine may begin to compute before a load has ended (early.py).
 """
 
 import logging
@@ -24,15 +23,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.exchange import Exchange, exchanges
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.pace import Pace
+from cpu_prefix_cache.copier.record import CopyRecord, await_ended, ended
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
@@ -40,35 +40,6 @@ from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import VERSION, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 
 logger = logging.getLogger(__name__)
-
-NAP_SECONDS = 100e-6
-TELLING_BYTES = 16 << 20  # only larger loads say how fast loads are: smaller ones spend their time elsewhere
-FASTEST = 1e-12  # seconds per byte: a load that took less has not crossed the link
-SLOWER = 1.1  # the most that the pace slows down from one load to the next: a single load may have been held up
-RATED_BYTES = 256 << 20  # larger loads give the link's rate within a quarter: the last 62 MiB are not timed
-RATED_LOADS = 3  # the fastest of at least so many gives the rate, as any of them may have been held up
-
-
-class AnnouncedLoadError(RuntimeError):
-    """A load that `ends_soon` named has failed or is late, and the engine relies on the blocks that it was to fill."""
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """One transfer. The thread that submits it sets `event`, `taken_up` and `submitted_in`.
-    When `submission` is over, it has what the copier raised, or there is an `event`, unless nothing is copied."""
-
-    transfer: TransferPlan
-    submission: "Future[None]" = field(default_factory=Future)
-    event: Event | None = None  # of the transfer's end
-    after: Event = field(default_factory=Passed)  # it touches device blocks only then
-    began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
-    is_begun: bool = False  # it is in the queue of its thread, or was
-    taken_up: float | None = None  # of a load in a thread; None for an exchange: its pace is not that of other loads
-    submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
-    went_well: bool | None = None  # None: it has not ended
-    is_late: bool = False
-    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that asks the event
 
 
 class CopyWorker:
@@ -94,10 +65,9 @@ class CopyWorker:
     ) -> None:
         self._rank, self._copier, self._arena = rank, copier, arena
         self._load_seconds, self._clock, self._on_done = load_seconds, clock, on_done
-        self._copies: dict[int, _Copy] = {}  # in the order of their plans
+        self._copies: dict[int, CopyRecord] = {}  # in the order of their plans
         self._here: Event | None = None  # as of the last plan; None if nothing was to be copied then
-        self._seconds_per_byte: float | None = None  # of loads
-        self._rated, self._bytes_per_second = 0, 0.0  # large loads, and the rate of the fastest
+        self.pace = Pace()
         self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
         self._closed = False
         own = list(self._threads.values())
@@ -108,7 +78,7 @@ class CopyWorker:
         """Begin one step's transfers, after all that compute has been given by now. MisuseError for another version."""
         if plan.version != VERSION:
             raise MisuseError(f"this rank understands plans of version {VERSION}, got {plan.version}")
-        new = {transfer.id: _Copy(transfer) for transfer in plan.transfers}
+        new = {transfer.id: CopyRecord(transfer) for transfer in plan.transfers}
         before, self._here = self._here, None
         try:
             if self._arena is not None:
@@ -124,7 +94,7 @@ class CopyWorker:
             self._copies |= new
             for id in self._copies.keys() & plan.cancelled:
                 self._copies[id].submission.cancel()
-            exchanged = {} if self._closed else exchanges(plan.transfers)
+            exchanged = {} if self._closed else exchanges(plan.transfers, self._copier.knows_pieces)
             later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
             for copy in new.values():
                 copy.began, copy.after = began, early if copy.transfer.is_early else here
@@ -138,7 +108,7 @@ class CopyWorker:
             for id, copy in new.items():
                 if id not in later:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
-        except BaseException:  # what an interrupt keeps from being begun is reported as failed
+        except BaseException:  # copies that an interrupt keeps from being begun are reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
             raise
@@ -148,7 +118,7 @@ class CopyWorker:
         self._collect()
         self._end_late_loads()
         ready = None if self._arena is None else self._arena.ready_blocks
-        rate = self._bytes_per_second if self._rated >= RATED_LOADS else None
+        rate = self.pace.bytes_per_second
         if not self._copies:
             return RankReport(self._rank, ready_blocks=ready, load_bytes_per_second=rate)
         done = frozenset(id for id, copy in self._copies.items() if copy.went_well)
@@ -156,39 +126,10 @@ class CopyWorker:
         late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
         return RankReport(self._rank, done, failed, ready, late, rate)
 
-    def ends_soon(self, seconds: float) -> set[int]:
-        """The loads that will end within `seconds`, by the pace of earlier ones, and are more than half over. None
-        without threads. Transfers are done only when `report` says so."""
-        pace, soon = self._seconds_per_byte, set[int]()
-        for load in self._open_loads():  # one at a time is on the link
-            if pace is None or load.taken_up is None or load.is_late:
-                break
-            passed, expected = self._clock() - load.taken_up, load.transfer.num_bytes * pace
-            if passed < max(expected - seconds, expected / 2):
-                break
-            soon.add(load.transfer.id)
-        return soon
-
-    def still_open(self, ids: Iterable[int]) -> set[int]:
-        """Which of these loads have not ended. Called before each plan, because a plan may have an end forgotten.
-        Raises AnnouncedLoadError if one has failed or is late."""
-        report = self.report()
-        lost = sorted((report.failed | report.late).intersection(ids))
-        if lost:
-            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
-        return {id for id in ids if id in self._copies and self._copies[id].went_well is None}
-
-    def hold_compute(self, ids: Iterable[int]) -> None:
-        """Have what compute is given from now on run after these loads, once submitted. Raises like `still_open`."""
-        for id in self.still_open(ids):
-            while (event := self._copies[id].event) is None:
-                time.sleep(NAP_SECONDS)
-                self.still_open(ids)
-            try:
-                self._copier.hold_compute(event)
-            except Exception as error:
-                _failed(self._copies[id], error)
-                raise AnnouncedLoadError(f"load {id}, said to be ending, has failed: {error}") from error
+    def open_loads(self) -> list[CopyRecord]:
+        """The loads that had not ended at the last plan or report, in the order of their plans."""
+        copies = self._copies.values()
+        return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
 
     @property
     def is_busy(self) -> bool:
@@ -206,7 +147,7 @@ class CopyWorker:
         self._end()
         self._ending.detach()
 
-    def _begin(self, copy: _Copy, stores: Sequence[_Copy]) -> None:
+    def _begin(self, copy: CopyRecord, stores: Sequence[CopyRecord]) -> None:
         """Begin a transfer, and the stores that exchange blocks with it."""
         transfer = copy.transfer
         for each in (copy, *stores):
@@ -231,7 +172,7 @@ class CopyWorker:
         else:
             _submit(copy, before, self._copier, None)
 
-    def _hold_compute(self, stores: Sequence[_Copy]) -> None:
+    def _hold_compute(self, stores: Sequence[CopyRecord]) -> None:
         """Submit stores as one, and have compute run after it: a decode step may have one of each request."""
         begun = [copy for copy in stores if copy.submission.set_running_or_notify_cancel()]
         if not begun:
@@ -250,9 +191,9 @@ class CopyWorker:
                 copy.event = shared
                 copy.submission.set_result(None)
 
-    def _exchange(self, load: _Copy, stores: Sequence[_Copy], before: Sequence[_Copy]) -> None:
+    def _exchange(self, load: CopyRecord, stores: Sequence[CopyRecord], before: Sequence[CopyRecord]) -> None:
         both = {each.transfer.id: each for each in (load, *stores)}
-        first = partial(_await, [each for each in before if each.transfer.id not in both])
+        first = partial(await_ended, [each for each in before if each.transfer.id not in both])
         plans = [store.transfer for store in stores]
         after = {id: each.after for id, each in both.items()}
         exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
@@ -260,10 +201,6 @@ class CopyWorker:
             thread.jobs.put(partial(exchange.submit, direction))
         if not self._threads:
             exchange.submit(*Direction)
-
-    def _open_loads(self) -> list[_Copy]:
-        copies = self._copies.values()
-        return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
 
     def _collect(self) -> None:
         """See what has ended. What one thread submits in one direction ends in order: after one that moves no event is
@@ -274,30 +211,19 @@ class CopyWorker:
             submitted_by = copy.transfer.direction, copy.transfer.holds_compute
             if copy.went_well is not None or (copy.event is not None and submitted_by in moving):
                 continue
-            went_well = _ended(copy)
+            went_well = ended(copy)
             if went_well is None:
                 moving.add(submitted_by)
                 continue
             copy.went_well = went_well and not copy.is_late
-            self._learn(copy)
+            if copy.submitted_in is not None:
+                self.pace.learn(copy.transfer.num_bytes, copy.submitted_in)
             if copy.went_well and self._on_done is not None:
                 self._on_done(copy.transfer, self._clock() - copy.began)
 
-    def _learn(self, copy: _Copy) -> None:
-        """How fast loads are."""
-        seconds, num_bytes = copy.submitted_in, copy.transfer.num_bytes
-        if seconds is None or num_bytes < TELLING_BYTES or seconds < num_bytes * FASTEST:
-            return
-        taken = seconds / num_bytes
-        known = taken if self._seconds_per_byte is None else self._seconds_per_byte
-        self._seconds_per_byte = min(taken, known * SLOWER)
-        if num_bytes >= RATED_BYTES:
-            self._rated += 1
-            self._bytes_per_second = max(self._bytes_per_second, 1 / taken)
-
     def _end_late_loads(self) -> None:
         """Cancel loads whose deadline has passed, or mark them as late if they have begun."""
-        if (limit := self._load_seconds) is None or not (loads := self._open_loads()):
+        if (limit := self._load_seconds) is None or not (loads := self.open_loads()):
             return
         now = self._clock()
         for load in loads:
@@ -331,13 +257,13 @@ class _CopyThread(threading.Thread):
                 logger.exception("%s was interrupted", self.name)
 
 
-def _submit(copy: _Copy, before: Sequence[_Copy], copier: Copier, clock: Callable[[], float] | None) -> None:
+def _submit(copy: CopyRecord, before: Sequence[CopyRecord], copier: Copier, clock: Callable[[], float] | None) -> None:
     """Submit a transfer, once those `before` have ended, unless it is cancelled by then. What is raised goes into its
     record; what is no Exception is raised."""
     try:
         if before:
             with copier.awaiting_stores() if copy.transfer.direction is Direction.LOAD else nullcontext():
-                _await(before)
+                await_ended(before)
         if not copy.submission.set_running_or_notify_cancel():
             return
         if clock is not None:
@@ -346,7 +272,7 @@ def _submit(copy: _Copy, before: Sequence[_Copy], copier: Copier, clock: Callabl
         if clock is not None and copy.taken_up is not None:
             copy.submitted_in = clock() - copy.taken_up
         copy.event = event  # last: from here on a report may see the end
-    except BaseException as error:  # whatever it is, the transfer must resolve (rule 11)
+    except BaseException as error:  # whatever it is, the transfer must resolve (rule 10)
         copy.submission.set_exception(error)
         if not isinstance(error, Exception):
             raise
@@ -354,7 +280,7 @@ def _submit(copy: _Copy, before: Sequence[_Copy], copier: Copier, clock: Callabl
         copy.submission.set_result(None)
 
 
-def _take_up(copies: Mapping[int, _Copy], id: int, end: Event) -> bool:
+def _take_up(copies: Mapping[int, CopyRecord], id: int, end: Event) -> bool:
     """A transfer that goes in portions begins, if it has not been cancelled. May be called again."""
     copy = copies[id]
     if not copy.submission.cancelled():
@@ -382,7 +308,7 @@ class _Shared(Event):
                 raise
 
 
-def _joined(copies: Iterable[_Copy]) -> list[GroupCopy]:
+def _joined(copies: Iterable[CopyRecord]) -> list[GroupCopy]:
     """Their pieces, group by group."""
     joined = dict[int, GroupCopy]()
     for each in (each for copy in copies for each in copy.transfer.copies):
@@ -393,70 +319,17 @@ def _joined(copies: Iterable[_Copy]) -> list[GroupCopy]:
     return list(joined.values())
 
 
-def _refuse(copies: Iterable[_Copy], error: BaseException) -> None:
+def _refuse(copies: Iterable[CopyRecord], error: BaseException) -> None:
     for copy in copies:
         with suppress(InvalidStateError):  # it is cancelled
             copy.submission.set_exception(error)
 
 
-def _ended(copy: _Copy) -> bool | None:
-    """Whether a transfer has ended well; None: it has not ended, or another thread waits for its end and will note a
-    failure. If that cannot be found out, it has failed.
-    """
-    if copy.event is None and not copy.submission.done():
-        return None
-    if not copy.looking.acquire(blocking=False):
-        return None
-    try:
-        if copy.went_well is not None:  # who waited has noted it
-            return copy.went_well
-        if copy.event is not None:  # set before the submission is over
-            return copy.event.passed() or None
-        if copy.submission.cancelled():
-            return False
-        error = copy.submission.exception()
-        if error is not None:
-            _failed(copy, error)
-        return error is None  # it copied nothing
-    except Exception as error:
-        _failed(copy, error)
-        return False
-    finally:
-        copy.looking.release()
+def _drain(copies: dict[int, CopyRecord]) -> None:
+    await_ended(list(copies.values()))
 
 
-def _failed(copy: _Copy, error: BaseException) -> None:
-    """Note it where it is seen: an event need not raise again."""
-    copy.went_well = False
-    is_expected = isinstance(error, OSError)  # of a disk or a server: what it says is enough
-    logger.error("transfer %d failed: %s", copy.transfer.id, error, exc_info=None if is_expected else error)
-
-
-def _drain(copies: dict[int, _Copy]) -> None:
-    _await(list(copies.values()))
-
-
-def _await(copies: Iterable[_Copy]) -> None:
-    for copy in copies:
-        _until_ended(copy)
-
-
-def _until_ended(copy: _Copy) -> None:
-    with copy.looking:
-        if copy.went_well is not None:
-            return
-        try:
-            if copy.event is None:
-                copy.submission.exception()  # waits until it is over
-            if copy.event is not None:
-                copy.event.until_passed()
-        except CancelledError:
-            return  # `report` sees it too
-        except Exception as error:
-            _failed(copy, error)
-
-
-def _end(threads: Sequence[_CopyThread], copies: dict[int, _Copy], arena: HostArena | None) -> None:
+def _end(threads: Sequence[_CopyThread], copies: dict[int, CopyRecord], arena: HostArena | None) -> None:
     _drain(copies)
     for thread in threads:
         thread.jobs.put(None)

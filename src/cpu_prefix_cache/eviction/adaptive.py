@@ -15,7 +15,7 @@ A segment moves only here:
     admitted    by other requests: to the next bin, when it is old enough (buckets.py)
     inserted    more of its chunks are here, from the first on
     evict       its last chunks leave; without any it is a *ghost*. So with `removed`
-    cleared     nowhere, until a request has it again, or a block of it is handed out: then it is a ghost
+    anew        all of them are ghosts, those last that were used last
     forgotten   the oldest ghosts, while there are more than a third as many as blocks
 
 It is a *leaf*, and can be evicted from, while nothing hangs below its deepest chunk. A checkpoint is a segment of its
@@ -36,10 +36,10 @@ from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, UNKNOWN, kinds_of
 from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
+from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
-from cpu_prefix_cache.messages.errors import InternalError, MisuseError
-from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.messages.choice import Choice, Victims
+from cpu_prefix_cache.messages.errors import MisuseError
 
 NOBODY: tuple[Rank, Sequence[int]] = ((inf, 0, 0), ())
 # So many requests may have one time, to the last digit: 5 of a recorded trace do, by chance. More of them were rounded.
@@ -65,7 +65,6 @@ class Adaptive(EvictionPolicy):
         self._now = self._told = 0.0  # by our clock, and by the engine's
         self._at_once = 0  # requests at this very moment
         self._pace = LONGEST_PACE  # seconds that a request took, at the moment before
-        self._foreseen: tuple[int, list[Sequence[int]]] = (NONE, [])  # by `accepts`, and how old the forest was then
 
     # A request
 
@@ -75,7 +74,6 @@ class Adaptive(EvictionPolicy):
         if not keys or now is None:
             raise MisuseError("the policy 'adaptive' needs the keys of every request and the time of its admission")
         self._tell_time(now)
-        self._foreseen = (NONE, [])
         use = self._buckets.begin(self._now)
         path, matched = self._walk(keys)
         kinds = kinds_of(path, matched)
@@ -84,7 +82,8 @@ class Adaptive(EvictionPolicy):
             self._buckets.use(segment, kinds.pop(), use)
             if not segment.resident:
                 self._become_youngest_ghost(segment)
-        if deepest != NONE and self._is_checkpoint(deepest):
+        depth = 0 if deepest == NONE else self._forest.depth[deepest]
+        if depth and self._keys[deepest] not in keys[depth - 1 : depth]:  # it is a checkpoint
             self._buckets.use(self._mark[deepest], path[-1].kind, use)
         self._forget_ghosts()
         self._buckets.a_request_came()
@@ -136,12 +135,12 @@ class Adaptive(EvictionPolicy):
         if displaced is not None:
             self._forget(displaced)
 
-    # What is here
+    # Cached chunks
 
-    def inserted(self, blocks: Sequence[int], touch: None) -> None:
+    def inserted(self, blocks: Sequence[int], touch: None, *, ends_in_checkpoint: bool = False) -> None:
         parent = self._forest.parent[blocks[0]]
         top: Segment | None = self._mark[parent]
-        above, at, stop = top, 0, len(blocks) - self._is_checkpoint(blocks[-1])
+        above, at, stop = top, 0, len(blocks) - ends_in_checkpoint
         while at < stop:
             above = self._next_segment(blocks, at, stop, blocks[at - 1] if at else parent, above)
             at += self._arrive(above, blocks, at, stop)
@@ -159,7 +158,7 @@ class Adaptive(EvictionPolicy):
         segment.resident += count
         segment.deepest = blocks[at + count - 1]
         if segment.resident == segment.length:
-            segment.last = self._keys[segment.deepest]  # it is what is here, whatever a forgotten request had told
+            segment.last = self._keys[segment.deepest]  # cached chunks outweigh keys of a forgotten request
         self._place(segment)
         return count
 
@@ -173,7 +172,7 @@ class Adaptive(EvictionPolicy):
         return self._segment(blocks, at, stop, above)
 
     def _segment(self, blocks: Sequence[int], at: int, stop: int, above: Segment | None) -> Segment:
-        """The segment that begins with the first of `blocks[at:stop]`; a new one if no request told of it.
+        """The segment that begins with the first of `blocks[at:stop]`; a new one if no request had it.
 
         That has the class and the age of the one above.
         """
@@ -201,34 +200,28 @@ class Adaptive(EvictionPolicy):
         self._shrink(segment, 1, self._forest.parent[block])
         self._forget_ghosts()
 
-    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
-        self._segments.clear()
-        self._buckets.clear(left)
-        self._foreseen = (NONE, [])
-
-    def forgotten(self, blocks: Sequence[int]) -> None:
-        mark = self._mark
-        segments: dict[Segment, None] = dict.fromkeys(mark[block] for block in blocks if mark[block] is not None)
-        for block in blocks:
-            mark[block] = None
-        for segment in segments:
-            is_known = segment.first and self._segments.find(segment.first) is segment
-            if is_known and segment.ring is None and not segment.resident:
-                self._become_youngest_ghost(segment)
+    def anew(self, forest: Forest) -> "Adaptive":
+        self._forest, self._mark, self._keys = forest, forest.mark, forest.key
+        self._segments.anew(forest)
+        here = [segment for segment in self._segments.known() if segment.resident]
+        for segment in sorted(here, key=lambda segment: segment.use.at):
+            segment.resident, segment.deepest = 0, NONE
+            self._place(segment)
         self._forget_ghosts()
+        return self
 
     def bared(self, block: int) -> None:
         self._place(self._mark[block])
 
-    # What is to go
+    # Eviction
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
         coming = self._coming(parent, incoming)
         accepted = len(incoming)
         order = self._order(count, held=parent)
         runs: list[Sequence[int]] = []
         rank, run = next(order, NOBODY)
-        while count > 0 and coming:
+        while count > 0 and coming and run:
             own, chunks = coming[-1]
             if (rank[0] * margin, *rank[1:]) <= own:
                 runs.append(run)
@@ -242,11 +235,10 @@ class Adaptive(EvictionPolicy):
             coming[-1] = own, chunks - declined
             if declined == chunks:
                 coming.pop()
-        self._foreseen = self._forest.changes, runs
-        return accepted
+        return Choice(accepted, runs)
 
     def _coming(self, parent: int, incoming: Sequence[bytes]) -> list[tuple[Rank, int]]:
-        """Of each segment that chunks with these keys are of, from the first on: its rank, and how many they are."""
+        """Segments of the chunks with these keys, from the first on: the rank of each, and the number of its chunks."""
         coming: list[tuple[Rank, int]] = []
         above: Segment | None = None if parent == NONE else self._mark[parent]
         at = 0
@@ -264,27 +256,20 @@ class Adaptive(EvictionPolicy):
             at += coming[-1][1]
         return coming
 
-    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        runs = self._next_runs(count)
+    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+        runs = self._next_runs(count, chosen)
         for run in runs:
             self._evict_run(run)
         self._forget_ghosts()
         return [block for run in runs for block in run]
 
-    def _next_runs(self, count: int) -> list[Sequence[int]]:
-        """The runs of the next `count` chunks to leave: those foreseen, if nothing has changed since, or new ones."""
-        changes, foreseen = self._foreseen
-        known = iter(foreseen)
-        if changes != self._forest.changes or sum(map(len, foreseen)) < count:
-            known = (run for _, run in self._order(count))
+    def _next_runs(self, count: int, chosen: Victims) -> list[Sequence[int]]:
+        """The runs of the next `count` chunks to leave: those chosen, if they are enough, or new ones."""
+        order = iter(chosen) if sum(map(len, chosen)) >= count else (run for _, run in self._order(count))
         runs: list[Sequence[int]] = []
-        left = count
-        while left:
-            run = next(known, ())
-            if not run:
-                raise InternalError(f"{count} chunks were to be evicted, but only {count - left} can go")
-            runs.append(run[:left])
-            left -= len(runs[-1])
+        while count and (run := next(order, ())):
+            runs.append(run[:count])
+            count -= len(runs[-1])
         return runs
 
     def _evict_run(self, run: Sequence[int]) -> None:
@@ -302,16 +287,16 @@ class Adaptive(EvictionPolicy):
         return chain.from_iterable(run for _, run in self._order(longest=16))
 
     def _order(self, longest: int, held: int = NONE) -> Iterator[tuple[Rank, Sequence[int]]]:
-        """Who would leave, one run of chunks after the other, if nothing came meanwhile. Changes nothing.
+        """Runs of chunks in the order in which they would leave, if nothing came meanwhile. Changes nothing.
 
         The chunks of a run are of one segment, `longest` at most. What stands at or above node `held` stays.
         """
         forest, mark = self._forest, self._mark
         parents, children, pins = forest.parent, forest.children, forest.pins
-        gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
+        departures = Departures(forest)
         bared: list[tuple[Rank, int, int]] = []  # (rank, which one, block) of what this walk made childless; a heap
         ends = self._buckets.ends()
-        turn = 0  # of what becomes childless, in that order
+        turn = 0  # segments that become childless, in that order
         ahead = next(ends, None)
         while bared or ahead is not None:
             if ahead is None or (bared and bared[0][0] < ahead[0]):
@@ -319,7 +304,7 @@ class Adaptive(EvictionPolicy):
             else:
                 (rank, block), number = ahead, NONE
                 ahead = next(ends, None)
-            if pins[block] or block == held or children[block] != gone.get(block, 0):
+            if block == held or not departures.may_leave(block):
                 continue
             segment, run = mark[block], [block]
             block = parents[block]
@@ -329,21 +314,14 @@ class Adaptive(EvictionPolicy):
                 run.append(block)
                 block = parents[block]
             yield rank, run
-            above = mark[block]
-            if above is not None:
-                gone[block] = gone.get(block, 0) + 1
-                if children[block] == gone[block]:
-                    following = number if above is segment else turn  # the same one goes on in its place
-                    turn += 1
-                    heapq.heappush(bared, (self._buckets.rank(above), following, block))
+            block = departures.leave(run[-1])
+            if block != NONE:
+                above = mark[block]
+                following = number if above is segment else turn  # the same one goes on in its place
+                turn += 1
+                heapq.heappush(bared, (self._buckets.rank(above), following, block))
 
     # Small things
-
-    def _is_checkpoint(self, node: int) -> bool:
-        if node < self._forest.root:
-            return False  # it has a block of its own (forest.py)
-        above = self._keys[self._forest.parent[node]]
-        return above is not None and self._keys[node] == checkpoint_key(above)
 
     def _shrink(self, segment: Segment, count: int, parent: int) -> None:
         """The last chunks of a segment are gone, and `parent` is what they hung below."""
@@ -384,7 +362,6 @@ class Adaptive(EvictionPolicy):
         ghosts = list(members(self._ghosts))
         nodes = self._forest.nodes()
         here: set[Segment] = {mark[block] for block in nodes}
-        before = {segment for block, segment in enumerate(mark) if segment is not None and block not in nodes}
         assert len(ghosts) == self._num_ghosts, "ghosts are miscounted"
         assert self._num_ghosts <= self._most_ghosts, "there are too many ghosts"
         assert here.isdisjoint(ghosts), "a segment that is here is a ghost"
@@ -393,7 +370,7 @@ class Adaptive(EvictionPolicy):
         self._buckets.check_valid(known)
         for segment in known:
             resident = sum(mark[block] is segment for block in nodes)
-            assert segment in here or segment in ghosts or segment in before, "a segment stands nowhere"
+            assert segment in here or segment in ghosts, "a segment stands nowhere"
             is_leaf = bool(resident and not children[segment.deepest])
             assert (segment in segment.use.leaves) == is_leaf, "a segment is a leaf, or is none"
             if segment in here or segment in ghosts:

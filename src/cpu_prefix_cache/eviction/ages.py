@@ -21,7 +21,7 @@ LEAVES_OF_A_MOVE = 10
 
 
 class Use(Linked):
-    """What was last used at `at` seconds, by one request, or by `shared_by` that came within a second.
+    """The last use, at `at` seconds, by one request, or by `shared_by` that came within a second.
 
     `members` counts its segments by class, and `leaves` are those of them that can be evicted from.
     """
@@ -36,7 +36,7 @@ class Use(Linked):
         self.leaves: dict[Segment, None] = {}
 
 
-NEVER = Use(0.0)  # what no request has used yet
+NEVER = Use(0.0)  # not used by any request yet
 
 
 class Ages:
@@ -81,7 +81,7 @@ class Ages:
                 then = use.at + edge
                 for each, count in use.members.items():
                     bucket = each * BINS + bin
-                    left = then if then > since[each] else since[each]  # what was learned of it is not taken back
+                    left = then if then > since[each] else since[each]  # its lessons are not taken back
                     inside[bucket] -= count
                     seconds[bucket] += count * left
                     inside[bucket + 1] += count

@@ -25,8 +25,8 @@ hangs below it (rule 3):
     the paper evicts these; here the end of the prompt is declined. But T1 can have a fifth of the blocks in any case,
     or there are no ghosts to learn from. docs/policies.md has what this changes.
 
-A row of *strangers*, new chunks that are no ghosts, does not change p, and its effect on the ghosts can be told
-beforehand. So strangers are dealt with together, as far as their victims are one run.
+Consecutive *strangers*, new chunks that are in no ghost list, leave p unchanged, and their effect on the ghosts can be
+computed beforehand. So strangers are dealt with together, as far as their victims are one run.
 """
 
 import math
@@ -38,6 +38,7 @@ from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
 from cpu_prefix_cache.eviction.touches import Ring, renew
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.messages.choice import Choice, Victims
 
 LONGEST_ROW = 32  # ghosts that come back together: what is compared beyond the victims they find is lost time
 LEAST_SHARE = 5  # T1 can have a fifth of the blocks in any case. With a tenth some sizes had .4 points fewer hits
@@ -54,7 +55,16 @@ class Arc(TwoLists):
         self._ghosts = Ghosts()
         self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
+    def anew(self, forest: Forest) -> "Arc":
+        other = Arc(forest)
+        self._leave_to(other)
+        other._target, other._ghosts = self._target, self._ghosts
+        return other
+
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
+        return Choice(self._accepted(incoming, count))
+
+    def _accepted(self, incoming: Sequence[bytes], count: int) -> int:
         once = self._once
         due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once.size)
         strangers = max(0, len(incoming) - count + once.size - once.coming + due)
@@ -71,8 +81,10 @@ class Arc(TwoLists):
 
     def announced(self, blocks: Sequence[int]) -> None:
         mark = self._mark
-        for block, ring in zip(blocks, self._destinations, strict=True):
+        for block, ring in zip(blocks, self._destinations, strict=False):
             mark[block] = ring
+        for ring in self._destinations[len(blocks) :]:
+            ring.expect(-1)
 
     def retired(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -81,7 +93,7 @@ class Arc(TwoLists):
                 ring.expect(-1)
                 self._mark[block] = None
 
-    def inserted(self, blocks: Sequence[int], touch: ArcTouch) -> None:
+    def inserted(self, blocks: Sequence[int], touch: ArcTouch, *, ends_in_checkpoint: bool = False) -> None:
         mark = self._mark
         rings = [mark[block] for block in blocks]
         if None not in rings:
@@ -93,7 +105,7 @@ class Arc(TwoLists):
                 [ring] = self._destinations
             self._insert([block], [ring], touch)
 
-    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
         self._once.passed, self._again.passed = self._once, self._again
         if incoming:
             self._destinations = []
@@ -109,9 +121,11 @@ class Arc(TwoLists):
             else:
                 stop = min(ghost, room) if at < room else ghost
                 victims += self._let_in_strangers(stop - at, has_room=at < room)
+            if at == len(self._destinations):
+                return victims  # the others find no room
             at = len(self._destinations)
-        while len(victims) < count:
-            victims += self._evict_for_nobody(count - len(victims))
+        while len(victims) < count and (run := self._evict_for_nobody(count - len(victims))):
+            victims += run
         return victims
 
     def soonest_evicted(self) -> Iterator[int]:
@@ -168,6 +182,8 @@ class Arc(TwoLists):
             leaving, same = self._gives_for_ghosts(which)
             victims = self._take(min(count, same), leaving, others=1)
             count = len(victims)
+            if not victims:
+                return []
         self._learn_row(which, count, leaving)
         self._ghosts.take(incoming[at], count)
         if victims:
@@ -210,6 +226,8 @@ class Arc(TwoLists):
             count = min(count, room) if room > 0 else count
             victims = self._take(count, AGAIN if room > 0 else ONCE, others=count)
             count = len(victims)
+            if not victims:
+                return []
         if ending != NONE:
             self._ghosts.drop_oldest(ending, count)
         self._once.expect(count)
@@ -223,7 +241,8 @@ class Arc(TwoLists):
         excess = self._once.size - self._target
         count = min(count, math.ceil(excess)) if excess > 0 else count
         victims = self._take(count, ONCE if excess > 0 else AGAIN, others=count)
-        self._evict_run(victims)
+        if victims:
+            self._evict_run(victims)
         return victims
 
     def _evict_run(self, run: Sequence[int]) -> None:
@@ -237,7 +256,7 @@ class Arc(TwoLists):
         super()._evict_run(run)
 
     def _adapted(self, which: int, target: float, counts: Sequence[int]) -> float:
-        """What p becomes when a ghost of a list comes back, which `counts` still has."""
+        """The new p when a ghost of a list comes back, which `counts` still has."""
         b1, b2 = counts
         if which == ONCE:
             more = target + (b2 / b1 if b2 > b1 else 1.0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from cpu_prefix_cache.index.forest import Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
+from cpu_prefix_cache.messages.choice import Choice, Victims
 
 
 class EvictionPolicy(Protocol):
@@ -12,15 +12,17 @@ class EvictionPolicy(Protocol):
 
     What it keeps for each chunk is in `Forest.mark`, None where it keeps nothing. The life of a chunk:
 
-        accepts            is it worth its room?
+        choose             is it worth its room?
         evict(n, keys)     room is made for chunks with these keys
         announced          they are being written to these blocks
         inserted           they can be found now; or `retired`: they never will be
         removed            they lose their key, by withdrawal; what `evict` returns has lost it already
-        cleared            or all have lost theirs at once, and are `forgotten` when their blocks are handed out
+
+    A reset replaces the forest, and the policy by one that `anew` returns.
 
     A request is one use, whatever its length. `admitted` returns its *touch*, the policy's own mark of that use, which
-    the pool gives back with every chunk the request adds. Only a childless, unpinned chunk may be evicted (rule 3).
+    the pool gives back with every chunk the request adds. Only a childless, unpinned chunk may be evicted (rule 3). The
+    end of a transfer or of a request changes no order.
     """
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Any:
@@ -34,42 +36,41 @@ class EvictionPolicy(Protocol):
         """These chunks have left the pool beside this one, in this order: none was used more recently."""
         return
 
-    def accepts(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
-        """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
+        """Which of the chunks with these keys, from the first on, are worth what would have to leave for them.
 
         They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
-        all of them came. A policy that knows what chunks are worth asks for `margin` times what would leave. Changes
-        nothing. All of them, unless a policy overrides it.
+        all of them came. A policy that knows the worth of chunks requires `margin` times the worth of those that would
+        leave. Changes nothing. All of them, unless a policy overrides it.
         """
-        return len(incoming)
+        return Choice(len(incoming))
 
-    def inserted(self, blocks: Sequence[int], touch: Any) -> None:
-        """`blocks`, each below the one before it, were added by the request of this touch."""
+    def inserted(self, blocks: Sequence[int], touch: Any, *, ends_in_checkpoint: bool = False) -> None:
+        """`blocks`, each below the one before it, were added by the request of this touch: chunks, and at the end
+        perhaps a checkpoint.
+        """
 
     def removed(self, block: int) -> None:
         """A chunk is about to lose its key, by withdrawal. All chunks below it have lost theirs."""
 
-    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
-        """All chunks have lost their keys at once, but those being written are still coming. What was learned is kept.
-
-        O(chunks being written). What was kept of the others goes with `forgotten`, or with what is `left`.
-        """
-
-    def forgotten(self, blocks: Sequence[int]) -> None:
-        """The marks of these are of before `cleared`, if they have any, and are to go."""
+    def anew(self, forest: Forest) -> "EvictionPolicy":
+        """A policy for this forest, which is empty, with what this one has learned. This one is used no more."""
 
     def bared(self, block: int) -> None:
         """The last of the withdrawn chunks below `block` is gone: it may leave again."""
 
-    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        """Take the next `count` chunks out of the forest, childless ones first. The pool has made sure they exist.
+    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+        """Take the next `count` chunks out of the forest, childless ones first; fewer, if all others are pinned.
 
         `incoming`: the keys of the chunks that room is made for, parents first, if the caller knows them. The last
-        `count` of them need the room, one chunk each; more are evicted after them if `count` is larger.
+        `count` of them need the room, one chunk each; more are evicted after them if `count` is larger. `chosen`: the
+        victims that `choose` named for them, if nothing has changed since.
         """
 
     def announced(self, blocks: Sequence[int]) -> None:
-        """The chunks that were `incoming` in the last `evict` are being written to `blocks`, in that order."""
+        """The first chunks that were `incoming` in the last `evict` are being written to `blocks`, in that order. The
+        others found no room.
+        """
         return
 
     def retired(self, blocks: Sequence[int]) -> None:

@@ -15,7 +15,6 @@ from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.eviction.rings import members, move
 from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
-from cpu_prefix_cache.index.leftovers import Leftovers
 
 # Classes are learned anew in rounds, one with each request, which takes 20 us. A round is so many requests.
 ROUND, EARLY_ROUND = 200, 32
@@ -105,13 +104,6 @@ class Buckets:
         """A segment is no leaf any more."""
         leave(segment)
         del segment.use.leaves[segment]
-
-    def clear(self, left: Leftovers) -> None:
-        """No segment is a leaf any more. O(uses)."""
-        self._rings.clear()
-        for use in self._ages.uses():
-            left.add(use.leaves)
-            use.leaves = {}
 
     def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""

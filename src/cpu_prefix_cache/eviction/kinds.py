@@ -1,12 +1,12 @@
-"""What kind of use a request makes of each segment of its prompt: its *class*, of three features.
+"""The kind of use that a request makes of each segment of its prompt: its *class*, of three features.
 
     turn    how many prompts had ended above its last segment: the turn of a conversation
     role    of the segment: several segments have begun below it, and how many; or it was passed; or it is the last one,
             and then whether this prompt came before, whether it continues a conversation, or branches off a document
     gap     how long the segment had waited when it was used before, if it is shared; else how long the last one had
 
-That they tell apart which conversations go on, and when, is from "KVCache in the wild" (USENIX ATC '25); gaps serve
-agents, whose tools take their time.
+The idea that they predict which conversations go on, and when, is from "KVCache in the wild" (USENIX ATC '25); gaps
+serve agents, whose tools take their time.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a chunk costs to compute again, by its depth, in *levels*: depths of about the same cost.
+"""Cost of computing a chunk again, by its depth, in *levels*: depths of about the same cost.
 
     level                 0      1      2      3 ...
     cost, at least        1   1.25   1.56   1.95        of what a chunk at the beginning of a prompt costs

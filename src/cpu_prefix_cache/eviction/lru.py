@@ -4,9 +4,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, renew
+from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
-from cpu_prefix_cache.messages.errors import InternalError
+from cpu_prefix_cache.messages.choice import Victims
 
 
 class Lru(TouchPolicy):
@@ -15,6 +15,11 @@ class Lru(TouchPolicy):
     def __init__(self, forest: Forest) -> None:
         super().__init__(forest, rings=1)
         (self._ring,) = self._rings
+
+    def anew(self, forest: Forest) -> "Lru":
+        other = Lru(forest)
+        self._leave_to(other)
+        return other
 
     def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Touch:
         self._stamp += 1
@@ -36,11 +41,7 @@ class Lru(TouchPolicy):
                 self._ring.enter_young(touch, block)
             last = block
 
-    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
-        super().cleared(writing, left)
-        (self._ring,) = self._rings
-
-    def inserted(self, blocks: Sequence[int], touch: Touch) -> None:
+    def inserted(self, blocks: Sequence[int], touch: Touch, *, ends_in_checkpoint: bool = False) -> None:
         renew(touch, self._ring)
         if touch.block != NONE and not self._forest.children[touch.block]:
             self._branch_off(touch)
@@ -51,21 +52,20 @@ class Lru(TouchPolicy):
             self._ring.enter_young(touch, blocks[-1])
         touch.block = blocks[-1]
 
-    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
         ring = self._ring
         ring.passed = ring
         victims: list[int] = []
         while len(victims) < count:
             run = self._take_childless(ring, count - len(victims))
             if not run:
-                raise InternalError(f"{count} chunks were to be evicted, but only {len(victims)} can go")
+                break
             self._evict_run(run)
             victims += run
         return victims
 
     def soonest_evicted(self) -> Iterator[int]:
-        forest, marks, ring = self._forest, self._mark, self._ring
-        gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
+        marks, ring, departures = self._mark, self._ring, Departures(self._forest)
         bared: list[tuple[int, int]] = []  # (stamp, block) of parents that this walk made childless; a heap
         touch = ring.younger
         while bared or touch is not ring:
@@ -74,14 +74,10 @@ class Lru(TouchPolicy):
             else:
                 stamp, block = touch.stamp, touch.block
                 touch = touch.younger
-            while forest.children[block] == gone.get(block, 0) and not forest.pins[block]:
+            while block != NONE and departures.may_leave(block):
                 yield block
-                block = forest.parent[block]
-                gone[block] = gone.get(block, 0) + 1
-                if block == forest.root:
-                    break
-                own = marks[block]
-                if own.stamp > stamp:
-                    if own.block == NONE and forest.children[block] == gone[block]:
+                block = departures.leave(block)
+                if block != NONE and (own := marks[block]).stamp > stamp:
+                    if own.block == NONE:
                         heapq.heappush(bared, (own.stamp, block))  # as `bared` puts its touch back into the ring
                     break

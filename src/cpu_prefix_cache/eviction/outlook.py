@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
 from cpu_prefix_cache.eviction.touches import Ring, Touch
+from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
 
 ONCE, AGAIN = 0, 1
@@ -24,8 +25,8 @@ class Outlook:
         self._rings = rings
         self._ahead = [ring.younger for ring in rings]
         self._heaps: tuple[list[tuple[int, int]], ...] = ([], [])  # (stamp, block)
-        self._gone: dict[int, int] = {}  # how many children of a chunk come before it in this order
-        self._gone_again: dict[int, int] = {}  # how many of those are in T2
+        self._departures = Departures(forest)
+        self._gone_again: dict[int, int] = {}  # how many children in T2 of a chunk have left
         self._raised: dict[int, int] = {}  # the stamps that chunks in T2 inherit from children in T1
 
     def order(self) -> Iterator[int]:
@@ -43,7 +44,7 @@ class Outlook:
         heap = self._heaps[ONCE]
         while self._has_front(ONCE):
             stamp, block = heapq.heappop(heap)
-            if not self._has_children(block) and not self._forest.pins[block]:
+            if self._departures.may_leave(block):
                 self._size -= 1
                 self._pass(block, stamp, ONCE)
                 return block
@@ -57,7 +58,7 @@ class Outlook:
                 heapq.heapreplace(heap, (self._raised[block], block))
                 continue
             if not self._forest.pins[block]:
-                if not self._has_children(block):
+                if self._departures.may_leave(block):
                     heapq.heappop(heap)
                     self._pass(block, stamp, AGAIN)
                     return block
@@ -76,10 +77,9 @@ class Outlook:
 
     def _pass(self, block: int, stamp: int, which: int) -> None:
         """`block` would leave now: its parent loses a child, inherits the stamp, and may become an end."""
-        parent = self._forest.parent[block]
+        parent, bared = self._forest.parent[block], self._departures.leave(block)
         if parent == self._forest.root:
             return
-        self._gone[parent] = self._gone.get(parent, 0) + 1
         own: Touch = self._forest.mark[parent]
         if which == AGAIN:
             gone = self._gone_again[parent] = self._gone_again.get(parent, 0) + 1
@@ -87,8 +87,5 @@ class Outlook:
                 heapq.heappush(self._heaps[AGAIN], (max(stamp, own.stamp), parent))
         elif own.ring is self._rings[AGAIN]:
             self._raised[parent] = max(stamp, self._raised.get(parent, 0))
-        elif not self._has_children(parent) and (own.block != parent or own.stamp <= stamp):  # or it would come twice
+        elif bared != NONE and (own.block != parent or own.stamp <= stamp):  # or it would come twice
             heapq.heappush(self._heaps[ONCE], (max(stamp, own.stamp), parent))
-
-    def _has_children(self, block: int) -> bool:
-        return self._forest.children[block] != self._gone.get(block, 0)

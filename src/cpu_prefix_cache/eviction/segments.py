@@ -32,9 +32,22 @@ class Segment(Linked):
     """
 
     __slots__ = (
-        *("first", "last_but_one", "last", "length", "resident", "deepest"),
-        *("use", "kind", "turn", "ended", "is_end", "children", "gap", "ring", "epoch"),
-        *("depth", "level"),
+        "children",
+        "deepest",
+        "depth",
+        "ended",
+        "first",
+        "gap",
+        "is_end",
+        "kind",
+        "last",
+        "last_but_one",
+        "length",
+        "level",
+        "resident",
+        "ring",
+        "turn",
+        "use",
     )
 
     def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
@@ -53,7 +66,6 @@ class Segment(Linked):
         self.depth = stop
         self.level = 0
         self.ring: Segment | None = None  # the ring it stands in, by its end
-        self.epoch = 0  # of `Segments`, when it was known to be here, or not
 
     def extend(self, keys: Sequence[bytes]) -> None:
         """It goes on with these chunks."""
@@ -104,25 +116,20 @@ class Segments:
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
-        self._epoch = 0
 
     def find(self, key: bytes) -> Segment | None:
         """The segment that begins with this key."""
-        segment = self._by_first[key[0]].get(key)
-        if segment is not None and segment.epoch != self._epoch:
-            self._lose(segment)
-        return segment
+        return self._by_first[key[0]].get(key)
 
     def known(self) -> list[Segment]:
-        """All of them. For tests."""
+        """All of them."""
         return [segment for shard in self._by_first for segment in shard.values()]
 
-    def clear(self) -> None:
-        """Nothing is here any more, of any segment: seen when it is found."""
-        self._epoch += 1
+    def anew(self, forest: Forest) -> None:
+        """Go on with this forest, in which nothing is here of any segment."""
+        self._forest, self._mark, self._keys = forest, forest.mark, forest.key
 
     def add(self, segment: Segment) -> None:
-        segment.epoch = self._epoch
         self._by_first[segment.first[0]][segment.first] = segment
 
     def forget(self, segment: Segment) -> None:
@@ -133,7 +140,7 @@ class Segments:
 
     def walk(self, keys: Sequence[bytes]) -> tuple[list[Segment], int, list[Cut]]:
         """The segments of a prompt from its beginning on, how many chunks those have, and which were cut for it."""
-        by_first, epoch, stop, at = self._by_first, self._epoch, len(keys), 0
+        by_first, stop, at = self._by_first, len(keys), 0
         path: list[Segment] = []
         cuts: list[Cut] = []
         while at < stop:
@@ -141,8 +148,6 @@ class Segments:
             segment = by_first[key[0]].get(key)
             if segment is None:
                 break
-            if segment.epoch != epoch:
-                self._lose(segment)
             end = at + segment.length
             if end <= stop and keys[end - 1] == segment.last:
                 at = end
@@ -154,13 +159,6 @@ class Segments:
                 at += length
             path.append(segment)
         return path, at, cuts
-
-    def _lose(self, segment: Segment) -> None:
-        """What was here of a segment before `clear` is not."""
-        segment.epoch = self._epoch
-        if segment.resident:
-            segment.resident, segment.deepest = 0, NONE
-            leave(segment)
 
     def _common(self, segment: Segment, keys: Sequence[bytes], at: int) -> int:
         """How many chunks, one or more, a prompt shares with a segment that it leaves or ends in."""

@@ -1,4 +1,4 @@
-"""What LRU and ARC share: one touch for each request, in a ring from old to young.
+"""Touches, which LRU and ARC share: one for each request, in a ring from old to young.
 
 The chunks that a request used last carry its *touch*, as their mark in the forest. In the ring the touch names the
 deepest of them:
@@ -22,7 +22,6 @@ from typing import Any
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, unlink
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
 
 
 class Touch(Linked):
@@ -103,21 +102,11 @@ class TouchPolicy(EvictionPolicy):
             leave(touch)
         self._inherit(self._forest.parent[block], touch)
 
-    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
-        rings = self._rings
-        self._rings = tuple(Ring() for _ in rings)
-        self._last = self._rings[0]
-        for block in writing:
-            ring = self._mark[block]
-            if ring is not None:  # it was announced
-                ring = self._mark[block] = self._rings[rings.index(ring)]
-                ring.expect(1)
-
-    def forgotten(self, blocks: Sequence[int]) -> None:
-        mark = self._mark
-        for block in blocks:
-            touch, mark[block] = mark[block], None
-            if touch is not None and touch.block == block:
+    def _leave_to(self, other: "TouchPolicy") -> None:
+        """Another policy goes on. Its touches are younger, and those of this one keep one another alive no more."""
+        other._stamp = self._stamp
+        for ring in self._rings:
+            for touch in list(members(ring)):
                 leave(touch)
 
     def bared(self, block: int) -> None:
@@ -130,8 +119,7 @@ class TouchPolicy(EvictionPolicy):
 
     def check_valid(self) -> None:
         forest, nodes, standing = self._forest, self._forest.nodes(), set()
-        stale = {block for block, key in enumerate(forest.key) if key is not None and block not in nodes}
-        marks = {block: mark for block, mark in enumerate(self._mark) if mark is not None and block not in stale}
+        marks = {block: mark for block, mark in enumerate(self._mark) if mark is not None}
         for ring in self._rings:
             stamp = 0
             for touch in members(ring):
@@ -189,7 +177,7 @@ class TouchPolicy(EvictionPolicy):
             self._inherit(parent, touch)
 
     def _branch_off(self, touch: Touch) -> None:
-        """A request adds at a second place, a checkpoint say: what it added last goes on under a touch beside its own.
+        """A request adds at a second place, such as a checkpoint: its last chunks go on under a touch beside its own.
 
         As old, and one place younger, so that the place it adds at now goes first: it mostly is the deeper one.
         """
@@ -219,7 +207,7 @@ class TouchPolicy(EvictionPolicy):
 
 
 def renew(touch: Touch, ring: Ring) -> None:
-    """Before a touch is used: if it was made before its ring was `cleared`, it begins anew in the one that followed."""
+    """Before a touch is used: if it was made before a reset, it begins anew in the ring that followed."""
     if touch.ring is not ring:
         leave(touch)
         touch.older = touch.younger = touch.ring = ring

@@ -5,7 +5,7 @@ it. So all below a chunk of T1 is in T1, but a chunk of T2 may have children in 
 
 An *end* of a list is a chunk with no child in it. In T1 its touch is found as in any ring of touches.py. In T2 a touch
 stands in the ring exactly while it names an end, which takes counting: a chunk of T2 that is no end has one child in
-T2, or as many as `_forks` says.
+T2, or as many as `_forks` returns.
 
 Victims are taken as a *run* of one list, each the parent of the one before it.
 """
@@ -17,8 +17,6 @@ from typing import NamedTuple
 from cpu_prefix_cache.eviction.outlook import ONCE
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, leave
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
-from cpu_prefix_cache.messages.errors import InternalError
 
 
 class ArcTouch(NamedTuple):
@@ -29,7 +27,7 @@ class ArcTouch(NamedTuple):
 
 
 class TwoLists(TouchPolicy):
-    """Moves chunks from T1 to T2 and takes victims from either. Which one is for `Arc` to say."""
+    """Moves chunks from T1 to T2 and takes victims from either. `Arc` decides which."""
 
     def __init__(self, forest: Forest) -> None:
         super().__init__(forest, rings=2)
@@ -43,12 +41,6 @@ class TwoLists(TouchPolicy):
             self._use_again(deepest, touch.found)
         return touch
 
-    def cleared(self, writing: Sequence[int], left: Leftovers) -> None:
-        super().cleared(writing, left)
-        self._once, self._again = self._rings
-        left.add(self._forks)
-        self._forks = {}
-
     def check_valid(self) -> None:
         super().check_valid()
         forest = self._forest
@@ -61,13 +53,12 @@ class TwoLists(TouchPolicy):
             assert self._is_end(block) == (block not in children), f"block {block} stands wrongly in T2"
 
     def _take(self, count: int, which: int, others: int) -> list[int]:
-        """The next victims: a run of 1 to `count` from list `which`, or of at most `others` from the other one."""
+        """The next victims: a run of up to `count` from list `which`, or of at most `others` from the other one. None,
+        if all are pinned.
+        """
         once = self._once
         victims = self._take_childless(once, count) if which == ONCE else self._take_again(count, or_any=False)
-        victims = victims or self._take_childless(once, others) or self._take_again(others, or_any=True)
-        if not victims:
-            raise InternalError("chunks were to be evicted, but none can go")
-        return victims
+        return victims or self._take_childless(once, others) or self._take_again(others, or_any=True)
 
     def _take_again(self, count: int, or_any: bool) -> list[int]:
         """A run from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""

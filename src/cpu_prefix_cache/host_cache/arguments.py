@@ -1,4 +1,4 @@
-"""Checks of what an engine says of a request, before anything changes."""
+"""Checks of an engine's arguments for a request, before anything changes."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.numbers import is_whole
 
-KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 17: what outlives the process is found by a cryptographic digest
+KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 14: what outlives the process is found by a cryptographic digest
 
 
 def check_id(id: object) -> None:
@@ -34,14 +34,14 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
     for key in keys if every else [*keys[:1], *keys[-1:]]:
         if not isinstance(key, bytes) or len(key) < least:
             kind = ", and sha256 digests where a tier outlives the process" if persist else ""
-            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 17), got {key!r}")
+            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 14), got {key!r}")
         if len(key) != len(keys[0]):
-            raise MisuseError(f"keys are digests of one length (rule 17), got {keys[0]!r} and {key!r}")
+            raise MisuseError(f"keys are digests of one length (rule 14), got {keys[0]!r} and {key!r}")
     if every and len(set(keys)) < len(keys):
         at = next(at for at, key in enumerate(keys) if key in keys[:at])
         raise MisuseError(
             f"chunks {keys.index(keys[at])} and {at} have the same key: a key is that of all tokens up to the end of "
-            "its chunk (rule 17)"
+            "its chunk (rule 14)"
         )
 
 

@@ -1,7 +1,7 @@
 """Destinations of a load: the device blocks that an engine gives for it, in whichever form, as a list for each group.
 
 Whatever they are, they would be held and written to. So their numbers are checked before anything is held; with
-`strict` also that nobody else uses these blocks, which asks the device about each.
+`strict` also that nobody else uses these blocks, which looks up each on the device.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,16 @@ class Destinations:
         self._num_blocks = [each.num_blocks for each in groups]
 
     def of_table(self, table: Any, hit: Hit) -> list[list[int]]:
-        """The last blocks before the boundary, of those from the request's first token on."""
+        """The blocks that the load fills, of those from the request's first token on."""
         planner, grid = self._cache.planner, self._cache.planner.grid_tokens
-        counts = planner.device_blocks(hit.start // grid, hit.boundary // grid)
-        ends = [hit.boundary // group.block_tokens * group.device_blocks for group in planner.groups]
-        tables = zip(self._by_group(table), ends, counts, strict=True)
-        return self._checked([blocks[end - count : end] for blocks, end, count in tables], hit)
+        positions = planner.positions(hit.start // grid, hit.boundary // grid)
+        widths = [group.device_blocks for group in planner.groups]
+        tables = zip(self._by_group(table), positions, widths, strict=True)
+        filled = [
+            [block for at in places for block in blocks[at * width : (at + 1) * width]]
+            for blocks, places, width in tables
+        ]
+        return self._checked(filled, hit)
 
     def given(self, blocks: Any, hit: Hit) -> list[list[int]]:
         """Destinations among blocks that were allocated for this load."""

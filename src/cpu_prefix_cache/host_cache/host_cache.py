@@ -4,7 +4,7 @@ It owns the host region, the copier, the copying threads, the CPUPrefixCache, th
 request. A request, as the engine's scheduler sees it:
 
     start   ->  Run        compute from n0: the host has nothing more
-            ->  Wait       ask again: its prefix is being loaded for another request
+            ->  Wait       start again later: its prefix is being loaded for another request
             ->  Loading    park it: end_step names it when the load has ended, and from which token on to compute
     end                    before its blocks are freed: finished, preempted or aborted, running or loading
 
@@ -34,17 +34,17 @@ from cpu_prefix_cache.host_cache.host_tier import HostTier
 from cpu_prefix_cache.host_cache.options import check_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
+from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device, check_fits
-from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.slab.identity import check_identity
-from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.stores.settings import SharedTier
+from cpu_prefix_cache.slab.tier import Tier
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask again in a later step: at `deadline` (time.monotonic) at the latest, the answer will be another."""
+    """Start again in a later step: at `deadline` (time.monotonic) at the latest, the answer will be another."""
 
     deadline: float
 
@@ -94,7 +94,7 @@ class HostStatistics:
 
 
 class HostCache:
-    """A host prefix cache behind `device`, for KV that lies as `groups` say.
+    """A host prefix cache behind `device`, for KV laid out as in `groups`.
 
     Prefixes are found at multiples of `chunk_tokens`, the tokens of a chunk and so of a key: a common multiple of the
     groups' `block_tokens` (default: the least).
@@ -133,7 +133,7 @@ class HostCache:
         load_seconds: float | None = None,
         strict: bool = False,
         wrap_copier: CopierWrapper | None = None,
-        below: FileTier | SharedTier | None = None,
+        below: Tier | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
@@ -172,21 +172,29 @@ class HostCache:
         copier = choose_copier(
             planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
         ).copier
-        options: dict[str, Any] = dict(
-            host_blocks=num_blocks,
-            ready_blocks=self._arena.ready_blocks,
+        options = CacheOptions(
             offload=offload,
             policy=policy,
-            steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
+            store_after=thresholds.store_after,
+            min_store_tokens=thresholds.min_store_tokens,
             checkpoint_interval=checkpoint_interval,
-            thresholds=thresholds,
             min_load_tokens=min_load_tokens,
-            exchanges=wrap_copier is None,  # what is put around a copier need not know of portions
         )
+        engine = EngineTraits(
+            steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
+            exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
+        )
+        ready = self._arena.ready_blocks
         self._tier: HostTier | None = None
         if below is not None:
-            self._tier = HostTier(below, planner, groups, self._arena.blocks, device, options)
-        self.cache = CPUPrefixCache(planner, device, **options) if self._tier is None else self._tier.cache
+            self._tier = HostTier(
+                below, planner, groups, self._arena.blocks, device, ready_blocks=ready, options=options, engine=engine
+            )
+            self.cache: CPUPrefixCache = self._tier.cache
+        else:
+            self.cache = CPUPrefixCache(
+                planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
+            )
         self._worker = CopyWorker(
             0,
             copier if wrap_copier is None else wrap_copier(copier, tensors),
@@ -201,7 +209,7 @@ class HostCache:
         self._process, self._is_closed = os.getpid(), False
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
-        # Requests that ended in the last step and in this one: end_step may tell of them, in an engine that overlaps.
+        # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
@@ -224,7 +232,7 @@ class HostCache:
     def start(
         self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table
     ) -> Run | Wait | Loading:
-        """Ask for a request of `num_tokens` tokens of which the device has the first `n0`, and has blocks in `table`.
+        """Start a request of `num_tokens` tokens of which the device has the first `n0`, and has blocks in `table`.
 
         `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Run and
         Loading the request runs until `end`; after Wait nothing has changed. Where n0 lies in the middle of a chunk,
@@ -299,7 +307,7 @@ class HostCache:
         It may be loading. A preempted request may be started again at once.
         """
         self._check_usable()
-        # In serving, a request that has outgrown what the engine said it never would must still come to its end.
+        # In serving, a request that has outgrown its own `num_tokens` must still come to its end.
         check_tokens("num_tokens", num_tokens, self._max_model_len if self._strict else sys.maxsize)
         keys = self._keys.pop(id, None)
         if keys is None:
@@ -365,7 +373,7 @@ class HostCache:
     def close(self) -> None:
         """Wait for copies under way, write to the tier what only the host has, and give the host region back.
 
-        Calls after it raise MisuseError, but for another `close` and what only asks. In a fork it does nothing.
+        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
         """
         if self._is_closed or self._process != os.getpid():
             return

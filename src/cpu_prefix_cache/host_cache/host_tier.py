@@ -1,7 +1,7 @@
 """HostTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
 
 open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
-step      the plan of the tier is carried out, and its report is told
+step      the plan of the tier is carried out, and its report is passed on
 timed     how fast prompts are computed, without which nobody knows whether reading saves time
 close     what only the host has is written, for some seconds at most
 """
@@ -9,14 +9,15 @@ close     what only the host has is written, for some seconds at most
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.stores.settings import SharedTier
+from cpu_prefix_cache.offload.engine_steps import EngineTraits
+from cpu_prefix_cache.slab.tier import RankPart, Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
@@ -24,21 +25,12 @@ if TYPE_CHECKING:
 
     from cpu_prefix_cache.kv_layout import KVGroup
     from cpu_prefix_cache.slab.namespace import Namespace
-    from cpu_prefix_cache.slab.rank_tier import RankTier
 
 NAP_SECONDS = 0.002
 
 
-class _Below(NamedTuple):
-    """The options of a TieredCache for its tier, which one that is, and how it is opened."""
-
-    options: dict[str, Any]
-    name: str
-    open: "Callable[[], RankTier]"
-
-
 class HostTier:
-    """`region` is the host region, uint8 [blocks, bytes], and `options` are those of TieredCache.
+    """`region` is the host region, uint8 [blocks, bytes]; the rest is as in TieredCache.
 
     Raises ConfigurationError for what only the operator can change. Whatever else keeps the tier from being
     opened pauses it.
@@ -46,36 +38,38 @@ class HostTier:
 
     def __init__(
         self,
-        said: FileTier | SharedTier,
+        below: Tier,
         planner: HybridChunkPlanner,
         groups: "Sequence[KVGroup]",
         region: "torch.Tensor",
         device: Device,
-        options: Mapping[str, Any],
+        *,
+        ready_blocks: int,
+        options: CacheOptions,
+        engine: EngineTraits,
     ) -> None:
-        if not isinstance(said, FileTier | SharedTier):
+        if not isinstance(below, Tier):
             raise ConfigurationError(
-                "below a HostCache is a FileTier(path, nbytes, model=..., revision=...), or a SharedTier(store, "
+                "below a HostCache is a FileTier(path, bytes, model=..., revision=...), or a SharedTier(store, "
                 "model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
-                f"{type(said).__name__}"  # which may be a URL with a password
+                f"{type(below).__name__}"  # which may be a URL with a password
             )
-        from cpu_prefix_cache.slab.namespace import namespace_of
-        from cpu_prefix_cache.slab.opening import OpeningTier
-
-        layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
-        model, revision = said.identity
-        dtype = "in each group's layout"
-        namespace = namespace_of(
-            planner, model=model, revision=revision, dtype=dtype, hash=said.hash, ranks=1, extra=layouts
+        namespace = _namespace(below, planner, groups)
+        slots = below.slots(planner.host_block_bytes, region.shape[0])
+        self.cache = TieredCache(
+            planner,
+            device,
+            host_blocks=region.shape[0],
+            below=below.options(slots),
+            ready_blocks=ready_blocks,
+            options=options,
+            engine=engine,
         )
-        parts = namespace, planner, region
-        below = _files(said, *parts) if isinstance(said, FileTier) else _store(said, *parts)
-        self.cache = TieredCache(planner, device, below_policy=said.policy, **below.options, **options)
-        self._rank = OpeningTier(0, below.name, below.open)
-        self._flush_seconds = said.flush_seconds
+        self._rank = below.opening(namespace, region, planner.pieces, RankPart(slots))
+        self._flush_seconds = below.flush_seconds
         self._computed: dict[Hashable, int] = {}  # tokens of running requests
         self._began = 0.0
-        self.report()  # what is there may be asked for by the first request
+        self.report()  # the first request may need chunks from before
 
     def run(self) -> None:
         """A step begins: what is to be read and written."""
@@ -84,7 +78,7 @@ class HostTier:
         self._rank.run(self.cache.plan_below())
 
     def reset(self, revision: str | None) -> None:
-        """The files hear of it at once, because the process may end before the next step."""
+        """It reaches the files at once, because the process may end before the next step."""
         self.cache.reset(revision)
         self._rank.run(self.cache.plan_below())
 
@@ -130,28 +124,10 @@ class HostTier:
         self._rank.close()
 
 
-def _files(said: FileTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
-    from cpu_prefix_cache.slab.rank_tier import RankTier
-    from cpu_prefix_cache.slab.sizing import num_slots
-    from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
+def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":
+    from cpu_prefix_cache.slab.namespace import namespace_of
 
-    slots = num_slots(said, planner.host_block_bytes, ranks=1, host_blocks=region.shape[0])
-
-    def open_slab() -> RankTier:
-        slab = Slab.of(said, namespace, rank=0, ranks=1, slots=slots, slot_bytes=planner.host_block_bytes)
-        with unlocked_on_failure(slab):
-            return RankTier.of_slab(slab, region, planner.pieces, 0)
-
-    return _Below({"slots": slots, "below_offload": said.offload}, f"the tier in {said.path}", open_slab)
-
-
-def _store(said: SharedTier, namespace: "Namespace", planner: HybridChunkPlanner, region: "torch.Tensor") -> _Below:
-    from cpu_prefix_cache.stores.rank_tier import tier_of_store
-
-    slots = said.num_remembered(region.shape[0])
-    options = {"slots": slots, "below_offload": said.offload, "ask_seconds": said.ask_seconds}
-
-    def open_store() -> "RankTier":
-        return tier_of_store(said.open(), namespace, region, planner.pieces, slots=slots)
-
-    return _Below(options, f"the tier at {said.address}", open_store)
+    layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
+    model, revision = below.identity
+    dtype = "in each group's layout"
+    return namespace_of(planner, model=model, revision=revision, dtype=dtype, hash=below.hash, ranks=1, extra=layouts)

@@ -9,7 +9,7 @@
 
 A boundary is known by the key of the chunk that ends there. The log remembers these keys, since a chunk has lost its
 key when it leaves. Replayed from the beginning the log gives exactly the boundaries that can be hit, and no key is
-stored or removed twice in a row. Neighbours are told together.
+stored or removed twice in a row. Neighbours are in one event.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ BoundaryEvent = BoundariesStored | BoundariesRemoved
 
 
 class BoundaryLog:
-    """What became of boundaries since the log was last taken. Told of chunks, while or after they are in the forest."""
+    """Changes of boundaries since the log was last taken. Notified of chunks while or after they are in the forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
@@ -60,12 +60,13 @@ class BoundaryLog:
         """After these a request cannot resume any more."""
         self._removed([self._told[chunk] for chunk in chunks])
 
-    def cleared(self, resumable: Iterable[int]) -> None:
-        """Nor after any other. By chunk, from the first on: whether a request could."""
+    def cleared(self, resumable: Iterable[int], forest: Forest) -> None:
+        """Nor after any other. By chunk, from the first on: whether a request could. An empty forest is next."""
         self._removed(list(compress(self._told, resumable)))
+        self._forest, self._told = forest, []
 
     def take(self) -> list[BoundaryEvent]:
-        """What happened since this was asked last, in order."""
+        """Events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -20,14 +20,10 @@ are the *nodes* of the forest; what takes no blocks of its own goes by a number 
 
 Everything here is indexed by node. Links are arrays, because a full garbage collection goes through lists: 6 to 20 ms
 for each at a million blocks. `children` is a list all the same, which makes an insertion with its eviction 15 % faster.
-Links that `children` and the keys say are none are left as they were.
+Links that are none by `children` and the keys are left as they were.
 
 The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
-keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 17).
-
-`clear` takes all keys at once, by a new index and a root without children. Nodes that are gone then are *stale*: they
-show what they were, and nothing leads to them, until `reuse` wipes those that are handed out again. (New lists of a
-million would take 50 ms, and to free the keys as much.)
+keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 14).
 """
 
 from array import array
@@ -35,7 +31,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
@@ -45,14 +40,14 @@ class Forest:
     """Chunks by key, in O(1), and the links between them. `root` is the parent of every first chunk.
 
     `capacity`: how many chunks an eviction policy may count on, where they go by numbers; default: they go by blocks,
-    and a policy counts on one for each.
+    and a policy counts on one for each. `numbers`: how many nodes without blocks of their own there are at first.
     """
 
-    def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
+    def __init__(self, num_blocks: int, capacity: int | None = None, numbers: int = 0) -> None:
         self.root = num_blocks
         self.capacity = num_blocks if capacity is None else capacity
         self._first_checkpoint = num_blocks + 1 if capacity is None else None
-        size = num_blocks + 1
+        size = num_blocks + 1 + numbers
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("I", [0]) * size  # of what is linked, and so is depth
@@ -60,7 +55,6 @@ class Forest:
         self.depth = array("I", [0]) * size  # chunks from the root to here
         self.pins = array("I", [0]) * size
         self.pinned: set[int] = set()  # and linked
-        self.changes = 0  # of anything that bears on who may leave
         self.pinned_depth = 0  # of all pinned chunks together: an upper bound on what they protect
         self._protected: set[int] = set()  # with a key, protected by a pin now or before; so is all above each of them
         self._pinned_since: set[int] = set()  # pinned, and not walked up from yet
@@ -70,10 +64,9 @@ class Forest:
         self._first_child = array("I", [0]) * size  # of what has children
         self._next_sibling = array("i", [NONE]) * size
         self._previous_sibling = array("i", [NONE]) * size
-        self.departed: dict[bytes, int] | None = None  # what was removed, by its key, if somebody asks for it
+        self.departed: dict[bytes, int] | None = None  # removed nodes, by key, if somebody takes them
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
-        self._num_stale = 0
 
     def __len__(self) -> int:
         """How many nodes have a key."""
@@ -136,7 +129,6 @@ class Forest:
         """
         if parent != self.root and self.key[parent] is None:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
-        self.changes += 1
         shards, all_keys, depths = self._shards, self.key, self.depth
         parents, children, first_child = self.parent, self.children, self._first_child
         sibling = first_child[parent] if children[parent] else NONE
@@ -170,7 +162,6 @@ class Forest:
             raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
         if self.pinned and not self.pinned.isdisjoint(run):
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
-        self.changes += 1
         self._unlink(run[-1])
         gone = [key for block in run if (key := keys[block]) is not None]
         if len(gone) < len(run):
@@ -196,7 +187,6 @@ class Forest:
         self._count -= 1
         self._withdrawn.add(block)
         self._protected.discard(block)
-        self.changes += 1
 
     def prune(self, block: int) -> int:
         """Unlink a chunk without a key, if it ever was linked. The chunk it hung below, or the root."""
@@ -205,44 +195,10 @@ class Forest:
         self._withdrawn.remove(block)
         parent = self.parent[block]
         self._unlink(block)
-        self.changes += 1
         return parent
-
-    def clear(self, left: Leftovers) -> list[int]:
-        """Take away all keys. Returns the nodes at or above a pin, which stay linked: O(nodes returned)."""
-        keys, parents, root = self.key, self.parent, self.root
-        held: dict[int, None] = {}
-        for block in self.pinned:
-            while block != root and block not in held:
-                held[block] = None
-                block = parents[block]
-        self._num_stale -= sum(keys[block] is not None for block in held)
-        for block in (root, *held):
-            self._wipe(block)
-        self._num_stale += self._count
-        self._count = 0
-        for block in held:
-            self._link(block, parents[block])
-        left.add(*self._shards)
-        self._shards = [{} for _ in range(256)]
-        self._withdrawn.update(held)
-        self._protected, self._pinned_since, self._is_exact = set(), set(), True
-        self.changes += 1
-        return list(held)
-
-    def reuse(self, blocks: Sequence[int]) -> Sequence[int]:
-        """These were free and are handed out. Returns the stale ones, which show nothing any more but their marks."""
-        if not self._num_stale:
-            return ()
-        stale = [block for block in blocks if self.key[block] is not None]
-        for block in stale:
-            self._wipe(block)
-        self._num_stale -= len(stale)
-        return stale
 
     def pin(self, block: int) -> None:
         self.pins[block] += 1
-        self.changes += 1
         if self.pins[block] == 1:
             if self.key[block] is not None or block in self._withdrawn:
                 self._count_pinned(block)
@@ -251,7 +207,6 @@ class Forest:
 
     def unpin(self, block: int) -> None:
         self.pins[block] -= 1
-        self.changes += 1
         if self.pins[block]:
             return
         if block in self.pinned:
@@ -264,32 +219,20 @@ class Forest:
         else:
             self._pinned_before.remove(block)
 
-    def num_protected(self, enough: int) -> int:
-        """How many chunks with a key pins protect, or a larger number up to `enough` if that is quicker to know.
-
-        O(1) for a large `enough`, else as `protected_at_most`, and O(chunks protected) once a pin has ended.
-        """
-        if self.pinned_depth <= enough:
-            return self.pinned_depth
-        if self.protected_at_most() > enough:
-            self._protect_anew()
-        return self.protected_at_most()
-
     def is_protected(self, block: int) -> bool:
-        """Whether a pin protects this chunk now. As `protected_at_most`; O(chunks protected) once a pin has ended."""
-        if block in self.protected():
-            self._protect_anew()
-        return block in self.protected()
+        """Whether a pin protects this chunk now. Amortised O(1) a node, O(chunks protected) once a pin has ended."""
+        return block in self._protected_before() and block in self.protected()
 
-    def _protect_anew(self) -> None:
-        """Have the next walk find what pins protect now, and nothing else."""
+    def protected(self) -> set[int]:
+        """The chunks with a key that pins protect now."""
         if not self._is_exact:
             self._protected.clear()
             self._pinned_since = set(self.pinned)
             self._is_exact = True
+        return self._protected_before()
 
-    def protected_at_most(self) -> int:
-        """The same, but chunks that an ended pin protected may still count. Amortised O(1) a node.
+    def _protected_before(self) -> set[int]:
+        """The chunks that pins protect now, and some that pins protected which have ended.
 
         A walk goes up from each new pin until it meets what others protect.
         """
@@ -302,12 +245,7 @@ class Forest:
                 (withdrawn if keys[block] is None else protected).add(block)
                 block = parents[block]
         self._pinned_since.clear()
-        return len(protected)
-
-    def protected(self) -> set[int]:
-        """The chunks that `protected_at_most` counts."""
-        self.protected_at_most()
-        return self._protected
+        return protected
 
     def children_of(self, block: int) -> Iterator[int]:
         """The children of `block`."""
@@ -315,6 +253,18 @@ class Forest:
         while child != NONE:
             yield child
             child = self._next_sibling[child]
+
+    def pinned_nodes(self) -> Iterator[int]:
+        """Nodes with a pin, linked or not."""
+        yield from self.pinned
+        yield from self._pinned_before
+
+    def held_by(self, block: int) -> Iterator[int]:
+        """`block` and, if it is linked, all above it: what a pin on it holds."""
+        is_linked = self.key[block] is not None or block in self._withdrawn
+        yield block
+        while is_linked and (block := self.parent[block]) != self.root:
+            yield block
 
     def subtree(self, block: int) -> list[int]:
         """`block` and all below it, parents before children."""
@@ -331,19 +281,15 @@ class Forest:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         indexed = self.nodes()
         assert self._count == len(indexed), "nodes are miscounted"
-        shown = {block: key for block, key in enumerate(self.key) if key is not None}
-        stale = shown.keys() - indexed
-        assert indexed == {block: key for block, key in shown.items() if block not in stale}, "keys differ"
-        assert self._num_stale == len(stale), "what was cleared is miscounted"
+        assert indexed == {block: key for block, key in enumerate(self.key) if key is not None}, "keys differ"
         linked, closed = self.subtree(self.root), {self.root, *indexed}
-        assert stale.isdisjoint(linked), "what was cleared can be found"
         for block in linked[1:]:
             assert block not in closed or self.parent[block] in closed, f"block {block} has a key and its parent none"
             assert self.depth[block] == self.depth[self.parent[block]] + 1, f"block {block} is at the wrong depth"
         assert set(indexed) <= set(linked), "a chunk is not linked"
         below = Counter(self.parent[block] for block in linked[1:])
         for block, count in enumerate(self.children):
-            assert below[block] == count or block in stale, f"the children of block {block} are miscounted"
+            assert below[block] == count, f"the children of block {block} are miscounted"
         pinned = {block for block, pins in enumerate(self.pins) if pins}
         assert self.pinned == pinned.intersection(linked), "pinned chunks are miscounted"
         assert self._pinned_before == pinned.difference(linked), "what was pinned before it was linked is miscounted"
@@ -363,19 +309,6 @@ class Forest:
         self.pinned.add(block)
         self._pinned_since.add(block)
         self.pinned_depth += self.depth[block]
-
-    def _wipe(self, block: int) -> None:
-        self.key[block] = None
-        self.children[block] = 0
-        self._next_sibling[block] = self._previous_sibling[block] = NONE
-
-    def _link(self, block: int, parent: int) -> None:
-        """Make `block`, which has no siblings, the first child of `parent`."""
-        if self.children[parent]:
-            sibling = self._next_sibling[block] = self._first_child[parent]
-            self._previous_sibling[sibling] = block
-        self._first_child[parent] = block
-        self.children[parent] += 1
 
     def _unlink(self, block: int) -> None:
         parent, before, after = self.parent[block], self._previous_sibling[block], self._next_sibling[block]

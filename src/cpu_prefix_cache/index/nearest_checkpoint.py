@@ -16,11 +16,13 @@ SEGMENT = 64  # chunks: as many steps within a segment as segments in a prefix o
 
 
 class NearestCheckpoints:
-    """Which cached chunks can be resumed from. Told of every chunk that enters or leaves the forest."""
+    """Cached chunks that can be resumed from. Notified of every chunk that enters or leaves the forest."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self.clear()
+        self._head = array("i")  # the first chunk of the segment
+        self._count = array("i")  # of a first chunk: how many in its segment can be resumed from
+        self.here = bytearray()  # whether a chunk can be resumed from
 
     def enter(self, chunk: int) -> None:
         """A chunk has been inserted into the forest; it cannot be resumed from yet."""
@@ -39,12 +41,6 @@ class NearestCheckpoints:
         self.here[chunk] = resumable
         self._count[self._head[chunk]] += 1 if resumable else -1
         return True
-
-    def clear(self) -> None:
-        """There are no chunks any more."""
-        self._head = array("i")  # the first chunk of the segment
-        self._count = array("i")  # of a first chunk: how many in its segment can be resumed from
-        self.here = bytearray()  # whether a chunk can be resumed from
 
     def nearest(self, chunk: int) -> int:
         """The deepest chunk at or above `chunk` that can be resumed from; the root if there is none."""

@@ -12,7 +12,7 @@ would count twice as long as it lives.
     dead     whoever reads it next removes it
 
 Seen are processes of the same user that have the same /dev/shm: not other users, nor containers with a /dev/shm of
-their own. Without a folder that is safely ours nothing is claimed or seen, and a line says so.
+their own. Without a folder that is safely ours nothing is claimed or seen, with one line in the log.
 """
 
 import fcntl
@@ -166,7 +166,7 @@ def _read(folder: int, name: str) -> Claim | None:
     except OSError:
         return None
     try:
-        if _lock(file, fcntl.LOCK_SH):  # shared, so that others who ask at this moment do not take it for alive
+        if _lock(file, fcntl.LOCK_SH):  # shared, so that others who look at this moment do not take it for alive
             os.unlink(name, dir_fd=folder)
             return None
         not_taken, _, values = os.read(file, CLAIM_BYTES).partition(b"\n")
@@ -217,7 +217,7 @@ def _pid_namespace() -> int:
 
 
 def _not_taken(process: Process, own: Sequence[Claim]) -> int:
-    """As its owner counts it where the kernel does not say what has been taken."""
+    """Bytes not taken, by the owner's count, where the kernel has none."""
     if process.namespace != _pid_namespace():
         return sum(each.not_taken for each in own)
     private = [each.region for each in own if each.file < 0]

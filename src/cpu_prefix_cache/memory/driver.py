@@ -1,7 +1,8 @@
-"""What copies ask of the driver of an accelerator, and which driver there is: CUDA's (cuda.py) or HIP's (hip.py).
+"""Interface of the driver of an accelerator for copies, and the driver that is here: CUDA's (cuda.py) or HIP's
+(hip.py).
 
 Both are the few calls that torch does not bind, through ctypes. A ROCm build of torch calls AMD's devices "cuda" too;
-`torch.version` says whose they are.
+`torch.version` has their vendor.
 
 Calls of microseconds keep Python's lock: a thread that releases it beside a busy engine has it back after milliseconds
 (`sys.getswitchinterval`), and a slice of a copy makes a dozen calls. Calls that may take long, to pin memory or to copy

@@ -1,4 +1,4 @@
-"""How much memory a host region may take, by what the system and the control groups say.
+"""Memory that a host region may take, by the limits of the system and the control groups.
 
 A control group limits all that is below it, so every group from this process's own up to the root counts, of both
 versions of cgroup. Files that were read and not used lately do not count as used: the kernel takes their pages back
@@ -69,7 +69,7 @@ def _available_bytes() -> int:
 
 
 def _allowed_bytes(given: Sequence[Promise]) -> Iterator[int]:
-    """What each control group of this process still allows, in bytes; first a number that is no limit."""
+    """Bytes that each control group of this process still allows; first a number that is no limit."""
     yield sys.maxsize
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)

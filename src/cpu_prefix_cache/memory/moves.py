@@ -32,7 +32,7 @@ class Moves:
         self.host, self.size = self.device + row_bytes, self.device + 2 * row_bytes
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Of each move the device address, the host address and the size."""
+        """Device address, host address and size of each move."""
         rows = (self._rows[row * self.count : (row + 1) * self.count] for row in range(3))
         return list(zip(*rows, strict=True))
 

@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def processors_near(pci_address: str) -> set[int]:
-    """The processors of a device's NUMA node, or all of them; none where the system does not say."""
+    """The processors of a device's NUMA node, or all of them; none where the system does not list them."""
     file = PCI_DEVICES / pci_address / "local_cpus"  # a mask, such as "00000000,0000ff00"
     mask = int(file.read_text().replace(",", ""), 16) if file.exists() else 0
     return {number for number in range(mask.bit_length()) if mask >> number & 1}
@@ -94,7 +94,7 @@ class Pages:
             self._notify()
 
     def _notify(self) -> None:
-        """Say to those who wait, and to whoever counts, that fewer slices are missing. Called with the lock held."""
+        """Notify all that wait or count that fewer slices are missing. Called with the lock held."""
         self._count(min(len(self._missing) * self._slice_bytes, self._region.numel()))
         self._changed.notify_all()
 

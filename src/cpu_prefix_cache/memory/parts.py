@@ -1,4 +1,4 @@
-"""What an engine keeps of its KV, declared part by part.
+"""Parts of an engine's KV, declared one by one.
 
 A *part* is the bytes that each device block has in one tensor: contiguous, equally many, at a constant stride from
 block to block. What lies between blocks is never touched.
@@ -6,10 +6,10 @@ block to block. What lies between blocks is never touched.
     blocks_first       [blocks, ...]                   K or V apart, scales, an index cache, a state with its slots
     keys_and_values    [2, blocks, ...]                K and V in one tensor, one after the other
                        [blocks, 2, ...]                or side by side in every block
-    token_major        [blocks * block_tokens, ...]    MLA: a tensor of tokens, which does not say where a block ends
+    token_major        [blocks * block_tokens, ...]    MLA: a tensor of tokens, without ends of blocks
 
 `canonical` orders the parts of a group by layer and role, so that K and V apart and together come to the same bytes on
-the host (rule 16). Within a part the bytes keep the engine's order.
+the host (rule 14). Within a part the bytes keep the engine's order.
 """
 
 import enum
@@ -23,7 +23,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 
 
 class Role(enum.IntEnum):
-    """What a part holds. The numbers order a layer's parts on the host, and belong to LAYOUT_VERSION."""
+    """Contents of a part. The numbers order a layer's parts on the host, and belong to LAYOUT_VERSION."""
 
     KEY = 0
     VALUE = 1
@@ -44,7 +44,7 @@ LAYOUT_VERSION = 2  # of the order of bytes in a piece, for pieces that outlive 
 class Part:
     """One part: `rows` is uint8 [blocks, bytes of a block], the engine's own memory.
 
-    `number` tells parts of one layer and role apart, such as the three convolutions of some linear attentions.
+    `number` distinguishes parts of one layer and role, such as the three convolutions of some linear attentions.
     `content` is the type and the shape of a block, such as bfloat16[16, 8, 128]. `beside` are the sizes of the other
     dimensions of its tensor: if one is that of the blocks, the wrong dimension was named. A tensor of tokens was
     divided into blocks of `block_tokens`.
@@ -90,7 +90,7 @@ def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[P
 def token_major(
     layer: int, role: Role, tensor: torch.Tensor, *, num_blocks: int, block_tokens: int, number: int = 0
 ) -> Part:
-    """A tensor [num_blocks * block_tokens, ...] with one row to a token. Its shape does not tell the number of blocks.
+    """A tensor [num_blocks * block_tokens, ...] with one row to a token. Its shape does not give the number of blocks.
 
     Raises ConfigurationError when the rows are not those blocks, or the bytes of a block do not lie together.
     """
@@ -126,7 +126,7 @@ def canonical(parts: Iterable[Part]) -> list[torch.Tensor]:
 
 
 def spelled(parts: Iterable[Part]) -> str:
-    """What the bytes of a piece are, part by part in their order on the host; equal neighbours are counted."""
+    """Meaning of the bytes of a piece, part by part in their order on the host; equal neighbours are counted."""
     contents = (f"{part.role.name.lower()} {part.content}" for part in sorted(parts, key=_order))
     return ", ".join(f"{len(list(equal))} x {content}" for content, equal in groupby(contents))
 

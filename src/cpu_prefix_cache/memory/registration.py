@@ -101,7 +101,9 @@ class Registration:
         except DriverError as error:
             logger.warning(
                 "%s after %.2f of %.2f GB (see `ulimit -l`). The rest is used as it is: right bytes, slower copies",
-                *(error, first / 1e9, self._region.numel() / 1e9),
+                error,
+                first / 1e9,
+                self._region.numel() / 1e9,
             )
             return False
         return True

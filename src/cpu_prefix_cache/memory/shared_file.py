@@ -1,10 +1,10 @@
 """A region that several processes map, in a file without a name: one makes it, and hands it to the others.
 
     make    the file is in memory, and its size sealed: nobody makes it shorter below those who have mapped it
-    offer   at an address of 128 random bits, which the maker tells the others in its own way
+    offer   at an address of 128 random bits, which the maker sends to the others in its own way
     take    the others come there, and get the file
 
-Both sides ask the kernel who is at the other end, and have nothing to do with another user. So no file of another user
+Both sides check the user at the other end with the kernel, and refuse another one. So no file of another user
 is taken for the region, and none gets at it; and when all have ended, nothing is left, however they ended. The address
 is one of the network namespace (an abstract socket of Unix), which containers of one pod have in common.
 """

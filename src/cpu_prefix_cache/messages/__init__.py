@@ -1,1 +1,1 @@
-"""What crosses between the rooms, and out of them: requests, plans, reports, statistics, errors."""
+"""Messages between the rooms, and out of them: requests, plans, reports, statistics, errors."""

@@ -1,4 +1,4 @@
-"""What can go wrong, sorted by who must act."""
+"""Errors, sorted by the person who must act."""
 
 
 class PrefixCacheError(Exception):
@@ -6,7 +6,7 @@ class PrefixCacheError(Exception):
 
 
 class ConfigurationError(PrefixCacheError, ValueError):
-    """The operator must change the configuration; the message says what would work. Raised at construction only."""
+    """The operator must change the configuration; the message names the remedy. Raised at construction only."""
 
 
 class TierUnavailable(PrefixCacheError, OSError):
@@ -17,13 +17,13 @@ class TierUnavailable(PrefixCacheError, OSError):
 
 
 class PoolExhausted(PrefixCacheError):
-    """Too many blocks are pinned or being written. Nobody acts: the caller stores less, or later.
+    """Too many blocks are pinned or being written. Nobody acts: the engine asks for less, or later.
 
-    `available`: how many chunks the call could have had; for a checkpoint, how many blocks. Nothing changed (rule 4).
+    `available`: how many of the nodes that were wanted found room; none, where a checkpoint did not.
     """
 
     def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"wanted {wanted}, but only {available} are free or can be evicted")
+        super().__init__(f"wanted {wanted} chunks, but only {available} are free or can be evicted")
         self.wanted = wanted
         self.available = available
 

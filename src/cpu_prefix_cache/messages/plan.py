@@ -49,10 +49,11 @@ class TransferPlan(NamedTuple):
 
     `failed` marks a load whose source was gone when it was planned: it copies nothing and is reported as failed, like
     any other failure (rule 7). `after` of a load names the stores that read the device blocks which it overwrites: it
-    begins when they have ended, well or not. `after` of a store names the load that reads the host blocks which it
-    overwrites, and it begins when that has ended. A plan has what is named before what names it, except where a load
-    and stores of one plan name each other: they *exchange* blocks of one group, and go in portions. Piece by piece, the
-    load has then read what a store overwrites before it overwrites what that piece of the store reads; else they fail.
+    begins when they have ended, well or not, and a large one portion by portion. `after` of a store names the load that
+    reads the host blocks which it overwrites, and it begins when that has ended. A plan has what is named before what
+    names it, except where a load and stores of one plan name each other: they *exchange* blocks of one group, and go in
+    portions. Piece by piece, the load has then read what a store overwrites before it overwrites what that piece of the
+    store reads; else they fail.
 
     `holds_compute` marks a store that reads what the compute of its step overwrites. One that `is_early` reads nothing
     that the compute of the step before may have written, and need not wait for that.
@@ -84,7 +85,7 @@ class StepPlan(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """Transfers that one rank has finished so far, cumulatively: an id stays in here until a plan says it is resolved.
+    """Transfers that one rank has finished so far, cumulatively: an id stays in here until a plan has it as resolved.
 
     `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
     deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet.

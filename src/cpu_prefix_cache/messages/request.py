@@ -30,7 +30,7 @@ class CheckpointAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Tokens [start, boundary) can be loaded. `start` is n0, rounded down to a boundary (rule 10)."""
+    """Tokens [start, boundary) can be loaded. `start` is n0, rounded down to a boundary (rule 8)."""
 
     boundary: int
     start: int = 0
@@ -43,7 +43,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Ask again when a load has ended, or at `deadline`, in seconds, at the latest (rule 13)."""
+    """Look up again when a load has ended, or at `deadline`, in seconds, at the latest (rule 12)."""
 
     deadline: float
 

@@ -34,7 +34,7 @@ class CacheStatistics:
     chunks_loaded: int
     bytes_stored: int  # on each rank, like all bytes here
     bytes_loaded: int
-    stores_failed: int  # transfers of which a rank said so
+    stores_failed: int  # transfers that a rank reported as such
     loads_failed: int  # late ones, and those whose source was gone, too; not those that a reset cancelled
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
@@ -42,7 +42,7 @@ class CacheStatistics:
     union_misses: int  # prompts that device and host together could have resumed later than either alone
     lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
-    work: int  # chunks looked at by the deciding half: the cost that rule 18 bounds
+    work: int  # chunks looked at by the deciding half: the cost that rule 16 bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class TierStatistics:
     mode: str  # lazy or eager
     refused: int  # slots that did not hold what they should: misses
     unsaved: int  # chunks that left the host before they could be written
-    found: int  # chunks taken in after a restart, or because a shared store has said that it has them
+    found: int  # chunks taken in after a restart, or by the answer of a shared store
     read_bytes_per_second: float | None  # of the slowest rank; None: not measured yet
     hit_tokens: int = 0  # that admitted requests loaded from the host because the tier had them
     asked: int = 0  # requests that waited for a promotion
     late: int = 0  # of these, those whose deadline passed first
-    questions: int = 0  # requests for which a shared store was asked what it has
+    questions: int = 0  # requests for which a shared store was queried
     unanswered: int = 0  # of these, those that it did not answer in time
     declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing
     read_seconds: float = 0.0  # in which something was being read on this rank; known only where both halves are

@@ -1,22 +1,41 @@
-"""What the two halves of a tier below host memory tell each other: plain data, like the messages of `plan.py`.
+"""Messages between the two halves of a tier below host memory: plain data, like those of `plan.py`.
 
 A tier has *slots*, each as large as a host block. Its transfers are those of a cache whose device is the host pool: in
 their GroupCopies `device_blocks` are host blocks and `host_blocks` are slots, one for each, and `labels` say what a
 slot holds. Bytes outlive a process, so nothing is served that its record does not label in the same way.
 
-What a store holds that several machines share, nobody here knows before it is asked: an `Ask` goes out with a plan, and
-what the store has said comes back with a report.
+Contents of a store that several machines share are unknown before a query: an `Ask` goes out with a plan, and
+the store's answer comes back with a report.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.plan import Label, RankReport, StepPlan
+
+GENERATION_RANGE = 1 << 32  # generations from one reset to the next: each begins a new range (rule 15)
+SLOTS_BY_HOST = 2  # a tier has at least so many slots to a host block: a smaller one holds little but what the host has
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Options of a tier of `slots` slots for the cache above it.
+
+    `offload` and `policy` are the tier's own. Offload None: "eager" for a large tier, and where the host's policy is
+    not LRU, because then lazy cannot tell in time what the host evicts next. With `ask_seconds` the tier is a store
+    that others write, too: so long a request waits for its answer, and `slots` is how many blocks of it are remembered.
+    """
+
+    slots: int
+    offload: str | None = None
+    policy: str = "lru"
+    ask_seconds: float | None = None
 
 
 class Ask(NamedTuple):
     """Which of these chunks of one prompt does the store have, and which pieces of checkpoints in them?
 
-    `keys` are those of the chunks after the first `depth` ones, each of `grid_tokens` tokens. An ask without keys asks
+    `keys` are those of the chunks after the first `depth` ones, each of `grid_tokens` tokens. A query without keys asks
     only whether the store answers.
     """
 
@@ -27,8 +46,8 @@ class Ask(NamedTuple):
 
 
 class Told(NamedTuple):
-    """To an ask: the first `chunks` of its chunks are there, and in these the `pieces`, each as the key of its
-    chunk, its group and its number in the chunk. Not `ok`: the store could not be asked.
+    """Answer to an Ask: the number of leading `chunks` that exist, and the `pieces` of checkpoints in them, each as the
+    key of its chunk, its group and its number in the chunk. Not `ok`: the query failed.
     """
 
     id: int
@@ -38,7 +57,7 @@ class Told(NamedTuple):
 
 
 class TierPlan(NamedTuple):
-    """What every rank does with its tier in one engine step. Follows the step's other transfers.
+    """Work of every rank with its tier in one engine step. Follows the step's other transfers.
 
     Records of generations below `first_generation` are never served again, also after a restart; what is shared from
     it on is of `revision`, or of a revision that nobody else has (None). `taken` is how many
@@ -64,14 +83,14 @@ class Found(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Slots of one load, which is done, whose bytes are not what their labels say. Their host blocks hold nothing."""
+    """Slots of one load, which is done, whose bytes do not match their labels. Their host blocks hold nothing."""
 
     transfer: int
     slots: tuple[int, ...]
 
 
 class TierReport(NamedTuple):
-    """What the tier of one rank has finished, cumulatively.
+    """Report of the tier of one rank, cumulatively.
 
     No record of this rank has `next_generation` or a larger one when it opens. None: it is not open.
 

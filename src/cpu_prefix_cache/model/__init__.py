@@ -1,1 +1,1 @@
-"""What a model keeps for its tokens: groups of layers, the grid they share, keys of chunks."""
+"""KV of a model: groups of layers, the grid they share, keys of chunks."""

@@ -1,10 +1,9 @@
-"""The kinds of KV state a model keeps, and which blocks of each must be present to resume at a boundary.
+"""The kinds of KV state a model keeps, a class each, and which blocks must be present to resume at a boundary.
 
-    prefix        every block before it                     full attention, MLA
-    window        the blocks the window still sees          sliding-window attention
-    chunk-local   the blocks since the local chunk began    chunked-local attention
-    state         the page at the boundary                  Mamba, linear attention, short convolutions
-    none          nothing: the engine rebuilds it
+    PrefixGroup       every block before it                     full attention, MLA
+    WindowGroup       the blocks the window still sees          sliding-window attention
+    ChunkLocalGroup   the blocks since the local chunk began    chunked-local attention
+    StateGroup        the page at the boundary                  Mamba, linear attention, short convolutions
 
 With blocks of 16 tokens, to resume at token 96:
 
@@ -12,78 +11,133 @@ With blocks of 16 tokens, to resume at token 96:
     window of 40 tokens                    [3][4][5]     token 96 sees 57 ... 96
     chunk-local, chunks of 64                 [4][5]     its local chunk began at 64
     state                                        [5]     the page written at the end of block 5
+
+Another kind is another class, here or in an engine's own code: nothing that is given a group asks for its class.
 """
 
-import enum
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import ClassVar
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import is_whole
 
 
-class GroupKind(enum.Enum):
-    PREFIX = "prefix"
-    WINDOW = "window"
-    CHUNK_LOCAL = "chunk-local"
-    STATE = "state"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Layers whose KV lives in blocks of one size and is needed by one rule.
+@dataclass(frozen=True, kw_only=True)
+class Group(ABC):
+    """Layers whose KV lives in blocks of one size and is needed by one rule, that of the class.
 
     `block_tokens` is how many tokens one block of the group covers, or how many lie between two pages of a state. It
     takes `device_blocks` device blocks of `block_bytes`: all layers and parts (K, V, scales) of the group on one rank.
+    A `replicated` group has the same bytes on every rank.
 
-    `window_tokens` is what a window sees, its own token included, or the length of a local chunk. A window keeps
-    `extra_tokens` more (for drafts that may be rejected). With `lookahead_tokens` d, a prefix group can resume at a
-    boundary b only if it has b + d too (EAGLE, MTP). A `replicated` group has the same bytes on every rank.
+    A class has a `kind`, `needed`, and as fields the numbers of its rule, which `spelled` names.
 
-    Raises ConfigurationError, naming the group.
+    Raises ConfigurationError, naming the group, for a number below its default, or below 1 where it has none.
     """
 
+    kind: ClassVar[str]  # as namespaces and tables spell it
+    is_prefix: ClassVar[bool] = False  # every block before a boundary is needed: chunks have them, not checkpoints
+    is_state: ClassVar[bool] = False  # a block is one value, at its end: as large for any number of tokens, never split
+
     name: str
-    kind: GroupKind
     block_tokens: int
     block_bytes: int
-    window_tokens: int = 0
-    extra_tokens: int = 0
-    lookahead_tokens: int = 0
-    replicated: bool = False
     device_blocks: int = 1
+    replicated: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, GroupKind):
-            known = ", ".join(kind.value for kind in GroupKind)
-            raise ConfigurationError(f"group {self.name!r} has the unknown kind {self.kind!r}; known kinds are {known}")
-        has_window = self.kind in (GroupKind.WINDOW, GroupKind.CHUNK_LOCAL)
-        self._check("block_tokens", least=1)
-        self._check("block_bytes", least=1)
-        self._check("device_blocks", least=1)
-        self._check("window_tokens", least=int(has_window), only=has_window)
-        self._check("extra_tokens", least=0, only=self.kind is GroupKind.WINDOW)
-        self._check("lookahead_tokens", least=0, only=self.kind is GroupKind.PREFIX)
+        for field in fields(self):
+            value, least = getattr(self, field.name), 1 if field.default is MISSING else field.default
+            if field.type in (int, "int") and not is_whole(value, least):
+                raise ConfigurationError(f"group {self.name!r} needs {field.name} of at least {least}, got {value!r}")
+
+    @abstractmethod
+    def needed(self, boundary: int) -> Sequence[int]:
+        """The blocks, counted from token 0, that must be present to resume at token `boundary`, where a block ends.
+
+        In ascending order. A block before the boundary that is not needed here is needed at no later one.
+        """
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """How many tokens beyond a boundary must be present, too, to resume there."""
+        return 0
+
+    @property
+    def spelled(self) -> dict[str, str | int]:
+        """Fields of a namespace, by name. People's files are found by them: what a kind spells never changes.
+
+        A class adds the numbers that decide what its blocks hold or which are kept. (The window of 0 is older.)
+        """
+        return {
+            "kind": self.kind,
+            "block tokens": self.block_tokens,
+            "block bytes": self.block_bytes,
+            "window tokens": 0,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixGroup(Group):
+    """Full attention, MLA: every block before a boundary is needed.
+
+    With `lookahead_tokens` d it can resume at a boundary b only if it has b + d too (EAGLE, MTP).
+    """
+
+    kind: ClassVar[str] = "prefix"
+    is_prefix: ClassVar[bool] = True
+    lookahead_tokens: int = 0
 
     def needed(self, boundary: int) -> range:
-        """The blocks, counted from token 0, that must be present to resume at token `boundary`, where a block ends."""
-        end = boundary // self.block_tokens
-        match self.kind:
-            case GroupKind.PREFIX:
-                return range(end)
-            case GroupKind.WINDOW:
-                first_token = max(0, boundary - self.window_tokens + 1 - self.extra_tokens)
-                return range(min(end, first_token // self.block_tokens), end)
-            case GroupKind.CHUNK_LOCAL:
-                return range((boundary - boundary % self.window_tokens) // self.block_tokens, end)
-            case GroupKind.STATE:
-                return range(max(0, end - 1), end)
-            case GroupKind.NONE:
-                return range(0)
+        return range(boundary // self.block_tokens)
 
-    def _check(self, field: str, *, least: int, only: bool = True) -> None:
-        value = getattr(self, field)
-        if not is_whole(value, least):
-            raise ConfigurationError(f"group {self.name!r} needs {field} of at least {least}, got {value}")
-        if value and not only:
-            raise ConfigurationError(f"group {self.name!r} is of kind {self.kind.value!r}, which has no {field}")
+
+@dataclass(frozen=True, kw_only=True)
+class WindowGroup(Group):
+    """Sliding-window attention: a token sees `window_tokens` tokens, its own included.
+
+    It keeps `extra_tokens` more (for drafts that may be rejected).
+    """
+
+    kind: ClassVar[str] = "window"
+    window_tokens: int
+    extra_tokens: int = 0
+
+    def needed(self, boundary: int) -> range:
+        end = boundary // self.block_tokens
+        first_token = max(0, boundary - self.window_tokens + 1 - self.extra_tokens)
+        return range(min(end, first_token // self.block_tokens), end)
+
+    @property
+    def spelled(self) -> dict[str, str | int]:
+        return super().spelled | {"window tokens": self.window_tokens}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLocalGroup(Group):
+    """Chunked-local attention: a token sees those of its local chunk, chunks of `window_tokens` tokens."""
+
+    kind: ClassVar[str] = "chunk-local"
+    window_tokens: int
+
+    def needed(self, boundary: int) -> range:
+        began = boundary - boundary % self.window_tokens
+        return range(began // self.block_tokens, boundary // self.block_tokens)
+
+    @property
+    def spelled(self) -> dict[str, str | int]:
+        return super().spelled | {"window tokens": self.window_tokens}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateGroup(Group):
+    """Mamba, linear attention, short convolutions: the page at the boundary is needed."""
+
+    kind: ClassVar[str] = "state"
+    is_state: ClassVar[bool] = True
+
+    def needed(self, boundary: int) -> range:
+        end = boundary // self.block_tokens
+        return range(max(0, end - 1), end)

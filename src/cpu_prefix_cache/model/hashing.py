@@ -8,7 +8,7 @@
     items       start, end and content of every item that begins in the chunk; each of them after its length
     integers    little-endian everywhere: a token has 4 bytes, unsigned; lengths, starts and ends have 8
 
-So equal keys mean equal prefixes (rule 17): the same tokens, for the same identity, with the same items in the same
+So equal keys mean equal prefixes (rule 14): the same tokens, for the same identity, with the same items in the same
 places. The chunks before the first item are shared with the plain text. The byte at the end sets chunks with items
 apart from plain ones of any size, whose bytes are words of 4.
 
@@ -99,7 +99,7 @@ class ChainHasher:
         """`identity` is what all requests have in common, such as the model and its revision: bytes by name.
 
         sha256, a cryptographic digest, is needed where tenants are kept apart, or keys are shared with other processes
-        or kept on disk (rule 17). With `tenants=True` another one is refused here, else when the first salt arrives.
+        or kept on disk (rule 14). With `tenants=True` another one is refused here, else when the first salt arrives.
 
         Raises ConfigurationError for an unknown algorithm, a chunk of less than one token, an identity that is not
         bytes by name, or tenants without a cryptographic digest.
@@ -119,7 +119,7 @@ class ChainHasher:
 
     @property
     def cryptographic(self) -> bool:
-        """Whether the keys may keep tenants apart, be shared with other processes, or persist (rule 17)."""
+        """Whether the keys may keep tenants apart, be shared with other processes, or persist (rule 14)."""
         return self.algorithm in CRYPTOGRAPHIC
 
     def for_request(self, identity: Mapping[str, bytes] = NO_IDENTITY, items: Iterable[MultimodalItem] = ()) -> Self:
@@ -127,7 +127,7 @@ class ChainHasher:
 
         `identity` is what another request must have too to share KV with this one: its LoRA, salt, tenant. Names are
         free, in any order, and an empty field differs from an absent one. A LoRA that is loaded anew under its old
-        name is another one: give its version too, or reset the cache (rule 14). `items` are all of the request's, in
+        name is another one: give its version too, or reset the cache (rule 13). `items` are all of the request's, in
         any order. Fields named `salt`, `cache_salt` or `tenant` keep tenants apart and need sha256.
 
         Raises MisuseError for such a field without sha256, one that the hasher has already, or one that is not bytes.
@@ -166,7 +166,7 @@ class ChainHasher:
         keys += [key := digest(key + read(width)) for _ in range(len(keys), stop)]
 
     def _items_by_chunk(self, items: Iterable[MultimodalItem]) -> dict[int, bytes]:
-        """What the items that begin in a chunk add to it, by the index of the chunk, in ascending order."""
+        """Bytes that items add to the chunk in which they begin, by its index, in ascending order."""
         fields: dict[int, list[bytes]] = {}
         for item in sorted(items):
             chunk = fields.setdefault(item.start // self.chunk_tokens, [])

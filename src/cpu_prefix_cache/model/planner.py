@@ -3,8 +3,9 @@
 What one group keeps is a *piece*: a prefix group one piece of every chunk, the others one for each of their own blocks
 in a *checkpoint* (rule 9). Host memory is one pool of equal blocks, and a piece takes whole ones (rule 8).
 
->>> full = Group(name="full", kind=GroupKind.PREFIX, block_tokens=32, block_bytes=12_288)
->>> local = Group(name="local", kind=GroupKind.WINDOW, window_tokens=40, block_tokens=16, block_bytes=6_144)
+>>> from cpu_prefix_cache.model.groups import PrefixGroup, WindowGroup
+>>> full = PrefixGroup(name="full", block_tokens=32, block_bytes=12_288)
+>>> local = WindowGroup(name="local", window_tokens=40, block_tokens=16, block_bytes=6_144)
 >>> planner = HybridChunkPlanner([full, local], max_model_len=4_096)
 >>> planner.grid_tokens, planner.host_block_bytes, planner.host_blocks_per_chunk, planner.waste
 (32, 6144, 2, 0.0)
@@ -19,14 +20,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.model.groups import Group, GroupKind
+from cpu_prefix_cache.model.groups import Group
 
 # A host block is smaller than this only if a piece is: stores to random host addresses reach 87 % of the link at this
 # size, and less below it (one H200, staged copies).
 SMALLEST_SPLIT_BYTES = 192 * 1024
 SMALL_WASTE = 0.01  # the largest block is taken whose waste is larger than the least by no more than this share
 ALIGNMENT = 512  # bytes, at most: host blocks are as well aligned as the pieces in them
-PAGE_BYTES = 4096  # what direct file I/O asks of sizes and addresses
+PAGE_BYTES = 4096  # alignment of sizes and addresses for direct file I/O
 TOKENS_PER_CHECKPOINT = 2048  # for weighing waste: a conversation keeps two checkpoints in a turn of 4,096 tokens
 # A boundary far from token 0, where a window is full. A chunk later a local chunk begins that has 2, 3, 5 or 7 chunks,
 # or a product of these, so that it is nearly full here.
@@ -45,7 +46,7 @@ class Piece:
     @property
     def in_chunk(self) -> bool:
         """Whether every chunk has one; else checkpoints have them."""
-        return self.group.kind is GroupKind.PREFIX
+        return self.group.is_prefix
 
 
 class PieceAt(NamedTuple):
@@ -60,12 +61,12 @@ class HybridChunkPlanner:
     """The arithmetic of one model's cache. It knows no pool and no request.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
-    Groups of kind none are left out of `groups` and `pieces`. `host_block_bytes` is a host block's size in each of the
-    `ranks` regions. A replicated group, the same on all ranks, is kept once, in the shares of all of them. With
-    `in_pages` host blocks are whole pages of PAGE_BYTES, as a file tier needs them.
+    `host_block_bytes` is a host block's size in each of the `ranks` regions. A replicated group, the same on all ranks,
+    is kept once, in the shares of all of them. With `in_pages` host blocks are whole pages of PAGE_BYTES, as a file
+    tier needs them.
 
     Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
-    `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or nothing is kept.
+    `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or there are no groups.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class HybridChunkPlanner:
             raise ConfigurationError(f"group names must differ, got {', '.join(names)}")
         if ranks < 1:
             raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
-        self.groups = tuple(group for group in groups if group.kind is not GroupKind.NONE)
+        self.groups = tuple(groups)
         if not self.groups:
             raise ConfigurationError("a model needs at least one group of KV state to cache")
         self.ranks = ranks
         self.grid_tokens = _common_grid(self.groups, max_model_len, grid_tokens)
         self._blocks_per_chunk = tuple(self.grid_tokens // group.block_tokens for group in self.groups)
         self._piece_blocks = tuple(  # device blocks to a piece
-            group.device_blocks * (count if group.kind is GroupKind.PREFIX else 1)
+            group.device_blocks * (count if group.is_prefix else 1)
             for group, count in zip(self.groups, self._blocks_per_chunk, strict=True)
         )
         self.host_block_bytes = self._choose_block(PAGE_BYTES if in_pages else 1)
@@ -177,7 +178,7 @@ class HybridChunkPlanner:
         return depth * self.host_blocks_per_chunk + self.checkpoint_blocks(depth)
 
     def positions(self, start: int, stop: int) -> list[list[int]]:
-        """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills (rule 10)."""
+        """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills (rule 8)."""
         found: list[list[int]] = [
             list(range(start * each, stop * each)) if piece.in_chunk else []
             for each, piece in zip(self._blocks_per_chunk, self.pieces, strict=True)
@@ -226,7 +227,7 @@ class HybridChunkPlanner:
         """How many pieces each group keeps of TOKENS_PER_CHECKPOINT tokens and one checkpoint that shares nothing."""
         chunks = max(1, TOKENS_PER_CHECKPOINT // self.grid_tokens)
         far = FAR_CHUNKS * self.grid_tokens
-        return [chunks if group.kind is GroupKind.PREFIX else max(1, len(group.needed(far))) for group in self.groups]
+        return [chunks if group.is_prefix else max(1, len(group.needed(far))) for group in self.groups]
 
     def _choose_block(self, page: int) -> int:
         """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least.

@@ -1,7 +1,7 @@
-"""What prefill takes, as a count of tokens at the beginning of a prompt.
+"""Cost of prefill, as a count of tokens at the beginning of a prompt.
 
 A *pair* is a token and one that it attends to, so tokens deep in a prompt have many. At the *even depth* a token's
-attention takes as long as everything else of it: 26,624 tokens in Llama 3.1 8B (`replay/flops.py`).
+attention takes as long as everything else of it: 26,624 tokens in Llama 3.1 8B (`tools/replay/flops.py`).
 
 >>> end = Work()
 >>> end.add(26_623, 26_624)
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Work:
-    """What computing tokens of prompts takes: `pairs` of such a token with one that it attends to, itself included."""
+    """Cost of computing tokens of prompts: `pairs` of such a token with one that it attends to, itself included."""
 
     tokens: int = 0
     pairs: int = 0

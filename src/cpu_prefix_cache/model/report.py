@@ -1,11 +1,10 @@
-"""What a planner's arithmetic comes to, in bytes and in sentences. Nothing here is called while requests are served."""
+"""Results of a planner's arithmetic, in bytes and in sentences. Nothing here is called while requests are served."""
 
 from collections.abc import Iterable
 
-from cpu_prefix_cache.model.groups import GroupKind
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, HybridChunkPlanner
 
-HIGH_WASTE = 0.25  # share of empty bytes above which `advice` says what to change
+HIGH_WASTE = 0.25  # share of empty bytes above which `advice` proposes a change
 
 
 def group_waste(planner: HybridChunkPlanner, group: int) -> float:
@@ -54,7 +53,7 @@ def describe(planner: HybridChunkPlanner) -> str:
     for at, (group, piece) in enumerate(zip(planner.groups, planner.pieces, strict=True)):
         kept = "1 a chunk" if piece.in_chunk else f"{sum(p.group == at for p in far)} a checkpoint"
         lines.append(
-            f"{group.name:<16} {group.kind.value:<12} {piece.num_bytes:>12,} {piece.host_blocks:>11} {kept:>17} "
+            f"{group.name:<16} {group.kind:<12} {piece.num_bytes:>12,} {piece.host_blocks:>11} {kept:>17} "
             f"{group_waste(planner, at):>6.1%}"
         )
     return "\n".join([*lines, *advice(planner)])
@@ -62,7 +61,7 @@ def describe(planner: HybridChunkPlanner) -> str:
 
 def _fitting_tokens(planner: HybridChunkPlanner, at: int) -> str:
     group, piece = planner.groups[at], planner.pieces[at]
-    if group.kind is GroupKind.STATE:
+    if group.is_state:
         return "a page is one value and cannot be split, so only another host block size would fit it better"
     if piece.in_chunk:
         return f"a grid of about {_room(planner, at) * planner.grid_tokens // piece.num_bytes} tokens would fill them"

@@ -1,1 +1,1 @@
-"""What is stored and when, what is loaded when it is worth it, and every copy on its way."""
+"""Stores and their times, loads that are worth it, and every copy in flight."""

@@ -25,7 +25,7 @@ from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 
 logger = logging.getLogger(__name__)
 
-# What a load costs besides its time on the link: a step each to begin, to report and to go on. Measured with the shape
+# Cost of a load besides its time on the link: a step each to begin, to report and to go on. Measured with the shape
 # of Llama-3.1-8B on one H200, 8,192 tokens: 43 ms from the host, less 20 on the link, and 15 if they are on the device.
 OVERHEAD_SECONDS = 0.008
 
@@ -40,7 +40,8 @@ def least_tokens(bytes_per_token: float, load_bytes_per_second: float, prefill_t
 
 
 class BreakEven:
-    """The shortest load that is faster than computing: `said`, or what follows from both rates if that is None.
+    """The shortest load that is faster than computing: a fixed one, or the one that follows from both rates if that is
+    None.
 
     `bytes_per_token` is how many bytes of chunks a token has on each of `ranks` ranks.
 
@@ -95,5 +96,6 @@ class BreakEven:
             logger.warning(
                 "nothing is loaded from the host: at %.0f tokens a second prefixes are computed sooner than they are "
                 "fetched at %.1f GB/s; min_load_tokens=0 loads them all the same",
-                *(prefill, self.load_bytes_per_second / 1e9),
+                prefill,
+                self.load_bytes_per_second / 1e9,
             )

@@ -4,7 +4,7 @@ landed       all ranks have reported: the device blocks are released, whether th
   a store    is committed, if all ranks succeeded and its parent is still on the host, and then the stores that
              follow it; else it is aborted, and they are cancelled (rule 3)
   a load     that failed has its source chunks withdrawn, and what hangs below them, or the next lookup would find
-             the same bytes and fail again (rule 11). One that went well, but for slots that a tier refused, has the
+             the same bytes and fail again (rule 10). One that went well, but for slots that a tier refused, has the
              first chunk with such a slot withdrawn, and what hangs below it
 cancelled    it resolves when it has landed, and registers nothing
 """
@@ -20,13 +20,19 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
 COUNTED = (  # as CacheStatistics names them
-    *("chunks_stored", "checkpoints_stored", "bytes_stored", "stores_failed", "store_cancelled"),
-    *("chunks_loaded", "bytes_loaded", "loads_failed"),
+    "chunks_stored",
+    "checkpoints_stored",
+    "bytes_stored",
+    "stores_failed",
+    "store_cancelled",
+    "chunks_loaded",
+    "bytes_loaded",
+    "loads_failed",
 )
 
 
 class Completion:
-    """Ends the transfers of a ledger. `is_running` says of a request whether it is admitted and has not ended, and
+    """Ends the transfers of a ledger. `is_running` is true of a request that is admitted and has not ended, and
     `committed` is called with each store whose chunks can be found from now on.
     """
 

@@ -40,7 +40,7 @@ class Device(Protocol):
         """The device blocks of the chunk with this key, group by group; None unless all of them are there.
 
         Only blocks whose bytes are written. An engine that gives blocks their keys before it computes them must answer
-        None until then (rule 12).
+        None until then (rule 11).
         """
 
     def soonest_evicted(self) -> Iterator[tuple[int, bytes | None]]:
@@ -113,7 +113,7 @@ class Device(Protocol):
 
     def check_own(self, blocks: Sequence[int]) -> None:
         """Raise MisuseError, with a sentence, where a load must not fill these blocks, as far as the device knows: one
-        is not in use, others read it, or it is found by a key. Asked with `strict`, before they are held.
+        is not in use, others read it, or it is found by a key. Called with `strict`, before they are held.
         """
         return
 
@@ -134,7 +134,7 @@ class Device(Protocol):
 
         `HybridChunkPlanner.checkpoint(checkpoint.depth)` names the pieces. Their boundary is the end of the chunks of
         `checkpoint.tail`, or, where prefix groups look ahead, before that what they see. Only pieces whose bytes are
-        written, and of a state only the page at exactly that boundary (rule 10).
+        written, and of a state only the page at exactly that boundary (rule 8).
         """
         return None
 
@@ -143,7 +143,7 @@ def check_fits(device: Device, planner: HybridChunkPlanner) -> None:
     """Raise ConfigurationError for a device that cannot find what a request needs to resume."""
     kind = type(device)
     if planner.has_checkpoints and kind.find_checkpoint is Device.find_checkpoint:
-        kinds = ", ".join(f"{group.name!r} ({group.kind.value})" for group in planner.groups)
+        kinds = ", ".join(f"{group.name!r} ({group.kind})" for group in planner.groups)
         raise ConfigurationError(
             f"the groups are {kinds}, and {kind.__name__} has no find_checkpoint: nothing of a window, a local chunk "
             "or a state would ever be stored. Take a PooledDevice, or a Device that finds and names checkpoints"
@@ -173,7 +173,7 @@ class PooledDevice(Device):
 
     @property
     def num_waiting(self) -> int:
-        return self._pool.available_blocks(self.num_blocks)
+        return self._pool.num_available
 
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self._pool.find(key)

@@ -1,6 +1,6 @@
 """How an engine steps: how many blocks one step can allocate, and after how many steps a copy is reported.
 
-    step N        allocates up to `blocks`; its plan tells the ranks to store
+    step N        allocates up to `blocks`; its plan has the ranks store
     step N + R    gets their report, if the copy took no longer than step N; R is `report_steps`
 
 So what steps N to N + R can hand out has to be covered before: that is how far lazy offload looks ahead.
@@ -41,8 +41,12 @@ class EngineSteps:
 
     def __post_init__(self) -> None:
         for name, least in (
-            *(("max_tokens", 1), ("decode_tokens", 1), ("report_steps", 1)),
-            *(("groups", 0), ("blocks_per_chunk", 1), ("ahead_blocks", 1)),
+            ("max_tokens", 1),
+            ("decode_tokens", 1),
+            ("report_steps", 1),
+            ("groups", 0),
+            ("blocks_per_chunk", 1),
+            ("ahead_blocks", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -64,3 +68,30 @@ class EngineSteps:
 
 
 USUAL_STEPS = EngineSteps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """Traits of an engine that a cache cannot find out.
+
+    It has so many `ranks`, each with a host region, and `steps` bounds its steps.
+
+    With `waits_for_loads` off, no lookup is Pending because others load (rule 12): for an engine in which a request
+    that waits has its device blocks already.
+
+    With `exchanges` a load may take the place of the blocks that it overwrites (exchange.py). The ranks must do so: a
+    CopyWorker does, where no two share a host region. Lazy makes use of it, in models with one group and no
+    checkpoints.
+
+    With `log_boundaries`, `take_events` tells which boundaries can be hit on the host; lazy without checkpoints, behind
+    those of the device (rule 3). It does not take off what groups that look ahead drop from the end of a hit.
+    """
+
+    ranks: int = 1
+    steps: EngineSteps = USUAL_STEPS
+    waits_for_loads: bool = True
+    exchanges: bool = False
+    log_boundaries: bool = False
+
+
+USUAL_ENGINE = EngineTraits()

@@ -16,8 +16,8 @@ bytes. What leaves the device and is on the host already becomes the youngest th
 right above one another that leave at once, parents first.
 
 * **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
-* **Loads** begin after the stores of what they overwrite; where room is scarce most of it goes into the host blocks
-  that the load reads (`exchange.py`).
+* **Loads** begin after the stores of what they overwrite, large ones portion by portion; where room is scarce most of
+  it goes into the host blocks that the load reads (`exchange.py`).
 * A chunk that the device has a second time is not stored: its other blocks leave later.
 """
 
@@ -27,7 +27,7 @@ from itertools import groupby
 
 from cpu_prefix_cache.offload.exchange import partners
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.parents import Links, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
@@ -43,19 +43,20 @@ class Late(Offload):
     def __init__(self, stores: StorePlanner) -> None:
         super().__init__(stores)
         self._device = stores.device
-        self._parents = Parents(stores.device, stores.pool, stores.planner)
+        self._parents = Parents(lambda keys: [found is not None for found in self._device.find_all(keys)])
         self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
-        # What has left the device, each time before the transfer with this id: a store of what hangs below finds its
-        # place by the parents, so they are remembered until it has ended.
-        self._gone = deque[tuple[int, list[bytes]]]()
+        # The parents of what has left the device, each time before the transfer with this id: a store of what hangs
+        # below finds its place by them, so they are remembered until it has ended.
+        self._gone = deque[tuple[int, Links]]()
+        self._lost = 0
 
     @property
     def lost(self) -> int:
-        return self._parents.lost
+        return self._lost
 
     @property
     def remembered(self) -> int:
-        return len(self._parents)
+        return len(self._parents) + sum(len(links) for _, links in self._gone)
 
     # Reported
 
@@ -65,9 +66,6 @@ class Late(Offload):
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         self._pool.duplicate_above(keys, chunks)
-
-    def committed(self, store: Transfer) -> None:
-        self._parents.saved(store.keys)
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         self._pool.duplicated(reversed(nodes))
@@ -87,7 +85,8 @@ class Late(Offload):
         place = self._pool.place(key)
         if place is not None:
             return place
-        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
+        gone = [links for _, links in self._gone]
+        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None, gone)
         if outside is None:
             return None
         keys, above = outside
@@ -107,16 +106,16 @@ class Late(Offload):
         leaving, self._taken = self._taken, {}
         self._store_leaving(leaving)
         while self._gone and (self._gone[0][0] <= self._stores.ledger.resolved_below or self._has_too_many):
-            self._parents.handed_out(self._gone.popleft()[1])
-        if not self._gone:
-            self._parents.sweep()  # what has left unnoticed
+            self._gone.popleft()
+        unnoticed = self._parents.sweep()
+        self._lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
 
     # Details
 
     @property
     def _has_too_many(self) -> bool:
         """Whether more parents are remembered than stores in flight can need: some transfer does not end."""
-        return len(self._parents) > MOST_REMEMBERED * self._stores.device_chunks
+        return self.remembered > MOST_REMEMBERED * self._stores.device_chunks
 
     def _take(self) -> None:
         self._taken.update(self._device.handed_out() or ())
@@ -133,36 +132,51 @@ class Late(Offload):
         if not leaving:
             return []
         self.work += len(leaving)
-        gone = list(leaving)
-        cached, missing = self._pool.split(gone)
+        cached, missing = self._pool.split([*leaving])
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
         filled = set(device_blocks)
         overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)} if filled else {}
         into = partners(overwritten, device_blocks, read)
-        stores = list[Transfer]()
-        for run in self._runs(sources):
-            for chain in self._parts(run, overwritten, into):
-                store = self._store(chain, sources, overwritten, into)
-                stores += [] if store is None else [store]
-                if store is None or len(store.keys) < len(chain):
-                    break  # what hangs below could not be committed
+        stores, gone, left = list[Transfer](), Links(), set(sources)
+        for key in sources:
+            if key in left:
+                links, is_whole = self._parents.take_run(key, left)
+                gone |= links
+                if is_whole:
+                    stores += self._store_run(links, sources, overwritten, into)
+                else:
+                    self._lost += len(links)  # they have no place
+        for key in leaving.keys() - gone.keys() if len(gone) < len(leaving) else ():
+            gone |= self._parents.take_run(key, {key})[0]
         self._gone.append((self._stores.ledger.next_id, gone))
         return stores
 
-    def _runs(self, sources: Mapping[bytes, Sequence[int]]) -> Iterator[Chain]:
-        """The runs of chunks right above one another, parents first. Each chunk is asked for once: what is declined or
-        finds no room is not stored.
-        """
-        left = set(sources)
-        for key in sources:
-            run = self._parents.run_above(key, left.__contains__)
-            if run is not None and run[0]:
-                left.difference_update(run[0])
-                yield Chain(run[1], run[0])
+    def _store_run(
+        self,
+        links: Links,
+        sources: Mapping[bytes, Sequence[int]],
+        overwritten: Container[bytes],
+        into: Mapping[bytes, int],
+    ) -> list[Transfer]:
+        """Store a run of chunks right above one another, given from the deepest up, as far as the host takes it."""
+        keys = [*reversed(links)]
+        stores, left, stop = list[Transfer](), len(keys), None
+        for chain in self._parts(Chain(links[keys[0]], keys), overwritten, into):
+            store, stop = self._store(chain, sources, overwritten, into)
+            if store is not None:
+                stores.append(store)
+                left -= len(store.keys)
+            if stop is not None:
+                break  # what hangs below could not be committed
+        self._lost += 0 if stop is Stop.DECLINED else left
+        return stores
 
     def _parts(self, run: Chain, overwritten: Container[bytes], into: Container[bytes]) -> Iterator[Chain]:
         """The parts of a run whose stores differ."""
+        if not overwritten:
+            yield run
+            return
         above = run.parent_key
         for _, group in groupby(run.keys, lambda key: (key in overwritten, key in into)):
             keys = list(group)
@@ -175,17 +189,14 @@ class Late(Offload):
         sources: Mapping[bytes, Sequence[int]],
         overwritten: Container[bytes],
         into: Mapping[bytes, int],
-    ) -> Transfer | None:
+    ) -> tuple[Transfer | None, Stop | None]:
         """Store the chain, whose chunks are all `overwritten` by a load, or all by compute. Those of `into` take blocks
         of host chunks that the load reads.
         """
         by_load = chain.keys[0] in overwritten
         read = [into[key] for key in chain.keys if key in into]
         transfer, stop = self._stores.plan(chain, self._pool.touch(None), left=sources, read=read)
-        if stop is Stop.DECLINED:
-            self._parents.unwanted([each for each in chain.keys if not self._stores.is_covered(each)])
         if transfer is not None:
-            self._parents.unwanted(transfer.keys)  # they have left the device, and are not lost
-            used = self._device.were_used([block for copy in transfer.plan.copies for block in copy.device_blocks])
+            used = any(self._device.were_used(copy.device_blocks) for copy in transfer.plan.copies)
             transfer.plan = transfer.plan._replace(holds_compute=not by_load, is_early=not used)
-        return transfer
+        return transfer, stop

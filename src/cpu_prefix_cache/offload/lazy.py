@@ -37,9 +37,9 @@ from typing import Any
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.ancestry import Ancestry, DeviceAncestry
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
-from cpu_prefix_cache.offload.parents import Ancestry, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import Transfer
@@ -71,7 +71,7 @@ class Lazy(Eager):
         device = stores.device
         super().__init__(stores)
         self._device = device
-        self._parents = Parents(device, stores.pool, stores.planner) if parents is None else parents
+        self._parents = DeviceAncestry(device, stores.pool, stores.planner) if parents is None else parents
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
@@ -266,7 +266,7 @@ class Lazy(Eager):
         wanted = self._stores.device_blocks(chain)
         portion = chain
         if wanted > budget and not self._can_spare(wanted, held):
-            stop = self._stores.obstacle(chain)  # a part of it would be no use
+            stop = None if chain.checkpoint is None else self._stores.choose(chain)[1]  # a part of it would be no use
             if stop is not None or budget < self._chunk_blocks:
                 return None, self._noted([key], stop or Stop.IN_FLIGHT)
             portion = chain.first(budget // self._chunk_blocks)

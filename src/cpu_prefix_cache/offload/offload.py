@@ -4,7 +4,7 @@
     Late     when the device hands out their blocks (`late.py`)
     Lazy     shortly before that, whole prompts (`lazy.py`)
 
-What happens is reported to it, and it plans stores when it is asked.
+Events are reported to it, and it plans stores when it is called.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from cpu_prefix_cache.offload.transfers import Transfer
 
 
 class Offload:
-    """Stores nothing. Counts are of chunks unless said otherwise."""
+    """Stores nothing. Counts are of chunks unless noted otherwise."""
 
     def __init__(self, stores: StorePlanner) -> None:
         self._stores = stores

@@ -11,8 +11,8 @@ front and adds others at the end:
 Of each held block the one before it is remembered, held or waiting. So blocks that waited side by side come back in
 their order, whichever hold ends first. If the block before it is gone, a block comes back at the front, where the
 coldest are: behind those that were held at the front before that, and before those that are held there later. A place
-must tell a waiting block from its later uses: its number with the key it waits under, say. (A block that was used
-meanwhile and waits again under its key, now at the end, still counts as that place.)
+must distinguish a waiting block from its later uses, such as its number with the key it waits under. (A block that was
+used meanwhile and waits again under its key, now at the end, still counts as that place.)
 """
 
 from collections.abc import Callable, Collection, Hashable
@@ -21,7 +21,7 @@ FRONT = "front"  # before the first of the order
 
 
 class Places:
-    """The places of held blocks. `waits` tells of a place whether its block still waits under the same key.
+    """The places of held blocks. `waits` is true of a place whose block still waits under the same key.
 
     Every call takes O(1), but `back` and `forget` go over the held blocks next to the place, and `leave` at the front
     over the waiting ones that have held ones right behind them.
@@ -36,7 +36,7 @@ class Places:
         return len(self._before)
 
     def with_held_behind(self) -> Collection[Hashable]:
-        """The waiting places, and FRONT, that a held one is right behind. O(1) to ask whether a place is among them."""
+        """The waiting places, and FRONT, that a held one is right behind. O(1) to look up a place among them."""
         return self._last.keys()
 
     def leave(self, place: Hashable, before: Hashable) -> None:

@@ -14,7 +14,7 @@ True
 
 from collections import deque
 
-MIN_TIMED_TOKENS = 1024  # a step of fewer tokens takes as long as a step takes at least, so it tells no rate
+MIN_TIMED_TOKENS = 1024  # a step of fewer tokens takes as long as a step takes at least, so it measures no rate
 STEPS_REMEMBERED = 32  # some seconds of prefill
 
 
@@ -28,7 +28,7 @@ class PrefillRate:
         return sorted(self._steps)[-2] if len(self._steps) >= 2 else None
 
     def timed(self, tokens: int, seconds: float) -> bool:
-        """A step has computed so many tokens in so many seconds. Whether that is enough to tell a rate."""
+        """A step has computed so many tokens in so many seconds. Whether that is enough to measure a rate."""
         tells = tokens >= MIN_TIMED_TOKENS and seconds > 0
         if tells:
             self._steps.append(tokens / seconds)

@@ -7,7 +7,7 @@
     held          a source: its node is locked once more, with the path to the root
                   a destination: private; if the request gives it back, it becomes free when the hold ends
 
-A page is a device block. The tree knows tokens and the cache knows keys, so the engine says which pages are a chunk
+A page is a device block. The tree knows tokens and the cache knows keys, so the engine reports which pages are a chunk
 (`computed`), which node has a page (`placed`), and which pages have left the tree (`evicted`). Two chunks share their
 pages until their tokens part, so only the last page of a chunk is its own. It stands for the chunk in the order of
 eviction.
@@ -62,7 +62,7 @@ class RadixDevice(Device):
     the size of the tree (benchmarks/radix_order.py).
 
     `num_pages` is how many pages the engine can hand out, whatever their numbers are; `chunk_pages` how many of them a
-    chunk takes. Page numbers may be given in lists, tensors and arrays, and are told in lists.
+    chunk takes. Page numbers may be given in lists, tensors and arrays, and are returned in lists.
 
     `hands_out_first`: the engine allocates all pages of a step before `CPUPrefixCache.step` or `HostCache.begin_step`,
     and writes to them after it. Then device and host hold prompts together, and no chunk is stored before it leaves
@@ -92,7 +92,7 @@ class RadixDevice(Device):
         self._hands_out_first = hands_out_first
         self._notes = Notes(num_pages)
 
-    # What a subclass says
+    # Methods of a subclass
 
     @property
     @abstractmethod
@@ -130,7 +130,7 @@ class RadixDevice(Device):
     def lock(self, node: Node, by: int) -> None:
         """Lock the path from a node to the root by +1, or unlock it by -1, as the engine does for a request."""
 
-    # What the engine calls
+    # Called by the engine
 
     def placed(self, node: Node) -> None:
         """A node has got its pages: it was inserted, or one of the two that a split has made.
@@ -195,7 +195,7 @@ class RadixDevice(Device):
         if free:
             self.free(free)
 
-    # What the cache asks
+    # Called by the cache
 
     @property
     def num_blocks(self) -> int:
@@ -350,7 +350,7 @@ class RadixDevice(Device):
     def _by_eviction(self) -> Iterator[_Placed]:
         """The unlocked nodes as the engine evicts them: leaves, and nodes that are leaves by then.
 
-        Leaves that are read are put back when the order is asked for again. So this costs what is read, and what was
+        Leaves that are read are put back when the order is read again. So this costs what is read, and what was
         used, locked or evicted meanwhile, however many nodes there are.
         """
         back, read = self._read, list[_Placed]()

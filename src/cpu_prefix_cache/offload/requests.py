@@ -6,7 +6,7 @@
     left        it ended or was preempted
     stale       it was admitted before a reset, or wants no stores: nothing is stored for it
 
-The agenda maps steps to the requests that are due then, so no step goes through all requests (rule 18).
+The agenda maps steps to the requests that are due then, so no step goes through all requests (rule 16).
 """
 
 from bisect import bisect_right

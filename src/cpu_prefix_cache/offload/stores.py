@@ -1,17 +1,19 @@
 """Planning one store: from a chain of keys to device blocks that are held and host blocks that wait for them.
 
 A chain is a run of chunks, each the child of the one before, that the host does not have and nobody is writing.
-Of a chain the longest part is stored that hangs together: it ends before a chunk the device has lost, and where the
-pool is full of what cannot be evicted (rule 4). A chain may end in a checkpoint, which is stored with all of the chain
-or not at all, and then nothing is (rule 9). A policy may decline the end of a chain, which then is not stored either.
+Of a chain the longest part is stored that hangs together: without the end that the host declines, up to a chunk that
+the device has lost, and as far as there is room in a pool where some cannot be evicted (rule 4). A chain may end in a
+checkpoint, which is stored with all of the chain or not at all, and then nothing is (rule 9).
 """
 
 import enum
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
@@ -55,27 +57,33 @@ class Chain:
     def __len__(self) -> int:
         return len(self.keys) + (self.checkpoint is not None)
 
+    @property
+    def node_keys(self) -> tuple[bytes, ...]:
+        """The keys of its chunks, and of its checkpoint."""
+        return (*self.keys, *(() if self.checkpoint is None else (checkpoint_key(self.checkpoint.tail[-1]),)))
+
     def first(self, count: int) -> "Chain":
         """Its first `count` nodes, which is without the checkpoint if there are more."""
         return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
 
 
 class _Sources(NamedTuple):
-    """The part of a chain that can be stored now: device blocks of its first chunks, and of its checkpoint's pieces."""
+    """Device blocks of the first chunks of a chain, and of the pieces of its checkpoint."""
 
     chunks: list[Sequence[int]]
-    pieces: Sequence[Sequence[int]] = ()
-    stopped_by: Stop | None = None
-    read: Sequence[int] = ()  # host chunks, one for each chunk here, whose blocks it takes
+    pieces: Sequence[Sequence[int]] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.chunks) + (self.pieces is not None)
 
 
-class _Destinations(NamedTuple):
-    """The host nodes to be written, and of a checkpoint the pieces that no other checkpoint has."""
+class _Copied(NamedTuple):
+    """The copies of a store, the device blocks that they read, and the pieces that no other checkpoint has."""
 
-    nodes: list[int]
+    copies: tuple[GroupCopy, ...]
+    device_blocks: list[int]
     new_pieces: Sequence[Hashable] = ()
-    piece_blocks: Sequence[int] = ()  # their device blocks
-    piece_copies: Sequence[GroupCopy] = ()
 
 
 class StorePlanner:
@@ -117,20 +125,19 @@ class StorePlanner:
             blocks += sum(self.planner.pieces[at.group].device_blocks for at in at_boundary)
         return blocks
 
-    def obstacle(self, chain: Chain) -> Stop | None:
-        """Why the host does not take a chain with a checkpoint; None if it does, or if there is no checkpoint."""
+    def choose(self, chain: Chain) -> tuple[Choice, Stop | None]:
+        """How many nodes of a chain the host wants, with a checkpoint all or none; and why not all of them."""
         checkpoint = chain.checkpoint
-        if checkpoint is None:
-            return None
-        needs = self._coordinator.needs(checkpoint)
-        if not self.pool.has_room(len(chain.keys), needs):
+        if checkpoint is not None and not self._coordinator.holds(checkpoint):
             self.refusals += len(chain)
-            return Stop.POOL_FULL if self._coordinator.holds(checkpoint) else Stop.TOO_LARGE
-        keys = [*chain.keys, checkpoint_key(checkpoint.tail[-1])]
-        if self.pool.accepted(self._parent(chain), keys, needs, margin=self._margin) < len(keys):
-            self.declined += len(keys)
-            return Stop.DECLINED
-        return None
+            return Choice(0), Stop.TOO_LARGE
+        choice = self.pool.choose(self._parent(chain), chain.node_keys, self._needs(chain), margin=self._margin)
+        if choice.accepted == len(chain):
+            return choice, None
+        if checkpoint is not None:
+            choice = Choice(0)
+        self.declined += len(chain) - choice.accepted
+        return choice, Stop.DECLINED
 
     def plan(
         self,
@@ -148,40 +155,64 @@ class StorePlanner:
         (`BlockPool.exchange`). The transfer covers as many first nodes of the chain as it has keys, and is None if
         there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
-        parent = self._parent(chain)
-        pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
-        found = self.device.find_all if left is None else lambda keys: [*map(left.get, keys)]
-        sources = self._exchanged(chain.keys, found, read) if read else self._sources(chain, found)
-        stop = Stop.PROMISED if left is None and self._takes_promised(sources) else sources.stopped_by
-        if stop is Stop.PROMISED or not (sources.chunks or sources.pieces):
-            if pin is not None:
-                self.pool.unpin(pin)
+        choice, stop = self._admitted(chain) if read else self.choose(chain)
+        part = chain.first(choice.accepted)
+        sources = self._sources(part, self.device.find_all if left is None else lambda keys: [*map(left.get, keys)])
+        if sources.num_nodes < len(part):
+            stop = Stop.NOT_ON_DEVICE
+        if not sources.num_nodes:
             return None, stop
-        transfer = self._transfer(chain, sources, pin=pin, touch=touch, owner=owner, holds=left is None)
+        if left is None and self._takes_promised(sources):
+            return None, Stop.PROMISED
+        needs = self._needs(part)
+        follows = self._writers(chain, needs or ())
+        keys = part.node_keys[: sources.num_nodes]
+        pin = self._pin_parent(chain)
+        if read:
+            nodes = self.pool.exchange(read[: len(keys)], keys)
+        else:
+            nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
+        if len(nodes) < len(keys):
+            self.refusals += len(keys) - len(nodes)
+            stop = Stop.POOL_FULL
+        if not nodes:
+            self._unpin(pin)
+            return None, stop
+        copied = self._copied(part, nodes, sources)
+        held = copied.device_blocks if left is None else ()
+        transfer = Transfer(
+            self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
+            keys[: len(nodes)],
+            nodes,
+            hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
+            held_blocks=len(held),
+            pin=pin,
+            touch=touch,
+            parent_key=chain.parent_key,
+            pieces=copied.new_pieces,
+            owner=owner,
+            follows=follows,
+        )
         self.ledger.add(transfer)
         return transfer, stop
 
     def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Transfer | None:
-        """Host blocks for a chain whose bytes come from the tier below, and not from the device.
-
-        None, and nothing is changed, if there is no room for all of it.
+        """Host blocks for as many first nodes of a chain as find room: their bytes come from the tier below, and not
+        from the device. None, if none do.
         """
-        needs = None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)
-        keys = [*chain.keys]
-        if chain.checkpoint is not None:
-            keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-        parent = self._parent(chain)
-        pin = None if parent in (None, self.pool.root) else self.pool.pin(parent)  # before anything is evicted for it
-        if not self.pool.has_room(len(chain.keys), needs or ()):
-            if pin is not None:
-                self.pool.unpin(pin)
-            return None
+        needs = self._needs(chain)
         follows = self._writers(chain, needs or ())
         missing = [need.key for need in self.pool.checkpoints.missing(needs or ())]
+        keys = chain.node_keys
+        pin = self._pin_parent(chain)
+        nodes = self.pool.take(len(chain.keys), keys, needs)
+        if not nodes:
+            self._unpin(pin)
+            return None
         transfer = Transfer(
             self.ledger.new_plan(Direction.STORE, (), 0),
-            tuple(keys),
-            self.pool.allocate(len(chain.keys), keys, needs),
+            keys[: len(nodes)],
+            nodes,
             hold=self.device.hold(()),
             pin=pin,
             touch=touch,
@@ -194,35 +225,18 @@ class StorePlanner:
         self.ledger.add(transfer)
         return transfer
 
-    def _transfer(
-        self, chain: Chain, sources: _Sources, *, pin: Pin | None, touch: Any, owner: Hashable | None, holds: bool
-    ) -> Transfer:
-        keys = list(chain.keys[: len(sources.chunks)])
-        needs: list[PieceNeed] = []
-        if chain.checkpoint is not None:
-            keys.append(checkpoint_key(chain.checkpoint.tail[-1]))
-            needs = self._coordinator.needs(chain.checkpoint)
-        follows = self._writers(chain, needs)
-        to = self._allocate(chain, keys, sources, needs)
-        device_blocks = [block for blocks in sources.chunks for block in blocks]
-        by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
-        chunks = to.nodes[: len(sources.chunks)]
-        copies = (*to.piece_copies, *self._coordinator.chunk_copies(chunks, by_group))
-        device_blocks += to.piece_blocks
-        held = device_blocks if holds else ()
-        return Transfer(
-            self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
-            tuple(keys),
-            to.nodes,
-            hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
-            held_blocks=len(held),
-            pin=pin,
-            touch=touch,
-            parent_key=chain.parent_key,
-            pieces=to.new_pieces,
-            owner=owner,
-            follows=follows,
-        )
+    def _needs(self, chain: Chain) -> list[PieceNeed] | None:
+        """The pieces of its checkpoint, if it has one."""
+        return None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)
+
+    def _pin_parent(self, chain: Chain) -> Pin | None:
+        """A pin on the host chunk that a chain hangs below, before anything is evicted for the chain."""
+        parent = self._parent(chain)
+        return None if parent in (None, self.pool.root) else self.pool.pin(parent)
+
+    def _unpin(self, pin: Pin | None) -> None:
+        if pin is not None:
+            self.pool.unpin(pin)
 
     def _writers(self, chain: Chain, needs: Sequence[PieceNeed]) -> list[Transfer]:
         """The stores that write what a chain builds on: its parent, and pieces that its checkpoint shares."""
@@ -236,63 +250,45 @@ class StorePlanner:
         """The node that a chain hangs below, or None: that is being written, or the device alone has it."""
         return self.pool.root if chain.parent_key is None else self.pool.place(chain.parent_key)
 
-    def _sources(self, chain: Chain, found: Found) -> _Sources:
-        """How much of the chain the device has and the pool has room for."""
-        if chain.checkpoint is not None:
-            return self._sources_with_checkpoint(chain, chain.checkpoint)
-        room = self.pool.available(len(chain.keys))
-        accepted = self.pool.accepted(self._parent(chain), chain.keys[:room], margin=self._margin)
-        chunks = self._on_device(chain.keys[:accepted], found)
-        if len(chunks) < accepted:
-            return _Sources(chunks, stopped_by=Stop.NOT_ON_DEVICE)
-        if accepted < room:
-            self.declined += room - accepted
-            return _Sources(chunks, stopped_by=Stop.DECLINED)
-        self.refusals += len(chain.keys) - room
-        return _Sources(chunks, stopped_by=Stop.POOL_FULL if room < len(chain.keys) else None)
+    def _admitted(self, chain: Chain) -> tuple[Choice, Stop | None]:
+        """How many chunks the admission does not hold back. They take the blocks of others and need no room."""
+        admitted = self.pool.admitted(chain.keys)
+        self.declined += len(chain) - admitted
+        return Choice(admitted), Stop.DECLINED if admitted < len(chain) else None
 
-    def _exchanged(self, keys: Sequence[bytes], found: Found, read: Sequence[int]) -> _Sources:
-        """The same of chunks that take the blocks of others: they need no room."""
-        admitted = self.pool.admitted(keys)
-        self.declined += len(keys) - admitted
-        chunks = self._on_device(keys[:admitted], found)
-        stopped_by = Stop.DECLINED if admitted < len(keys) else None
-        return _Sources(chunks, stopped_by=stopped_by, read=read[: len(chunks)])
-
-    def _sources_with_checkpoint(self, chain: Chain, checkpoint: CheckpointAt) -> _Sources:
-        pieces = self.device.find_checkpoint(checkpoint)
-        chunks = self._on_device(chain.keys, self.device.find_all)
-        if pieces is None or len(chunks) < len(chain.keys):
-            return _Sources([], stopped_by=Stop.NOT_ON_DEVICE)
-        stop = self.obstacle(chain)
-        return _Sources(chunks, pieces) if stop is None else _Sources([], stopped_by=stop)
+    def _sources(self, part: Chain, found: Found) -> _Sources:
+        """The device's part of a chain, with a checkpoint all or nothing."""
+        chunks = self._on_device(part.keys, found)
+        if part.checkpoint is None:
+            return _Sources(chunks)
+        pieces = self.device.find_checkpoint(part.checkpoint)
+        if pieces is None or len(chunks) < len(part.keys):
+            return _Sources([])
+        return _Sources(chunks, pieces)
 
     def _takes_promised(self, sources: _Sources) -> bool:
         """Whether a hold of them would take device blocks that are promised: it may take more than them, so try."""
         if not self.device.num_promised:
             return False
-        hold = self.device.hold([block for blocks in (*sources.chunks, *sources.pieces) for block in blocks])
+        hold = self.device.hold([block for blocks in (*sources.chunks, *(sources.pieces or ())) for block in blocks])
         is_short = self.device.num_waiting < self.device.num_promised
         self.device.release(hold)
         return is_short
 
-    def _allocate(
-        self, chain: Chain, keys: Sequence[bytes], sources: _Sources, needs: list[PieceNeed]
-    ) -> _Destinations:
-        """Host blocks for what is to be stored under `keys`."""
-        if sources.read:
-            return _Destinations(self.pool.exchange(sources.read, keys))
-        if chain.checkpoint is None:
-            return _Destinations(self.pool.allocate(len(keys), keys))
-        nodes = self.pool.allocate(len(sources.chunks), keys, needs)
-        host_blocks = self.pool.checkpoints.to_write(nodes[-1])
+    def _copied(self, part: Chain, nodes: Sequence[int], sources: _Sources) -> _Copied:
+        """The copies that fill these nodes, the first of the chain."""
+        chunks = sources.chunks[: len(nodes)]
+        device_blocks = [*itertools.chain.from_iterable(chunks)]
+        by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
+        copies = self._coordinator.chunk_copies(nodes[: len(chunks)], by_group)
+        if part.checkpoint is None or sources.pieces is None:
+            return _Copied(tuple(copies), device_blocks)
+        checkpoints, node = self.pool.checkpoints, nodes[-1]
+        host_blocks, needs = checkpoints.to_write(node), checkpoints.needs(node)
         new = [at for at, blocks in enumerate(host_blocks) if blocks is not None]
-        return _Destinations(
-            nodes,
-            [needs[at].key for at in new],
-            [block for at in new for block in sources.pieces[at]],
-            self._coordinator.checkpoint_copies(chain.checkpoint.depth, host_blocks, sources.pieces),
-        )
+        device_blocks += [block for at in new for block in sources.pieces[at]]
+        pieces = self._coordinator.checkpoint_copies(part.checkpoint.depth, host_blocks, sources.pieces)
+        return _Copied((*pieces, *copies), device_blocks, [needs[at].key for at in new])
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""
@@ -300,11 +296,8 @@ class StorePlanner:
 
     def _on_device(self, keys: Sequence[bytes], found: Found) -> list[Sequence[int]]:
         """The device blocks, chunk by chunk, of the longest beginning of `keys` that the device has."""
-        chunks: list[Sequence[int]] = []
-        for blocks in found(keys):
-            if blocks is None:
-                break
-            chunks.append(blocks)
+        on_device = found(keys)
+        chunks = cast(list[Sequence[int]], on_device[: on_device.index(None)] if None in on_device else on_device)
         if wrong := set(map(len, chunks)) - {self.chunk_blocks}:
             raise MisuseError(f"the device has {min(wrong)} blocks for a chunk that takes {self.chunk_blocks} of them")
         return chunks

@@ -1,6 +1,6 @@
 """Every copy that is planned or moving: one record and one phase each.
 
-    PLANNED --launch--> MOVING --last rank reports--> LANDED ----> RESOLVED, once, as done or failed (rule 11)
+    PLANNED --launch--> MOVING --last rank reports--> LANDED ----> RESOLVED, once, as done or failed (rule 10)
                                                         `-- a store, until the one it follows is resolved
 
 A copy that has begun cannot be stopped, so only the reports of all ranks end a MOVING transfer. A *cancelled* transfer
@@ -15,7 +15,7 @@ it, and is committed after them (rule 3):
 A store that takes the blocks which a load reads follows that load: until it has ended, nobody else may have them.
 
 A *promotion* is a store whose bytes the tier below host memory reads. It is MOVING from the beginning, and lands when
-the tier says so.
+the tier reports it.
 """
 
 import enum
@@ -38,25 +38,25 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`. Keys are those at planning time (rule 14)."""
+    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`. Keys are those at planning time (rule 13)."""
 
     plan: TransferPlan
     keys: Sequence[bytes]
     nodes: Sequence[int]
-    hold: Any  # on its device blocks, until it has landed (rule 12)
+    hold: Any  # on its device blocks, until it has landed (rule 11)
     held_blocks: int = 0  # how many these are
-    pin: Pin | None = None  # of a load: its deepest chunk; of a store: the cached chunk it hangs below
-    touch: Any = None  # of a store: the use its chunks belong to
-    parent_key: bytes | None = None  # of a store: the chunk it hangs below, None for the root
-    pieces: Sequence[Hashable] = ()  # of a store: the keys of the pieces it writes for its checkpoint
-    owner: Hashable | None = None  # of a store: the request it was planned for; None: lazy stores blocks that wait
+    pin: Pin | None = None  # a load's deepest chunk; the cached chunk that a store hangs below
+    touch: Any = None  # a store's: the use its chunks belong to
+    parent_key: bytes | None = None  # a store's: the chunk it hangs below, None for the root
+    pieces: Sequence[Hashable] = ()  # a store's: the keys of the pieces it writes for its checkpoint
+    owner: Hashable | None = None  # a store's: the request it was planned for; None: lazy stores blocks that wait
     follows: list["Transfer"] = field(default_factory=list)
     followers: list["Transfer"] = field(default_factory=list)
-    is_promotion: bool = False  # a store whose bytes come from the tier below, not from the device: no rank is told
+    is_promotion: bool = False  # a store whose bytes come from the tier below, not from the device: no rank gets it
     request_id: Hashable | None = None  # of a load
-    refused: set[int] = field(default_factory=set)  # of a load from a tier: slots that did not hold what they should
-    good: int = 0  # of a load that succeeded: how many of the nodes it read, from the first on, were right
-    deadline: float = 0.0  # of a load, in seconds: until then other requests wait for it (rule 13)
+    refused: set[int] = field(default_factory=set)  # refused slots of a load from a tier
+    good: int = 0  # number of nodes, from the first on, that a successful load read right
+    deadline: float = 0.0  # seconds until which other requests wait for a load (rule 12)
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
@@ -75,7 +75,7 @@ class Transfer:
 
 
 class TransferLedger:
-    """The transfers that are not resolved, by id and by the keys they write or load (rule 13).
+    """The transfers that are not resolved, by id and by the keys they write or load (rule 12).
 
     Raises ConfigurationError for fewer ranks than 1.
     """
@@ -144,7 +144,7 @@ class TransferLedger:
         else:
             self.loads[transfer.id] = transfer
             for key in transfer.keys:
-                self.loading.setdefault(key, transfer)  # other requests wait for the first (rule 13)
+                self.loading.setdefault(key, transfer)  # other requests wait for the first (rule 12)
         for followed in transfer.follows:
             followed.followers.append(transfer)
 
@@ -159,7 +159,7 @@ class TransferLedger:
         return plans, cancelled
 
     def take_resolved(self) -> tuple[int, ...]:
-        """The ids that were resolved since this was asked last."""
+        """The ids that were resolved since the last call."""
         if not self._resolved:
             return ()
         resolved, self._resolved = tuple(self._resolved), []

@@ -1,4 +1,4 @@
-"""Admission: which chunks may be stored at all, whatever there is room for. Off unless asked for.
+"""Admission: which chunks may be stored at all, whatever there is room for. Off by default.
 
 A chunk may be stored once `store_after` requests had it in their prompts, of those prompts that have at least
 `min_store_tokens` tokens. Shorter prompts count for nothing, nor do the tokens of an answer, until a later prompt has
@@ -6,7 +6,7 @@ them.
 
     store_after=2      told abc     told abd     asked abd: 2, since a and ab were seen twice, abd once
 
-Memory is bounded: of more than `remembered` keys those are forgotten that were told longest ago, and of one prompt its
+Memory is bounded: of more than `remembered` keys those seen longest ago are forgotten, and of one prompt its
 end before its beginning. So what is remembered is closed under prefixes, no chunk was seen more often than the one
 above it, and the answer is found by bisection. What was forgotten counts from 0 again.
 """
@@ -38,10 +38,9 @@ class Thresholds:
             if value < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {value}")
 
-    @property
-    def admit_everything(self) -> bool:
-        """Whether nothing is ever held back: then nobody needs to ask."""
-        return self.store_after == 1 and not self.min_store_tokens
+    def __bool__(self) -> bool:
+        """Whether anything may be held back: else nobody needs to check."""
+        return self.store_after > 1 or self.min_store_tokens > 0
 
 
 NO_THRESHOLDS = Thresholds()
@@ -49,7 +48,7 @@ REMEMBERED_KEYS = 8  # keys, for each block of the pool
 
 
 class Admission:
-    """Told of every admitted request; asked how much of a chain may be stored. Remembers so many keys. See above."""
+    """Counts the keys of every admitted request, and limits the chunks of a chain to store. See above."""
 
     def __init__(self, thresholds: Thresholds, remembered: int) -> None:
         self._store_after = thresholds.store_after

@@ -10,14 +10,14 @@ A block is always in one of four states (rule 1):
 and moves between them only here:
 
     grow       (none) -> FREE         a block becomes ready
-    allocate   FREE -> WRITING        evicting CACHED chunks when FREE runs out
+    take       FREE -> WRITING        evicting CACHED chunks when FREE runs out
     claim      FREE -> WRITING        of these very blocks, which were written before this pool was made
     commit     WRITING -> CACHED
     abort      WRITING -> FREE        or RETIRED, until its last pin ends
     retire     WRITING -> RETIRED     its writer goes on, and ends with abort
     withdraw   CACHED -> FREE         or RETIRED, until the last pin on it or below it ends
     unpin      RETIRED -> FREE        with the last pin
-    evict      CACHED -> WRITING      inside allocate
+    evict      CACHED -> FREE         inside take
 
 What the rest of the library relies on: a pinned block keeps its bytes, and a CACHED one its key (rule 2).
 
@@ -40,32 +40,33 @@ request can resume.
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
 
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import pairwise
 from typing import Any
 
 from cpu_prefix_cache.eviction import policy_of
+from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Container, Leftovers
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PoolExhausted
+from cpu_prefix_cache.messages.choice import Choice, Victims
+from cpu_prefix_cache.messages.errors import ConfigurationError, InternalError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admission, Thresholds
 from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
+from cpu_prefix_cache.pool.chunk_blocks import ChunkBlocks
+from cpu_prefix_cache.pool.duplicates import Beside, Duplicates
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.notes import Notes
+from cpu_prefix_cache.pool.outlived import Outlived
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.scarcity import Scarcity
-from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, PROTECTED, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, RETIRED, WRITING, State
 from cpu_prefix_cache.pool.unused import Unused
 
 # By state, for `bytes.translate`.
 IS_FREE = bytes(state == FREE for state in range(256))
 IS_CACHED = bytes(state == CACHED for state in range(256))
-WITHOUT_KEYS = bytes(FREE if state in (CACHED, ABSENT) else state for state in range(256))
-DROPPED_FOR_A_BLOCK = 4  # entries of containers: what a reset left of a block is no more
 
 
 @dataclass(slots=True, eq=False)
@@ -82,18 +83,13 @@ class BlockPool:
     `ready` is how many blocks may be used for now, from block 0 up; `grow` raises it (a host region takes seconds to
     prepare). `root` is the parent of every first chunk, `free` the blocks that are handed out before any is evicted.
 
-    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; without it none does, and
+    `needs_checkpoint` is true of a depth, in chunks, where resuming takes a checkpoint; without it none does, and
     there are none. With it, a chunk may take no blocks at all, as in a model without prefix groups.
 
-    `thresholds` hold back chunks that too few or too short prompts had (admission.py): `accepted` then answers less.
-    With `declines` off all chunks are accepted. With `log_boundaries` it keeps a log of what can be hit, which somebody
-    takes now and then (`take_events`).
-
-    `chunk_tokens` are the tokens of a chunk, for a policy whose name has a depth in tokens.
-
-    `beside`: how many chunks a pool holds that this one is closed with. Their blocks come and go, so chunks then go by
-    numbers. Not in a pool with checkpoints. `overlap`: so many chunks above one that only this pool has stay here, too:
-    whoever looks ahead does not resume behind the last of the pool beside, and loads them.
+    `policy` is made of a name by `policy_of`, where that has a depth in tokens. `thresholds` hold back chunks that too
+    few or too short prompts had (admission.py): `choose` then accepts less. None: it accepts all, whatever the policy
+    does. With `log_boundaries` the pool keeps a log of what can be hit, which somebody takes now and then
+    (`take_events`). `beside` is the pool that this one is closed with, if there is one; not in a pool with checkpoints.
 
     Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
     """
@@ -101,57 +97,65 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        policy: str = "lru",
+        policy: str | PolicyFactory = "lru",
         *,
         blocks_per_chunk: int = 1,
-        chunk_tokens: int = 1,
         ready: int | None = None,
         needs_checkpoint: Callable[[int], bool] | None = None,
-        thresholds: Thresholds = NO_THRESHOLDS,
-        declines: bool = True,
+        thresholds: Thresholds | None = NO_THRESHOLDS,
         log_boundaries: bool = False,
-        beside: int | None = None,
-        overlap: int = 0,
+        beside: Beside | None = None,
     ) -> None:
-        new_policy = policy_of(policy, chunk_tokens)
+        new_policy = policy_of(policy) if isinstance(policy, str) else policy
         least = max(1, blocks_per_chunk)
         if num_blocks < least or (blocks_per_chunk < 1 and needs_checkpoint is None):
             raise ConfigurationError(f"a pool needs at least the {least} blocks of one chunk, got {num_blocks}")
         self.capacity = num_blocks
         self.blocks_per_chunk = blocks_per_chunk
+        self._needs_checkpoint = needs_checkpoint
         self._has_checkpoints = needs_checkpoint is not None
         self.is_shared = beside is not None
-        self._forest = Forest(num_blocks) if beside is None else Forest(0, num_blocks // least + beside)
-        self._policy = new_policy(self._forest)
-        self._admission = None if thresholds.admit_everything else Admission(thresholds, REMEMBERED_KEYS * num_blocks)
-        self._declines = declines
-        self.root = self._forest.root
+        self._beside = Beside(0) if beside is None else beside
+        self._declines = thresholds is not None
+        self._admission = Admission(thresholds, REMEMBERED_KEYS * num_blocks) if thresholds else None
         self._free = FreeRuns()
         self.free: Collection[int] = self._free  # ascending
-        self._state = bytearray(self.root + 1)  # by node
-        self._count = [0] * 6  # blocks by State and PROTECTED; that of FREE means nothing
-        self._num_absent = 0
-        self._overlap = overlap
-        self._scarcity = None if beside is None else Scarcity(beside)
-        if beside is not None:
-            self.log_departures()
         self._notes = Notes(num_blocks)
-        self._duplicates: dict[int, None] = {}  # CACHED chunks that the pool beside has, the first to leave first
-        self._overlapping: set[int] = set()  # the same, but kept for what hangs below them
         self.ready = 0
         self._evictions = 0
-        self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
-        # Of each chunk the blocks beyond the one that it goes by, if it does; NONE for those of an absent one.
-        self._width = max(0, blocks_per_chunk - (not self.is_shared))
-        self._rest = array("i", [NONE]) * (self._width * (self.root + 1))
-        self._first: dict[int, int] = {}  # of each of these the first block of the chunk, if it goes by that
-        self._numbers: list[int] = []  # beyond the blocks, of nodes that are gone
-        self._left = Leftovers()
-        self._log = BoundaryLog(self._forest) if log_boundaries else None
-        self.checkpoints = Checkpoints(self._count)
-        self._unused = Unused(self._forest, self.checkpoints)
-        self.resume_points = ResumePoints(self._forest, self.checkpoints, needs_checkpoint, self._log)
+        self._count = [0] * len(State)  # blocks by State; that of FREE means nothing
+        self._outlived = Outlived()
+        self._unused = Unused()
+        self._scarcity = Scarcity(self._beside.chunks) if self.is_shared else None
+        forest = self._new_forest()
+        self.root = forest.root
+        self._log = BoundaryLog(forest) if log_boundaries else None
+        self._begin(forest, new_policy(forest))
+        if self.is_shared:
+            self.log_departures()
         self.grow(num_blocks if ready is None else ready)
+
+    def _new_forest(self, numbers: int = 0) -> Forest:
+        if not self.is_shared:
+            return Forest(self.capacity, numbers=numbers)
+        return Forest(0, self.capacity // max(1, self.blocks_per_chunk) + self._beside.chunks, numbers)
+
+    def _begin(self, forest: Forest, policy: EvictionPolicy) -> None:
+        """Begin without nodes, but for those that have outlived a reset."""
+        self._forest = forest
+        self._policy = policy
+        size = len(forest.key)
+        self._state = bytearray(size)  # by node
+        self._numbers = [number for number in range(forest.root + 1, size) if number not in self._outlived]
+        self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
+        self._num_absent = 0
+        self._duplicates = Duplicates(forest, self._state, self._beside.overlap)
+        self._blocks = ChunkBlocks(size, self.blocks_per_chunk, by_number=self.is_shared)
+        self._count[:] = [0] * len(self._count)
+        self._count[RETIRED] = len(self._outlived.blocks)
+        self.checkpoints = Checkpoints(self._count)
+        self._unused.begin(forest, self.checkpoints)
+        self.resume_points = ResumePoints(forest, self.checkpoints, self._needs_checkpoint, self._log)
 
     # Looking: changes nothing (rule 5)
 
@@ -195,11 +199,7 @@ class BlockPool:
 
     def blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """All the blocks of chunks, chunk after chunk."""
-        if self.is_shared:
-            return tuple(self._rest_of(chunks))
-        if self.blocks_per_chunk <= 1:
-            return tuple(chunks) if self.blocks_per_chunk else ()
-        return tuple(block for chunk in chunks for block in (chunk, *self._rest_of((chunk,))))
+        return self._blocks.of(chunks)
 
     def all_blocks_of(self, node: int) -> Iterator[int]:
         """The blocks of a chunk, or of the pieces of a checkpoint."""
@@ -209,7 +209,7 @@ class BlockPool:
 
     def chunk_of(self, block: int) -> int:
         """The node of a block that may be a further block of a chunk; any other block, as it is."""
-        return self._first.get(block, block)
+        return self._blocks.chunk_of(block)
 
     def parent(self, node: int) -> int:
         """Node that a cached node hangs below; `root` for a first chunk."""
@@ -220,7 +220,7 @@ class BlockPool:
         return self._forest.depth[chunk]
 
     def state(self, node: int) -> State:
-        return State(self._state[node])
+        return State.RETIRED if node in self._outlived else State(self._state[node])
 
     def key(self, node: int) -> bytes | None:
         return self._forest.key[node] if self._state[node] == CACHED else None
@@ -230,68 +230,62 @@ class BlockPool:
         return self._state[node] in (CACHED, ABSENT)
 
     def is_pinned(self, node: int) -> bool:
-        return self._forest.pins[node] > 0
+        return self._forest.pins[node] > 0 or self._outlived.is_pinned(node)
 
-    def available(self, wanted: int) -> int:
-        """How many of `wanted` chunks `allocate` could hand out now."""
-        per_chunk = self.blocks_per_chunk
-        return min(wanted, self.available_blocks(wanted * per_chunk) // per_chunk) if per_chunk else wanted
+    @property
+    def num_available(self) -> int:
+        """How many blocks could be handed out now: free ones, and what eviction frees. O(pieces of pinned checkpoints),
+        and O(chunks protected) once a pin has ended.
+        """
+        protected = len(chunks := self._forest.protected())
+        if self._num_absent:
+            protected -= sum(self._state[chunk] == ABSENT for chunk in chunks)
+        pieces = self.checkpoints.num_cached(self._forest.pinned)
+        return len(self._free) + self._count[CACHED] - protected * self.blocks_per_chunk - pieces
 
-    def available_blocks(self, wanted: int) -> int:
-        """How many of `wanted` blocks could be handed out now: free ones, and what eviction frees."""
-        if wanted <= len(self._free):
-            return wanted
-        most, per_chunk = len(self._free) + self._count[CACHED], self.blocks_per_chunk
-        if per_chunk:
-            enough = (most - wanted) // per_chunk
-            protected = self._forest.num_protected(enough)
-            if protected > enough and self._num_absent:
-                protected -= sum(self._state[chunk] == ABSENT for chunk in self._forest.protected())
-            most -= protected * per_chunk
-        return min(wanted, most)
+    @property
+    def least_available(self) -> int:
+        """A number of blocks that could be handed out now, at most `num_available`: chunks that two pins hold count
+        twice, as do pieces that checkpoints share. O(pins).
+        """
+        return len(self._free) + self._count[CACHED] - self._protected_at_most
 
-    def surely_available(self) -> int:
-        """So many blocks at least could be handed out now: what two pins protect may count twice. O(1)."""
-        return len(self._free) + self._cached - self._protected_at_most
-
-    def has_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
-        """Whether `allocate` would find room for them. Pieces that are there already take none."""
-        wanted = chunks * self.blocks_per_chunk + self.checkpoints.cost(needs)
-        return self.available_blocks(wanted) >= wanted
-
-    def accepted(
+    def choose(
         self,
         parent: int | None,
         keys: Sequence[bytes],
         needs: Sequence[PieceNeed] | None = None,
         *,
         margin: float = 1.0,
-    ) -> int:
-        """How many of the chunks with these keys, from the first on, are wanted here. Changes nothing.
+    ) -> Choice:
+        """How many of the chunks with these keys, from the first on, are wanted here, and for what. Changes nothing.
 
         The policy may decline what is worth less to it than `margin` times what would have to leave, and with a chunk
         all that hangs below it. They are to hang below `parent` (None: it is being written). With `needs`, the last key
         is that of a checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with
-        them. `allocate` itself declines nothing.
+        them. What is taken without a choice is declined by nobody.
         """
         if not self._declines:
-            return len(keys)
+            return Choice(len(keys))
         chunks = keys if needs is None else keys[:-1]
         if (admitted := self.admitted(chunks)) < len(chunks):
             chunks = keys = chunks[:admitted]
             needs = None
+        if needs is not None and self._lacks_room(len(chunks), needs):
+            return Choice(len(keys))  # not a matter of their worth
         missing = self.checkpoints.num_missing(needs or ())
         spare = len(self._duplicates) if self.is_scarce else 0
         short = (len(chunks) - spare) * self.blocks_per_chunk + missing - len(self._free)
         if short <= 0:
-            return len(keys)
-        nodes, blocks = (len(self._forest), self._cached) if self._cached else (1, max(1, self.blocks_per_chunk))
+            return Choice(len(keys))
+        cached = self._count[CACHED]
+        nodes, blocks = (len(self._forest), cached) if cached else (1, max(1, self.blocks_per_chunk))
         victims = -(-short * nodes // blocks)  # as large as nodes are on average
-        return self._policy.accepts(NONE if parent is None else parent, keys, victims, margin)
+        return self._policy.choose(NONE if parent is None else parent, keys, victims, margin)
 
     def admitted(self, keys: Sequence[bytes]) -> int:
         """How many of the chunks with these keys, from the first on, the admission does not hold back."""
-        return len(keys) if self._admission is None or not self._declines else self._admission.admitted(keys)
+        return len(keys) if self._admission is None else self._admission.admitted(keys)
 
     def soonest_evicted(self) -> Iterator[int]:
         """Cached, unpinned nodes in the order they would leave. Changes nothing.
@@ -301,7 +295,7 @@ class BlockPool:
         """
         useless = dict.fromkeys(self.resume_points.useless())
         yield from useless
-        spared = useless.keys() | self._duplicates.keys() if self.is_scarce else useless
+        spared = useless.keys() | self._duplicates.leaving if self.is_scarce else useless
         yield from (node for node in self._policy.soonest_evicted() if node not in spared)
 
     def statistics(self) -> PoolStatistics:
@@ -310,9 +304,9 @@ class BlockPool:
             ready=self.ready,
             free=len(self._free),
             writing=self._count[WRITING],
-            cached=self._cached,
+            cached=self._count[CACHED],
             retired=self._count[RETIRED],
-            pinned=len(self._forest.pinned),
+            pinned=len(self._forest.pinned) + self._outlived.num_pinned,
             protected=self._protected_at_most,
             evictions=self._evictions,
             unused_chunks=self._unused.chunks,
@@ -334,14 +328,14 @@ class BlockPool:
         self._forest.departed = {}
 
     def take_departed(self) -> Mapping[bytes, int]:
-        """The nodes that were evicted since this was asked last, by their keys, useless chunks left out."""
+        """The nodes that were evicted since the last call, by their keys, useless chunks left out."""
         departed = self._forest.departed or {}
         if departed:
             self._forest.departed = {}
         return departed
 
     def take_evicted(self) -> Mapping[bytes, Sequence[int]]:
-        """The blocks of the chunks that were evicted since this was asked last and are not back, by the keys of the
+        """The blocks of the chunks that were evicted since the last call and are not back, by the keys of the
         chunks. From the first call on they are kept, and `take_departed` has none.
         """
         if not self._notes.are_taken:
@@ -349,7 +343,7 @@ class BlockPool:
         return self._notes.take(lambda keys: [self.find(key) for key in keys])
 
     def take_events(self) -> list[BoundaryEvent]:
-        """Changes since this was asked last: what can be hit now, and what no longer can; see the log."""
+        """Changes since the last call: boundaries that can be hit now, and that no longer can; see the log."""
         return [] if self._log is None else self._log.take()
 
     # Using
@@ -361,7 +355,7 @@ class BlockPool:
 
         `keys`: of all chunks of its prompt, here or not; `now`: seconds, 0 or more, on a clock that does not run
         backwards. A policy that learns from requests needs both; a touch without keys is that of no request.
-        `num_tokens`: of the prompt; raises MisuseError without it where `min_store_tokens` asks for a number.
+        `num_tokens`: of the prompt; raises MisuseError without it where `min_store_tokens` is set.
         """
         if self._admission is not None and keys:
             self._admission.told(keys, num_tokens)
@@ -376,13 +370,15 @@ class BlockPool:
         """
         for block in blocks:
             if self._state[block] == FREE and not self.checkpoints.has_block(block):
-                raise MisuseError(f"block {block} is free and cannot be pinned")
+                is_old = block in self._outlived
+                raise MisuseError(
+                    f"block {block} is {'from before a reset' if is_old else 'free'} and cannot be pinned"
+                )
         for block in blocks:
             if self.checkpoints.has_block(block):
                 self.checkpoints.pin_block(block, +1)
             else:
                 self._forest.pin(block)
-                self.checkpoints.pin(block, +1)
         return Pin(blocks)
 
     def unpin(self, pin: Pin) -> None:
@@ -392,29 +388,35 @@ class BlockPool:
         pin.released = True
         nodes = []
         for block in pin.blocks:
-            if self.checkpoints.has_block(block):
+            if block in self._outlived:
+                self._free_old([block], self._outlived.end_pin(block))
+            elif self.checkpoints.has_block(block):
                 self._free.put(sorted(self.checkpoints.pin_block(block, -1)))
             else:
                 nodes.append(block)
                 self._forest.unpin(block)
-                self.checkpoints.pin(block, -1)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
         self._prune_absent(nodes)
 
     # From state to state
 
-    def allocate(self, count: int, keys: Sequence[bytes] = (), needs: Sequence[PieceNeed] | None = None) -> list[int]:
-        """`count` chunks to write to, in ascending runs of neighbours, evicting what is needed.
+    def take(
+        self,
+        count: int,
+        keys: Sequence[bytes] = (),
+        needs: Sequence[PieceNeed] | None = None,
+        victims: Victims = (),
+    ) -> list[int]:
+        """Up to `count` chunks to write to, in ascending runs of neighbours, evicting what is needed. Fewer, if pins
+        and unfinished stores keep the rest.
 
-        With `needs` also a checkpoint, as the last node; all nodes or none. It shares the pieces that exist, and writes
-        the others (`checkpoints.to_write`). Where another checkpoint still writes a shared piece, the store of this one
-        waits for the store of that one, and is cancelled with it.
+        With `needs` also a checkpoint, as the last node; then all nodes, or none and nothing is evicted. It shares the
+        pieces that exist, and writes the others (`checkpoints.to_write`). Where another checkpoint still writes a
+        shared piece, the store of this one waits for the store of that one, and is cancelled with it.
 
         `keys`: of these nodes, in this order, if they are known now. A policy that remembers what it evicted learns
-        from them.
-
-        Raises PoolExhausted, and changes nothing, when pins and unfinished stores leave fewer (rule 4).
+        from them. `victims`: of the choice that was made for them, if nothing has changed since.
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
@@ -423,30 +425,36 @@ class BlockPool:
         if keys and len(keys) != count + (needs is not None):
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks{' and a checkpoint' if needs else ''}")
         if needs is None:
-            if self.available(count) < count:
-                raise PoolExhausted(count, self.available(count))
-            return self._allocate_chunks(count, keys)
-        cost = self.checkpoints.cost(needs)
-        wanted = count * self.blocks_per_chunk + cost
-        if (available := self.available_blocks(wanted)) < wanted:
-            shared = cost - self.checkpoints.num_missing(needs)
-            raise PoolExhausted(wanted - shared, available - shared)
+            return self._take_chunks(count, keys, victims)
+        if self._lacks_room(count, needs):
+            return []
         node = self._new_number()
         self._state[node] = WRITING
         missing = self.checkpoints.add(node, needs)  # before eviction, which spares what it shares
-        chunks = self._allocate_chunks(count, keys[:count])  # before its pieces: a policy learns of a prefix in order
-        self.checkpoints.fill(node, self._take(missing, keys[count:]))
+        chunks = self._take_chunks(count, keys[:count], victims)  # before its pieces: a policy learns in order
+        blocks = self._take(missing, keys[count:])
+        self.checkpoints.fill(node, blocks)
         if keys:
             self._policy.announced([node])
+        if len(chunks) < count or len(blocks) < missing:
+            raise InternalError(
+                f"room was found for {len(chunks)} of {count} chunks and {len(blocks)} of {missing} blocks"
+            )
         return [*chunks, node]
+
+    def allocate(self, count: int, keys: Sequence[bytes] = (), needs: Sequence[PieceNeed] | None = None) -> list[int]:
+        """`take`, of all or nothing. Raises PoolExhausted where some find no room; what was evicted is free then."""
+        nodes = self.take(count, keys, needs)
+        wanted = count + (needs is not None)
+        if len(nodes) < wanted:
+            self.abort(nodes)
+            raise PoolExhausted(wanted, len(nodes))
+        return nodes
 
     def exchangeable(self, chunks: Sequence[int]) -> list[int | None]:
         """Cached chunks, in their places, whose blocks `exchange` may give away while all are read; None for others."""
         read = frozenset(chunks)
-        return [None if self._is_kept(chunk, read) else chunk for chunk in chunks]
-
-    def _is_kept(self, chunk: int, read: Collection[int]) -> bool:
-        return self._forest.is_protected(chunk) or self._is_loaded_with_more(chunk, self._overlap, read)
+        return [None if self._duplicates.is_needed(chunk, read) else chunk for chunk in chunks]
 
     def exchange(self, chunks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """As many chunks to write to, with the blocks of these cached ones, which the pool beside is reading.
@@ -456,8 +464,8 @@ class BlockPool:
         self._policy.evict(0, keys)  # it learns of them
         nodes = self._new_numbers(len(chunks))
         for node, chunk in zip(nodes, chunks, strict=True):
-            self._forget_duplicate(chunk)
-            self._keep_rest(node, self._empty(chunk))
+            self._duplicates.forget((chunk,))
+            self._blocks.give((node,), self._empty(chunk))
         self._move(nodes, FREE, WRITING)
         self._policy.announced(nodes)
         return nodes
@@ -471,10 +479,8 @@ class BlockPool:
             raise MisuseError(f"a chunk takes {self.blocks_per_chunk} blocks, got {chunks}")
         self._free.remove(block for blocks in chunks for block in blocks)
         nodes = [blocks[0] if blocks else self._new_number() for blocks in chunks]
-        self._hand_out(nodes)
         self._move(nodes, FREE, WRITING)
-        for node, blocks in zip(nodes, chunks, strict=True):
-            self._keep_rest(node, blocks[1:])
+        self._blocks.give(nodes, [block for blocks in chunks for block in blocks])
         return nodes
 
     def claim_checkpoint(self, blocks: Sequence[int], needs: Sequence[PieceNeed]) -> int:
@@ -517,7 +523,7 @@ class BlockPool:
         if nodes:
             self._forest.insert_run(nodes, keys, parent)
             self.resume_points.found(nodes, parent)
-            self._policy.inserted(nodes, touch)
+            self._policy.inserted(nodes, touch, ends_in_checkpoint=nodes[-1] in self.checkpoints)
             self._move(nodes, WRITING, CACHED)
 
     def _fill(self, absent: Sequence[int], written: Sequence[int]) -> None:
@@ -526,7 +532,7 @@ class BlockPool:
         """
         self._policy.retired(written)
         for chunk, number in zip(absent, written, strict=True):
-            self._keep_rest(chunk, self.blocks_of((number,)))
+            self._blocks.give((chunk,), self._blocks.take((number,)))
             self._state[number] = FREE
         self._numbers += written
         self._move(absent, WRITING, CACHED)
@@ -544,41 +550,31 @@ class BlockPool:
         self._policy.inserted(chunks, self._policy.admitted(NONE, (), None))
         for chunk in chunks:
             self._state[chunk] = ABSENT
-            self._keep_rest(chunk, [NONE] * self._width)
         self._num_absent += len(chunks)
         return chunks[-1]
 
     def duplicated(self, chunks: Iterable[int]) -> None:
         """The pool beside has these too, if they are cached. They leave first, in this order."""
-        for chunk in chunks:
-            if self._state[chunk] == CACHED:
-                self._forget_duplicate(chunk)
-                self._duplicates[chunk] = None
+        self._duplicates.add(chunks)
 
     def duplicate_above(self, keys: Sequence[bytes], count: int) -> None:
-        """A request has used the first `count` chunks with these keys in the pool beside. They are duplicates, from the
-        deepest up to one that is known as such or absent: above that nothing has left the pool beside since.
-        """
+        """A request has used the first `count` chunks with these keys in the pool beside."""
         depth = self._forest.resident_run(keys, 0, count)
-        chunk = self._forest.find(keys[depth - 1]) if depth else self.root
-        while chunk != self.root and self._state[chunk] == CACHED and chunk not in self._duplicates:
-            self._overlapping.discard(chunk)
-            self._duplicates[chunk] = None
-            chunk = self._forest.parent[chunk]
+        if depth:
+            self._duplicates.add_above(self._forest.find(keys[depth - 1]))
 
     def renew(self, chunks: Sequence[int]) -> None:
         """Cached chunks have left the pool beside, in this order: they are duplicates no more, and young."""
-        self._overlapping.difference_update(chunks)
-        for chunk in self._duplicates.keys() & chunks:
-            del self._duplicates[chunk]
+        self._duplicates.renewed(chunks)
         self._policy.renewed(chunks)
-
-    def _forget_duplicate(self, chunk: int) -> None:
-        self._duplicates.pop(chunk, None)
-        self._overlapping.discard(chunk)
 
     def abort(self, nodes: Sequence[int]) -> None:
         """The writer of nodes is done, and they will never be committed. Pinned ones are freed at unpin."""
+        old = [node for node in nodes if node in self._outlived] if self._outlived else []
+        if not all(map(self._outlived.has_writer, old)):
+            raise MisuseError(f"nobody writes one of the blocks {old}, from before a reset")
+        nodes = [node for node in nodes if node not in self._outlived] if old else nodes
+        self._free_old(old, [block for node in old for block in self._outlived.end_writer(node)])
         self.retire([node for node in nodes if node not in self._unfinished])
         self._unfinished.difference_update(nodes)
         self._prune(nodes)
@@ -598,29 +594,24 @@ class BlockPool:
         self._withdraw_all(self._forest.subtree(node))
 
     def reset(self) -> None:
-        """Withdraw every key. Never fails; pinned nodes keep their bytes until their pins end.
-
-        Takes as long as there are nodes in use, and for each of the others a byte (a few, with a log of boundaries);
-        where chunks go by numbers, some 50 ms for a million of these.
-        What it leaves is dropped bit by bit, as blocks are handed out.
+        """Begin anew with the same blocks. Never fails; what is pinned or being written keeps its bytes until its pins
+        and its writer end, and is not committed. .1 s for a million chunks.
         """
-        self.resume_points.clear(self._state.translate(IS_CACHED), self._left)
-        held = self._forest.clear(self._left)
-        self._state = self._state.translate(WITHOUT_KEYS)
-        for node in held:
-            self._state[node] = RETIRED
-        writing = list(_positions(self._state, WRITING))
-        self._policy.cleared(writing, self._left)
-        self._policy.forgotten(held)
-        self._unused.clear()
-        self._count_anew()
+        writing = {*_positions(self._state, WRITING), *self._unfinished}
+        self._outlived.take_over(self._forest, writing, self.all_blocks_of)
+        self._outlived.take_over_pieces(self.checkpoints.byte_pins())
+        forest = self._new_forest(numbers=len(self._state) - self.root - 1)
+        if self._log is not None:
+            self._log.cleared(self.resume_points.resumable(self._state.translate(IS_CACHED)), forest)
+        if self._forest.departed is not None:
+            forest.departed = {}
+        self._begin(forest, self._policy.anew(forest))
         if self._scarcity is not None:
-            self.take_departed()
             self._scarcity.clear()
-
-    def drop_later(self, *containers: Container) -> None:
-        """Empty containers that nobody uses any more bit by bit, as blocks are handed out."""
-        self._left.add(*containers)
+        self._free.clear()
+        for before, block in pairwise((-1, *sorted(self._outlived.blocks), self.ready)):
+            if block - before > 1:
+                self._free.put_run(before + 1, block)
 
     def grow(self, ready: int) -> None:
         """Make blocks usable up to `ready`. It never shrinks."""
@@ -633,35 +624,33 @@ class BlockPool:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self._forest.check_valid()
         self._policy.check_valid()
-        self.checkpoints.check_valid(self._state, self._forest.pins)
+        self.checkpoints.check_valid(self._state)
         self.resume_points.check_valid()
         free = list(self._free)
         assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
         assert len(free) + sum(self._count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
-        used = list(self.checkpoints.blocks())
-        first: dict[int, int] = {}
+        used = [*self.checkpoints.blocks(), *((block, RETIRED) for block in self._outlived.blocks)]
+        chunks = list[int]()
         cached = self._forest.nodes()
         for node, state in enumerate(self._state):
             assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {State(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
-                rest = [block for block in self._rest_of((node,)) if block != NONE]
-                used += ((block, state) for block in (rest if self.is_shared else (node, *rest)))
-                first |= {} if self.is_shared else dict.fromkeys(rest, node)
+                chunks.append(node)
+                blocks = [block for block in self._blocks.of((node,)) if block != NONE]
+                used += ((block, state) for block in blocks)
                 if state == ABSENT:
-                    assert not rest, f"chunk {node} is absent and has blocks"
+                    assert not blocks, f"chunk {node} is absent and has blocks"
                 elif not self.is_shared or state != RETIRED:
-                    assert len(rest) == self._width, "no blocks"
+                    assert len(blocks) == self.blocks_per_chunk, "no blocks"
             if state == ABSENT:
                 assert self._forest.children[node] or self._forest.pins[node], (
                     f"nothing hangs below absent chunk {node}"
                 )
-        assert self._first == first, "blocks of another chunk"
+        self._blocks.check_valid(chunks)
         assert self._num_absent == sum(state == ABSENT for state in self._state), "absent chunks are miscounted"
-        assert self._overlapping.isdisjoint(self._duplicates), "a duplicate is kept and leaves first"
-        duplicates = {*self._duplicates, *self._overlapping}
-        assert all(self._state[chunk] == CACHED for chunk in duplicates), "a duplicate is not cached"
+        self._duplicates.check_valid()
         assert sorted(free + [each for each, _ in used]) == list(range(self.ready)), "a block is in two places, or none"
-        for state in (WRITING, CACHED, RETIRED, PROTECTED):
+        for state in (WRITING, CACHED, RETIRED):
             assert self._count[state] == sum(each == state for _, each in used), f"blocks in state {state}: miscounted"
         for node in self._unfinished:
             assert self._state[node] == RETIRED, f"node {node} has a writer and is {self.state(node).name}"
@@ -669,53 +658,45 @@ class BlockPool:
     # Room
 
     @property
-    def _cached(self) -> int:
-        return self._count[CACHED] + self._count[PROTECTED]
-
-    @property
     def _protected_at_most(self) -> int:
-        protected = self._forest.pinned_depth * self.blocks_per_chunk + self._count[PROTECTED]
-        return min(self._cached, protected)
+        """Blocks that eviction spares for pins, or more."""
+        protected = self._forest.pinned_depth * self.blocks_per_chunk
+        return min(self._count[CACHED], protected + self.checkpoints.num_blocks(self._forest.pinned))
 
-    def _allocate_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
+    def _lacks_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
+        """Whether so many chunks and a checkpoint cannot be had. Its shared pieces take room if they could leave."""
+        pinned = self._forest.pinned
+        wanted = chunks * self.blocks_per_chunk
+        most = wanted + sum(need.num_blocks for need in needs)
+        return most > self.least_available and wanted + self.checkpoints.cost(needs, pinned) > self.num_available
+
+    def _take_chunks(self, count: int, keys: Sequence[bytes], victims: Victims) -> list[int]:
         per_chunk = self.blocks_per_chunk
-        blocks = self._take(count * per_chunk, keys)
+        blocks = self._take(count * per_chunk, keys, victims)
+        if per_chunk:
+            count = len(blocks) // per_chunk
+            self._free.put(blocks[count * per_chunk :])
+            del blocks[count * per_chunk :]
         is_named = per_chunk > 0 and not self.is_shared  # by its first block
         chunks = blocks[::per_chunk] if is_named else self._new_numbers(count)
         self._move(chunks, FREE, WRITING)
-        if self._width == per_chunk == 1:
-            rest = self._rest
-            for chunk, block in zip(chunks, blocks, strict=True):
-                rest[chunk] = block
-        elif self._width:
-            for at, chunk in enumerate(chunks):
-                self._keep_rest(chunk, blocks[at * per_chunk + is_named : (at + 1) * per_chunk])
+        self._blocks.give(chunks, blocks)
         if keys:
             self._policy.announced(chunks)
         return chunks
 
-    def _keep_rest(self, chunk: int, blocks: Sequence[int]) -> None:
-        self._rest[chunk * self._width : (chunk + 1) * self._width] = array("i", blocks)
-        if not self.is_shared:
-            self._first.update(dict.fromkeys(blocks, chunk))
-
-    def _rest_of(self, chunks: Sequence[int]) -> Iterable[int]:
-        width, rest = self._width, self._rest
-        if width == 1:
-            return map(rest.__getitem__, chunks)
-        return (block for chunk in chunks for block in rest[chunk * width : (chunk + 1) * width])
-
-    def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:
-        """`count` blocks, ascending, evicting what is needed. The caller has made sure that they can be had."""
-        blocks = self._evict(count - len(self._free), keys)
+    def _take(self, count: int, keys: Sequence[bytes], victims: Victims = ()) -> list[int]:
+        """Up to `count` blocks, ascending, evicting what is needed."""
+        blocks = self._evict(count - len(self._free), keys, victims)
         blocks += self._free.take(min(count, len(self._free)))
-        self._hand_out(() if self.is_shared else blocks)
         blocks.sort()
         self._free.put(blocks[count:])
         return blocks[:count]
 
-    def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
-        """Evict nodes until at least `short` blocks are freed, duplicates first, then useless chunks. The blocks."""
+    def _evict(self, short: int, keys: Sequence[bytes], chosen: Victims) -> list[int]:
+        """Evict nodes until at least `short` blocks are freed or no node can leave, duplicates first, then useless
+        chunks. The blocks.
+        """
         freed = self._evict_duplicates(short) if self._duplicates and self.is_scarce and short > 0 else []
         while keys or len(freed) < short:
             while len(freed) < short and (chunk := self.resume_points.take_useless()) is not None:
@@ -724,31 +705,24 @@ class BlockPool:
                 self._unlink(chunk)
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
-            victims = self._policy.evict(max(0, -((len(freed) - short) // widest)), keys)
+            count = max(0, -((len(freed) - short) // widest))
+            victims = self._policy.evict(count, keys, () if freed else chosen)
             if self._notes.are_taken:
                 self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})
             above = {self._forest.parent[victim] for victim in victims} if self._num_absent else ()
             freed += self._dissolve_evicted(victims)
             self._prune_absent(above)
-            keys = ()
+            if count and not victims:
+                break
+            keys = chosen = ()
         if self._scarcity is not None:
             self._scarcity.evicted(self.take_departed())
         return freed
 
     def _evict_duplicates(self, short: int) -> list[int]:
         """Free up to `short` blocks of duplicates that no pin protects. Their chunks are absent then."""
-        kept, victims = list[int](), list[int]()
-        for chunk in self._duplicates:
-            if len(victims) * self.blocks_per_chunk >= short:
-                break
-            if not self._forest.is_protected(chunk):
-                (kept if self._is_loaded_with_more(chunk, self._overlap) else victims).append(chunk)
-        for chunk in kept:
-            del self._duplicates[chunk]
-            self._overlapping.add(chunk)
         freed: list[int] = []
-        for chunk in victims:
-            del self._duplicates[chunk]
+        for chunk in self._duplicates.victims(-(-short // self.blocks_per_chunk)):
             freed += self._empty(chunk)
             self._prune_absent((chunk,))
         return freed
@@ -759,23 +733,8 @@ class BlockPool:
         self.resume_points.lost((chunk,))
         self._state[chunk] = ABSENT
         self._num_absent += 1
-        return self._take_blocks(chunk, CACHED)
-
-    def _is_loaded_with_more(self, chunk: int, levels: int, read: Collection[int] = ()) -> bool:
-        """Whether one that only this pool has hangs below this chunk, at most so many levels down. The pool beside has
-        those that are `read`.
-        """
-        for child in self._forest.children_of(chunk) if levels else ():
-            is_beside = child in self._duplicates or child in self._overlapping or child in read
-            if (self._state[child] == CACHED and not is_beside) or self._is_loaded_with_more(child, levels - 1, read):
-                return True
-        return False
-
-    def _take_blocks(self, chunk: int, before: int) -> list[int]:
-        """The blocks of a chunk that goes by a number; it has none any more."""
-        blocks = [block for block in self._rest_of((chunk,)) if block != NONE]
-        self._count[before] -= len(blocks)
-        self._keep_rest(chunk, [NONE] * self._width)
+        blocks = self._blocks.take((chunk,))
+        self._count[CACHED] -= len(blocks)
         return blocks
 
     def _prune_absent(self, chunks: Iterable[int]) -> None:
@@ -814,41 +773,17 @@ class BlockPool:
         first = max(0, len(self._numbers) - count)
         numbers = self._numbers[first:]
         del self._numbers[first:]
-        self._hand_out(numbers)
         for _ in range(count - len(numbers)):
             self._state.append(FREE)
-            self._rest.extend([NONE] * self._width)
+            self._blocks.add_node()
             numbers.append(self._forest.add_number())
         return numbers
 
-    def _hand_out(self, blocks: Sequence[int]) -> None:
-        """Drop what a reset has left of them, and of as many others."""
-        if stale := self._forest.reuse(blocks):
-            self._policy.forgotten(stale)
-        self._left.drop(DROPPED_FOR_A_BLOCK * len(blocks))
-
-    def _count_anew(self) -> None:
-        """Nothing is CACHED any more: count what is in use, and free all else."""
-        self._count[:] = [0] * len(self._count)
-        states = {node: state for state in (WRITING, RETIRED) for node in _positions(self._state, state)}
-        self.checkpoints.clear(states, self._left)
-        used = [block for block, _ in self.checkpoints.blocks()]
-        self._left.add(self._first)
-        self._first = {}
-        for chunk in (node for node in states if node not in self.checkpoints):
-            blocks = self.blocks_of((chunk,))
-            if NONE not in blocks:  # those were absent
-                self._count[states[chunk]] += self.blocks_per_chunk
-                self._keep_rest(chunk, blocks[self.blocks_per_chunk - self._width :])
-                used += blocks
-        self._num_absent = 0
-        self._duplicates, self._overlapping = {}, set()
-        beyond = range(self.root + 1, len(self._state))
-        self._numbers = list(compress(beyond, self._state[self.root + 1 :].translate(IS_FREE)))
-        self._free.clear()
-        for before, block in pairwise((-1, *sorted(used), self.ready)):
-            if block - before > 1:
-                self._free.put_run(before + 1, block)
+    def _free_old(self, nodes: Sequence[int], freed: list[int]) -> None:
+        """Uses of nodes from before a reset have ended, which freed these blocks."""
+        self._count[RETIRED] -= len(freed)
+        self._free.put(sorted(freed))
+        self._numbers += [node for node in nodes if node > self.root and node not in self._outlived]
 
     def _check_state(self, nodes: Iterable[int], state: int) -> None:
         for node in nodes:
@@ -878,8 +813,7 @@ class BlockPool:
                 self._forest.withdraw(node)
         self.resume_points.lost(cached)
         self._move(cached, CACHED, RETIRED)
-        for node in cached if self.is_shared else ():
-            self._forget_duplicate(node)
+        self._duplicates.forget(cached)
         for node in absent:
             self._state[node] = RETIRED
         self._num_absent -= len(absent)
@@ -914,39 +848,25 @@ class BlockPool:
         """Nodes do not exist any more. Returns the blocks that nothing uses now, which the caller takes or frees."""
         if before == CACHED:
             self.resume_points.lost(nodes)
-        if self.is_shared:
-            return self._dissolve_numbered(nodes, before)
-        if self.blocks_per_chunk == 1 and not self._has_checkpoints:
+        if self.blocks_per_chunk == 1 and not (self._has_checkpoints or self.is_shared):
             self._count[before] -= len(nodes)
             return list(nodes)
-        freed: list[int] = []
         for node in nodes:
             self._state[node] = FREE
-            if self._has_checkpoints:
+        self._numbers += [node for node in nodes if node > self.root]
+        chunks, freed = nodes, list[int]()
+        if self._has_checkpoints:
+            chunks = [node for node in nodes if node not in self.checkpoints]
+            for node in nodes:
                 self.resume_points.forget(node)
-                if node > self.root:
-                    self._numbers.append(node)
                 if node in self.checkpoints:
                     freed += self.checkpoints.move(node, before, FREE)
-                    continue
-            if self.blocks_per_chunk:
-                self._count[before] -= self.blocks_per_chunk
-                blocks = self.blocks_of((node,))
-                for block in blocks[1:]:
-                    del self._first[block]
-                freed += blocks
-        return freed
-
-    def _dissolve_numbered(self, chunks: Sequence[int], before: int) -> list[int]:
-        for chunk in chunks:
-            self._state[chunk] = FREE
-        for chunk in chunks if self._duplicates or self._overlapping else ():
-            self._forget_duplicate(chunk)
-        self._numbers += chunks
-        self._num_absent -= len(chunks) if before == ABSENT else 0
-        blocks = [block for block in self._rest_of(chunks) if block != NONE]
+        if self.is_shared:
+            self._duplicates.forget(chunks)
+            self._num_absent -= len(chunks) if before == ABSENT else 0
+        blocks = self._blocks.take(chunks)
         self._count[before] -= len(blocks)
-        return blocks
+        return freed + blocks
 
 
 def _positions(states: bytearray, state: int) -> Iterator[int]:

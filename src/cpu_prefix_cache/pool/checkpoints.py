@@ -11,17 +11,15 @@ A piece exists as long as a checkpoint uses it or its bytes are pinned. A new ch
 bytes are right or will be: until the checkpoint that writes it is retired, or all that use it have been withdrawn.
 
 The blocks of a piece count in one state, the first of these that applies: WRITING, if a checkpoint that uses it is;
-RETIRED, if one is, or the bytes are pinned; PROTECTED, if one that is cached is pinned; CACHED. So eviction can free
-all blocks of pieces that count as CACHED.
+RETIRED, if one is, or the bytes are pinned; CACHED.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from cpu_prefix_cache.index.leftovers import Leftovers
-from cpu_prefix_cache.pool.states import CACHED, FREE, PROTECTED, RETIRED, WRITING
+from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, WRITING
 
 
 class PieceNeed(NamedTuple):
@@ -34,14 +32,13 @@ class PieceNeed(NamedTuple):
 class _Piece:
     """One piece: its blocks, the checkpoint that writes it, and how many checkpoints use it, by their state."""
 
-    __slots__ = ("blocks", "byte_pins", "need", "pins", "users", "writer")
+    __slots__ = ("blocks", "byte_pins", "need", "users", "writer")
 
     def __init__(self, need: PieceNeed, writer: int) -> None:
         self.need = need
         self.blocks: tuple[int, ...] = ()
         self.writer: int | None = writer  # None: it is written
         self.users = [0, 0, 0, 0]  # that of FREE means nothing
-        self.pins = 0  # on checkpoints that use it
         self.byte_pins = 0  # on its bytes, whatever becomes of the checkpoints
 
     @property
@@ -50,9 +47,7 @@ class _Piece:
             return WRITING
         if self.users[RETIRED] or self.byte_pins:
             return RETIRED
-        if self.users[CACHED]:
-            return PROTECTED if self.pins else CACHED
-        return FREE
+        return CACHED if self.users[CACHED] else FREE
 
 
 class Checkpoints:
@@ -63,7 +58,8 @@ class Checkpoints:
         self._of: dict[int, tuple[_Piece, ...]] = {}  # by checkpoint, in the order of its needs
         self._by_key: dict[Hashable, _Piece] = {}  # those that a new checkpoint can share
         self._at: dict[int, _Piece] = {}  # by block
-        self._widths = Counter[int]()  # of all checkpoints, in blocks
+        self._width: dict[int, int] = {}  # blocks of each checkpoint, shared ones included
+        self._widths = Counter[int]()  # how many checkpoints have each width
         self._held: set[_Piece] = set()  # whose bytes are pinned
 
     def __len__(self) -> int:
@@ -89,30 +85,44 @@ class Checkpoints:
         return [piece.need for piece in self._of[checkpoint]]
 
     def missing(self, needs: Sequence[PieceNeed]) -> list[PieceNeed]:
-        """Those of `needs` for which there is no piece: a new checkpoint would write it."""
+        """Needs without a piece: a new checkpoint would write it."""
         return [need for need in needs if need.key not in self._by_key]
 
     def num_missing(self, needs: Sequence[PieceNeed]) -> int:
         """How many blocks these take."""
         return sum(need.num_blocks for need in self.missing(needs))
 
-    def cost(self, needs: Sequence[PieceNeed]) -> int:
+    def num_blocks(self, nodes: Iterable[int]) -> int:
+        """How many blocks those of these nodes have that are checkpoints; shared ones count for each."""
+        return sum(self._width.get(node, 0) for node in nodes)
+
+    def num_cached(self, nodes: Iterable[int]) -> int:
+        """How many of these blocks are CACHED; each counts once."""
+        return sum(piece.need.num_blocks for piece in self._pieces_of(nodes) if piece.state == CACHED)
+
+    def cost(self, needs: Sequence[PieceNeed], pinned: Iterable[int]) -> int:
         """How many blocks that are free or can be evicted a checkpoint with these needs makes unavailable."""
+        protected = self._pieces_of(pinned)
         there = ((need, self._by_key.get(need.key)) for need in needs)
-        return sum(need.num_blocks for need, piece in there if piece is None or piece.state == CACHED)
+        return sum(
+            need.num_blocks
+            for need, piece in there
+            if piece is None or (piece.state == CACHED and piece not in protected)
+        )
 
     @property
     def widest(self) -> int:
         """Blocks of the largest checkpoint, shared ones included; 0 if there is none. O(different sizes)."""
         return max(self._widths, default=0)
 
-    # Told by the pool
+    # Called by the pool
 
     def add(self, checkpoint: int, needs: Sequence[PieceNeed]) -> int:
         """A checkpoint will be written. It shares the pieces that exist; returns how many blocks the others take."""
         missing = self.missing(needs)
         self._by_key.update((need.key, _Piece(need, checkpoint)) for need in missing)
         self._of[checkpoint] = tuple(self._by_key[need.key] for need in needs)
+        self._width[checkpoint] = sum(need.num_blocks for need in needs)
         self.move(checkpoint, FREE, WRITING)
         return sum(need.num_blocks for need in missing)
 
@@ -123,7 +133,7 @@ class Checkpoints:
             if piece.writer == checkpoint:
                 piece.blocks = tuple(islice(rest, piece.need.num_blocks))
                 self._at.update(dict.fromkeys(piece.blocks, piece))
-        self._widths[self._width(checkpoint)] += 1  # not before: to make room for it, none as wide need be evicted
+        self._widths[self._width[checkpoint]] += 1  # not before: to make room for it, none as wide need be evicted
 
     def move(self, checkpoint: int, before: int, after: int) -> list[int]:
         """A checkpoint went from one state to another. Returns the blocks that nothing uses any more."""
@@ -142,35 +152,13 @@ class Checkpoints:
                 self._hide(piece)
             freed += self._recount(piece, was)
         if after == FREE:
-            self._widths -= Counter((self._width(checkpoint),))
+            self._widths -= Counter((self._width.pop(checkpoint),))
             del self._of[checkpoint]
         return freed
 
-    def clear(self, states: Mapping[int, int], left: Leftovers) -> None:
-        """All checkpoints are gone but those in `states`, which are in these now. Counts the blocks that are in use."""
-        of, by_key = self._of, self._by_key
-        left.add(of, by_key, self._at)
-        self._of = {node: of[node] for node in states if node in of}
-        pieces = self._held.union(*self._of.values())
-        for piece in pieces:
-            piece.users = [0, 0, 0, 0]
-        for node, used in self._of.items():
-            for piece in used:
-                piece.users[states[node]] += 1
-        self._by_key = {key: piece for piece in pieces if by_key.get(key := piece.need.key) is piece}
-        self._at = {block: piece for piece in pieces for block in piece.blocks}
-        self._widths = Counter(map(self._width, self._of))
-        for piece in pieces:
-            self._count[piece.state] += piece.need.num_blocks
-            if not piece.users[WRITING]:
-                self._hide(piece)
-
-    def pin(self, node: int, change: int) -> None:
-        """A node has one pin more (+1) or less (-1). Ignored for a chunk."""
-        for piece in self._of.get(node, ()):
-            was = piece.state
-            piece.pins += change
-            self._recount(piece, was)
+    def byte_pins(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The blocks of each piece whose bytes are pinned, and how often."""
+        return ((piece.blocks, piece.byte_pins) for piece in self._held)
 
     def has_block(self, block: int) -> bool:
         """Whether this is a block of a piece."""
@@ -192,8 +180,8 @@ class Checkpoints:
         for piece in set(self._at.values()):
             yield from ((block, piece.state) for block in piece.blocks)
 
-    def check_valid(self, states: Sequence[int], pins: Sequence[int]) -> None:
-        """Assert that users are counted right, given every node's state and pins. For tests."""
+    def check_valid(self, states: Sequence[int]) -> None:
+        """Assert that users are counted right, given every node's state. For tests."""
         users: dict[_Piece, list[int]] = {}
         for checkpoint, pieces in self._of.items():
             for piece in pieces:
@@ -201,14 +189,13 @@ class Checkpoints:
         for piece, counted in users.items():
             name = repr(piece.need.key)
             assert piece.users[WRITING:] == counted[WRITING:] and not counted[FREE], f"users of {name}"
-            assert piece.pins == sum(pins[each] for each in self._of if piece in self._of[each]), f"pins on {name}"
             found = self._by_key.get(piece.need.key) is piece
             assert not found or counted[WRITING] or counted[CACHED], f"{name} can be found and nobody keeps it right"
             assert found or not counted[CACHED], f"{name} is in use and cannot be found"
         for piece in self._by_key.values():
             assert piece in users, f"{piece.need.key!r} is used by no checkpoint"
         assert self._held == {piece for piece in self._at.values() if piece.byte_pins}, "pins on bytes are miscounted"
-        assert self._widths == Counter(map(self._width, self._of)), "sizes of checkpoints are miscounted"
+        assert self._widths == Counter(self._width.values()), "sizes of checkpoints are miscounted"
         assert {piece for piece in users if piece.need.num_blocks} <= set(self._at.values()), "a piece has no blocks"
 
     def _recount(self, piece: _Piece, was: int) -> list[int]:
@@ -227,5 +214,5 @@ class Checkpoints:
         if self._by_key.get(piece.need.key) is piece:
             del self._by_key[piece.need.key]
 
-    def _width(self, checkpoint: int) -> int:
-        return sum(piece.need.num_blocks for piece in self._of[checkpoint])
+    def _pieces_of(self, nodes: Iterable[int]) -> set[_Piece]:
+        return {piece for node in nodes for piece in self._of.get(node, ())}

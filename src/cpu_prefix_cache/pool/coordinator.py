@@ -10,9 +10,9 @@ above its end that has a checkpoint. Where both hold is the intersection of what
     device  [ x ]                                        n0 = 16
                     `-------'                            loaded: chunk 1 and the checkpoint; prefill begins at 32
 
->>> from cpu_prefix_cache.model.groups import Group, GroupKind
->>> attention = Group(name="attention", kind=GroupKind.PREFIX, block_tokens=16, block_bytes=1024)
->>> mamba = Group(name="mamba", kind=GroupKind.STATE, block_tokens=16, block_bytes=1024)
+>>> from cpu_prefix_cache.model.groups import PrefixGroup, StateGroup
+>>> attention = PrefixGroup(name="attention", block_tokens=16, block_bytes=1024)
+>>> mamba = StateGroup(name="mamba", block_tokens=16, block_bytes=1024)
 >>> planner = HybridChunkPlanner([attention, mamba], max_model_len=64)
 >>> coordinator = KVCacheCoordinator(planner, new_pool(planner, num_blocks=8))
 >>> keys, pool = [key * 16 for key in (b"a", b"b", b"c", b"d")], coordinator.pool
@@ -30,6 +30,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -37,6 +38,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.pool.duplicates import Beside
 
 Blocks = Sequence[int]
 
@@ -48,24 +50,22 @@ def new_pool(
     *,
     ready: int | None = None,
     on_device: bool = False,
-    thresholds: Thresholds = NO_THRESHOLDS,
-    declines: bool = True,
+    thresholds: Thresholds | None = NO_THRESHOLDS,
     log_boundaries: bool = False,
     beside: int | None = None,
 ) -> BlockPool:
-    """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks."""
+    """A pool for the chunks and checkpoints of this model: of host blocks, or of device blocks. `beside`: how many
+    chunks the pool holds that it is closed with.
+    """
     return BlockPool(
         num_blocks,
-        policy,
+        policy_of(policy, planner.grid_tokens),
         blocks_per_chunk=planner.device_blocks_per_chunk if on_device else planner.host_blocks_per_chunk,
-        chunk_tokens=planner.grid_tokens,
         ready=ready,
         needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
         thresholds=thresholds,
-        declines=declines,
         log_boundaries=log_boundaries,
-        beside=beside,
-        overlap=planner.lookahead_chunks,
+        beside=None if beside is None else Beside(beside, planner.lookahead_chunks),
     )
 
 
@@ -146,7 +146,7 @@ class KVCacheCoordinator:
         chunk = self.pool.find(keys[depth - 1])
         return self.pool.root if chunk is None else chunk
 
-    # What a checkpoint takes
+    # Blocks of a checkpoint
 
     def holds(self, checkpoint: CheckpointAt) -> bool:
         """Whether the pool is large enough for a checkpoint and all of its prefix."""
@@ -217,7 +217,7 @@ class KVCacheCoordinator:
     ) -> list[GroupCopy]:
         """Fill `destinations`, device blocks for each group, so that a request resumes after `stop` chunks.
 
-        The prefix up to there must be here. What lies before chunk `start` is not copied (rule 10).
+        The prefix up to there must be here. What lies before chunk `start` is not copied (rule 8).
         """
         chunks = self.pool.path(self._chunk(keys, stop), stop - start)
         copies = self.chunk_copies(chunks, [destinations[at] for at in self._in_chunk])

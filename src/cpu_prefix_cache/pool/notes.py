@@ -18,7 +18,7 @@ class Notes:
 
     @property
     def are_taken(self) -> bool:
-        """Whether anybody has asked for them yet."""
+        """Whether anybody has taken them yet."""
         return self._blocks is not None
 
     def add(self, key: bytes, blocks: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class Notes:
             del noted[next(iter(noted))]
 
     def take(self, find_all: Callable[[Sequence[bytes]], Iterable[object]]) -> Mapping[bytes, Sequence[int]]:
-        """The notes since this was asked last, of chunks that `find_all` does not find: the others are there a second
+        """The notes since the last call, of chunks that `find_all` does not find: the others are there a second
         time, or have come back.
         """
         noted, self._blocks = self._blocks or {}, {}

@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.index.boundary_log import BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.index.leftovers import Leftovers
 from cpu_prefix_cache.index.nearest_checkpoint import NearestCheckpoints
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
 
 
 class ResumePoints:
-    """Told of every node that is cached or no longer is; tells the log where a request can resume.
+    """Follows every node that is cached or no longer is; notifies the log where a request can resume.
 
-    `needs_checkpoint` says of a depth, in chunks, whether resuming there takes a checkpoint; None: it never does.
+    `needs_checkpoint` is true of a depth, in chunks, where resuming takes a checkpoint; None: it never does.
     """
 
     def __init__(
@@ -70,14 +69,9 @@ class ResumePoints:
             if not children[parent]:
                 self.may_be_useless(parent)
 
-    def clear(self, cached: Sequence[int], left: Leftovers) -> None:
-        """Nothing is cached any more. By node: whether it was."""
-        if self._log is not None:
-            self._log.cleared(cached if self._nearest is None else self._nearest.here)
-        if self._nearest is not None:
-            self._nearest.clear()
-        left.add(self._candidates)
-        self._candidates = {}
+    def resumable(self, cached: bytearray) -> bytearray:
+        """By chunk, from the first on: whether a request can resume after it. `cached`: whether it is cached."""
+        return cached if self._nearest is None else self._nearest.here
 
     def may_be_useless(self, node: int) -> None:
         """A chunk has lost a child, a pin or its checkpoint, or the request that stored it has ended."""
@@ -98,7 +92,7 @@ class ResumePoints:
         return None
 
     def useless(self) -> list[int]:
-        """What `take_useless` would return, one after the other. Changes nothing."""
+        """Chunks that `take_useless` would return, one after the other. Changes nothing."""
         return [node for node in reversed(self._candidates) if self._is_useless(node)]
 
     def check_valid(self) -> None:

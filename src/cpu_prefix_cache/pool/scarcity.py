@@ -1,10 +1,10 @@
-"""Scarcity: whether what a pool evicts would be asked for again, if the pool beside it lent its room.
+"""Scarcity: whether chunks that a pool evicts would be requested again, if the pool beside it lent its room.
 
     evicted    a chunk leaves in the policy's order: its key is one of those remembered, the last `window` or some more
     missed     a request misses chunks. Those of them that are remembered would be here, had duplicates left first
 
 A duplicate costs nothing to lose and a store to get back, before it leaves the other pool. Where a pool is large, what
-its policy evicts is old and not asked for again, and to evict duplicates first would store each prompt anew whenever
+its policy evicts is old and not requested again, and to evict duplicates first would store each prompt anew whenever
 its request ends: vLLM served 9 % fewer prompt tokens a second so (one H100, 40 GiB behind a device of 17 GB).
 """
 

@@ -1,4 +1,4 @@
-"""The states of a block. `block_pool.py` says how it moves between them (rule 1)."""
+"""The states of a block. `block_pool.py` moves it between them (rule 1)."""
 
 import enum
 
@@ -12,4 +12,3 @@ class State(enum.IntEnum):
 
 
 FREE, WRITING, CACHED, RETIRED, ABSENT = (int(state) for state in State)  # as the bytes that are kept: enums cost time
-PROTECTED = 5  # CACHED, and counted apart: blocks of a piece that a pinned checkpoint uses

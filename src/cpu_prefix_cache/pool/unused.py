@@ -13,12 +13,15 @@ from cpu_prefix_cache.pool.checkpoints import Checkpoints
 class Unused:
     """Counts evicted nodes that were never hit, `chunks` and `checkpoints`."""
 
-    def __init__(self, forest: Forest, checkpoints: Checkpoints) -> None:
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.checkpoints = 0
+
+    def begin(self, forest: Forest, checkpoints: Checkpoints) -> None:
+        """Go on counting with these, which have no nodes yet."""
         self._forest = forest
         self._checkpoints = checkpoints
         self._hit: set[int] = set()
-        self.chunks = 0
-        self.checkpoints = 0
 
     def hit(self, deepest: int) -> None:
         """A request is given the prefix that ends at `deepest`."""
@@ -43,7 +46,3 @@ class Unused:
     def forget(self, nodes: Iterable[int]) -> None:
         """These nodes do not exist any more, and were not evicted."""
         self._hit.difference_update(nodes)
-
-    def clear(self) -> None:
-        """Nothing is cached any more."""
-        self._hit.clear()

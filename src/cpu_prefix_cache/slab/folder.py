@@ -3,12 +3,12 @@
     <path>/<digest of the namespace>/rank-0-of-2/
         lock            locked as long as the process lives
         manifest.json   written last, so a folder without one is not ready and begins anew
-        blocks          slots * slot_bytes, with room for all of it where the file system can: a full disk says so here
+        blocks          slots * slot_bytes, with room for all of it where the file system can: a full disk fails here
         records         slots * 128 bytes
         generations     see `generations.py`
 
 Of another number of slots, what fits is kept. What was made for something else, or has lost its manifest or its
-generations, begins anew: its records say nothing that may be served.
+generations, begins anew: none of its records may be served.
 
 A child of the process does not have the lock: it would keep it after the parent's end.
 """

@@ -14,12 +14,12 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from cpu_prefix_cache.messages.tier import GENERATION_RANGE
 from cpu_prefix_cache.slab.durable import remove_durably, write_durably
 from cpu_prefix_cache.slab.private import read_small
 
 NAME = "generations"
 MARK = "was-reset"
-RANGE_BITS = 32
 MOST = 1 << 63  # of a generation
 
 
@@ -31,13 +31,14 @@ class Kept(NamedTuple):
 
 
 class Generations:
-    """In an open `folder`, which says what is `kept`. `first` is the first generation that no record had when this was
-    opened, and the range that it begins is taken. `was_reset`: whether there was a reset since the last opening.
+    """Generations in an open `folder`, with those `kept` on disk. `first` is the first generation that no record had
+    when this was opened, and the range that it begins is taken. `was_reset`: whether there was a reset since the last
+    opening.
     """
 
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
-        self.first = kept.last + 1 << RANGE_BITS
+        self.first = (kept.last + 1) * GENERATION_RANGE
         self.was_reset = MARK in os.listdir(folder)
         self.floor = self.first if self.was_reset else kept.floor
         self._write(self.floor, kept.last + 1)
@@ -57,7 +58,7 @@ class Generations:
     def keep(self, generation: int = 0) -> None:
         """On disk are the floor, and a range that `generation` is not beyond: other ranks may be at a later one."""
         with self._lock:
-            floor, last = self.floor, max(self._last, max(self.floor, generation) >> RANGE_BITS)
+            floor, last = self.floor, max(self._last, max(self.floor, generation) // GENERATION_RANGE)
             if floor > self._kept:
                 write_durably(self._folder, MARK, b"")
             if floor > self._kept or last > self._last:
@@ -69,11 +70,11 @@ class Generations:
 
 
 def read_generations(folder: int, where: Path) -> Kept | None:
-    """None: nothing says which records may be served, so none may."""
+    """None: it is not known which records may be served, so none may."""
     try:
         content = json.loads(read_small(folder, NAME, where) or b"")
         kept = Kept(content["floor"], content["last"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_whole = all(type(number) is int and number >= 0 for number in kept)
-    return kept if is_whole and kept.floor < MOST and kept.last + 2 << RANGE_BITS < MOST else None
+    return kept if is_whole and kept.floor < MOST and (kept.last + 2) * GENERATION_RANGE < MOST else None

@@ -28,7 +28,7 @@ def manifest_of(namespace: Namespace, *, rank: int, ranks: int, slots: int, slot
 
 
 def read_manifest(folder: int, where: Path) -> Manifest | None:
-    """None: the folder was never made ready. One that is damaged says nothing."""
+    """None: the folder was never made ready. A damaged one counts as none."""
     data = read_small(folder, NAME, where)
     if data is None:
         return None

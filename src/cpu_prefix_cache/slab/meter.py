@@ -9,7 +9,7 @@ FADING = 0.9  # what a window weighs when the next one has closed: half of a rat
 
 
 class Meter:
-    """Of one direction. All methods may be called by any thread."""
+    """Meter of one direction. All methods may be called by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()

@@ -14,7 +14,7 @@ from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.slab.settings import check_hash
+from cpu_prefix_cache.slab.tier import check_hash
 
 FORMAT = "cpu-prefix-cache/slab/1"
 LENGTH_BYTES = 8
@@ -99,10 +99,7 @@ def _geometry(planner: HybridChunkPlanner) -> Iterator[tuple[str, Value]]:
     for at, piece in enumerate(planner.pieces):
         group = piece.group
         yield f"group {at}", group.name
-        yield f"group {at} kind", group.kind.value
-        yield f"group {at} block tokens", group.block_tokens
-        yield f"group {at} block bytes", group.block_bytes
-        yield f"group {at} window tokens", group.window_tokens
+        yield from ((f"group {at} {name}", value) for name, value in group.spelled.items())
         yield f"group {at} device blocks", piece.device_blocks
         yield f"group {at} host blocks", piece.host_blocks
         yield f"group {at} piece bytes", piece.num_bytes

@@ -1,11 +1,11 @@
 """The tier of a rank that opens itself, in a thread of its own and as often as it takes.
 
 What it opens is a disk or a server, which may be missing, read-only, full, in use, or silent for ever. None of that may
-keep an engine from starting, or hold its thread. So until it is open, this says so in its reports, and does nothing.
+keep an engine from starting, or hold its thread. So until it is open, this reports no generation, and does nothing.
 
     at first    whoever makes it waits for one attempt, for some seconds at most: what only the operator can change is
                 raised then, and what can be opened is open for the first request
-    later       it is tried again after a pause, ever longer; each reason is said once
+    later       it is tried again after a pause, ever longer; each reason is logged once
 """
 
 import logging
@@ -46,7 +46,7 @@ class TierOfRank(Protocol):
 
 
 class OpeningTier:
-    """The tier of `rank` that `open` opens; `name` says to people which. One thread calls it.
+    """The tier of `rank` that `open` opens; `name` is for people. One thread calls it.
 
     Raises ConfigurationError when the first attempt does.
     """
@@ -179,6 +179,8 @@ class _Attempts(threading.Thread):
             self._said = reason
             logger.error(
                 "%s cannot be opened: %s. The cache goes on without it, and tries again at least every %.0f s",
-                *(self._what, reason, LONGEST_PAUSE_SECONDS),
+                self._what,
+                reason,
+                LONGEST_PAUSE_SECONDS,
                 exc_info=unexpected,
             )

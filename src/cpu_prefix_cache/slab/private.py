@@ -41,7 +41,7 @@ def open_file(folder: int, name: str, where: Path, flags: int = os.O_RDWR | os.O
 
 
 def read_small(folder: int, name: str, where: Path) -> bytes | None:
-    """What a file holds, of which so much is read as a small one has. None: there is none."""
+    """Contents of a small file; of a larger one its beginning. None: there is none."""
     try:
         file = open_file(folder, name, where, os.O_RDONLY)
     except FileNotFoundError:

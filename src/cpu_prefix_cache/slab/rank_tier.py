@@ -1,7 +1,8 @@
-"""The tier of one rank: its slots, a worker that carries plans out, and what it tells the decider.
+"""The tier of one rank: its slots, a worker that carries plans out, and its reports to the decider.
 
-A report says again what no plan has taken in yet: transfers that have ended, slots refused in loads that are done, and
-what the tier's *source* knows: what a slab held when it was opened, portion by portion, or what a shared store says.
+A report repeats everything that no plan has taken in yet: transfers that have ended, slots refused in loads that are
+done, and what the tier's *source* knows: what a slab held when it was opened, portion by portion, or the answers of a
+shared store.
 """
 
 from collections.abc import Sequence
@@ -22,17 +23,17 @@ PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours 
 
 
 class Source(Protocol):
-    """What of a tier the decider does not know by itself."""
+    """Reports to the scheduler: recovered slots, or a store's answers."""
 
     def begin(self, plan: TierPlan) -> None:
         """A step begins."""
 
     def told(self, report: TierReport) -> TierReport:
-        """The report, with what is to be told."""
+        """The report, with the source's own part."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether there will soon be more to be told."""
+        """Whether there will soon be more to report."""
 
     def close(self) -> None: ...
 
@@ -53,7 +54,7 @@ class RankTier:
     def of_slab(
         cls, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece], rank: int, *, scans: bool | None = None
     ) -> "RankTier":
-        """With `scans`, by default on rank 0 alone, it tells what the slab holds from before: all ranks hold the same,
+        """With `scans`, by default on rank 0 alone, it reports the slots from before: all ranks hold the same,
         and a slot that one of them has lost is refused when it is read.
         """
         source = Portions(slab, pieces) if (rank == 0 if scans is None else scans) else None
@@ -89,7 +90,7 @@ class RankTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer had not ended at the last plan or report, or the source is asked something."""
+        """Whether a transfer had not ended at the last plan or report, or a query of the source is in flight."""
         return self._worker.is_busy or (self._source is not None and self._source.is_busy)
 
     def statistics(self) -> SlotStatistics:
@@ -123,7 +124,7 @@ class RankTier:
 
 
 class Portions:
-    """What the scan has found, a portion at a time. They are numbered from 1; 0: there is none yet."""
+    """Slots that the scan has found, a portion at a time. Portions are numbered from 1; 0: there is none yet."""
 
     def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
         self._scan: RestartScan | None = RestartScan(slab, pieces)

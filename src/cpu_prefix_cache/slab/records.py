@@ -1,4 +1,4 @@
-"""The record of a slot: 128 bytes that say what the slot holds, or that are not whole.
+"""The record of a slot: 128 bytes that identify the contents of the slot, or that are not whole.
 
     magic u32 | version u16 | group u8 | key length u8 | slot u32 | parent length u8, 3 spare | generation u64
     key 32 | parent 32 | xxh3-128 of the slot's bytes 16 | place u16 | block u16 | 12 spare | xxh3-64 of the above u64
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 
 def seed_of(namespace: bytes, rank: int, ranks: int) -> int:
-    """What the records of one rank are sealed with."""
+    """Seed of the seals of one rank's records."""
     return xxhash.xxh3_64_intdigest(namespace + struct.pack("<II", rank, ranks))
 
 

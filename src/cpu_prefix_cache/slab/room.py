@@ -1,7 +1,7 @@
 """Room on the disk: folders of namespaces that no process has locked give up theirs, the oldest first.
 
 Another model, another revision, another release of the engine has a folder of its own, and finds nothing in this one:
-bytes that nobody may ever ask for again. A folder that a process has locked keeps its room, and is not counted.
+bytes that nobody may ever use again. A folder that a process has locked keeps its room, and is not counted.
 """
 
 import fcntl
@@ -53,7 +53,9 @@ def make_room(folder: int, where: Path, own: str, *, allowed: int, has_room: Cal
             taken -= other.num_bytes
             logger.warning(
                 "%s was removed to make room: %.2f GB%s, last used %s. With keep_others such folders stay",
-                *(where / other.name, other.num_bytes / 1e9, other.of),
+                where / other.name,
+                other.num_bytes / 1e9,
+                other.of,
                 time.strftime("%Y-%m-%d", time.localtime(other.changed)),
             )
 

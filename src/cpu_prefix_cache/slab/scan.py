@@ -1,4 +1,4 @@
-"""What a slab holds from before a restart: read once, and told in portions, the youngest last.
+"""Slots of a slab from before a restart: read once, and reported in portions, the youngest last.
 
 A thread reads the magic and the generation of every record and orders them: torch does it without Python's lock.
 Each portion then parses its records as they are by now, so what was written over since is not in it.
@@ -26,7 +26,7 @@ Shape = list[tuple[int, ...]]  # group and place of every slot of a node
 
 
 class RestartScan:
-    """Of one slab, as it was opened. `portion` is called by one thread."""
+    """Scan of one slab, as it was opened. `portion` is called by one thread."""
 
     def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
         self._slab, self._first_new = slab, slab.next_generation
@@ -53,7 +53,7 @@ class RestartScan:
         return self.is_ordered and self._at >= len(self._slots)
 
     def portion(self, num_records: int) -> tuple[Found, ...]:
-        """What the next records hold: so many, and the rest of the last one's generation. Once `is_ordered`."""
+        """Nodes of the next records: so many, and the rest of the last one's generation. Once `is_ordered`."""
         begin, last = self._at, min(self._at + num_records, len(self._slots)) - 1
         if last >= begin:
             self._at = int(torch.searchsorted(self._generations, self._generations[last], right=True))

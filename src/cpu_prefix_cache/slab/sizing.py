@@ -1,23 +1,22 @@
 """How many slots a tier in files has: known from its configuration alone, before any disk has been looked at."""
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.slab import records
-from cpu_prefix_cache.slab.settings import FileTier
 
 SMALL_FILES_BYTES = 64 << 10  # of a rank: lock, manifest, generations, folders
-LEAST_BY_HOST = 2  # a tier has at least so many slots to a host block: it holds what the host holds, too
 
 
-def num_slots(tier: FileTier, slot_bytes: int, ranks: int, host_blocks: int) -> int:
-    """The slots of each rank. Raises ConfigurationError when they are fewer than twice the host blocks, with the least
-    size that would do.
+def num_slots(nbytes: int, slot_bytes: int, ranks: int, host_blocks: int) -> int:
+    """The slots of each rank, of `nbytes` for all. Raises ConfigurationError when they are fewer than twice the host
+    blocks, with the least size that would do.
     """
-    slots = (tier.nbytes - ranks * SMALL_FILES_BYTES) // (ranks * (slot_bytes + records.SIZE))
-    if slots < LEAST_BY_HOST * host_blocks:
+    slots = (nbytes - ranks * SMALL_FILES_BYTES) // (ranks * (slot_bytes + records.SIZE))
+    if slots < SLOTS_BY_HOST * host_blocks:
         raise ConfigurationError(
-            f"a tier of {tier.nbytes} bytes has {max(0, slots)} slots on each of {ranks} ranks; the host has "
+            f"a tier of {nbytes} bytes has {max(0, slots)} slots on each of {ranks} ranks; the host has "
             f"{host_blocks} blocks, so give the tier at least "
-            f"{bytes_of(LEAST_BY_HOST * host_blocks, slot_bytes, ranks)} bytes, or do without it"
+            f"{bytes_of(SLOTS_BY_HOST * host_blocks, slot_bytes, ranks)} bytes, or do without it"
         )
     return slots
 

@@ -1,7 +1,7 @@
-"""Slots in files that outlive the process, each with a record that says what it holds.
+"""Slots in files that outlive the process, each with a record that identifies its contents.
 
     write   the record is cleared; the bytes are written; the record is written, with a checksum of the bytes
-    read    the record is whole and says what the label says; the bytes are read; their checksum is the record's
+    read    the record is whole and has the fields of the label; the bytes are read; their checksum is the record's
     reset   nothing below the floor is served, at once; the floor is kept on disk before anything is written again, and
             a mark, by which the next process that opens the folder begins anew
 
@@ -100,7 +100,7 @@ class Slab:
     @classmethod
     def of(cls, tier: FileTier, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int) -> "Slab":
         """One rank's part of the tier that a user has described."""
-        sizes = {"rank": rank, "ranks": ranks, "slots": slots, "slot_bytes": slot_bytes, "nbytes": tier.nbytes}
+        sizes = {"rank": rank, "ranks": ranks, "slots": slots, "slot_bytes": slot_bytes, "nbytes": tier.bytes}
         return cls(tier.path, namespace, below=tier.folders, keep_others=tier.keep_others, **sizes)
 
     @property
@@ -127,7 +127,7 @@ class Slab:
     def keep(self, generation: int = 0) -> None:
         """The floor is on disk when this returns, and what says that records up to `generation` may be found.
 
-        Raises OSError. If that leaves a floor in memory alone, the log says so, and the next process to open the
+        Raises OSError. If that leaves a floor in memory alone, it is logged, and the next process to open the
         folder begins anew, where the disk lets a file be deleted; also when the floor is kept later, since what says
         that the folder is ready is not written again.
         """
@@ -192,7 +192,7 @@ class Slab:
             self.records.clear(slots)
 
     def stop_direct(self, reason: str) -> None:
-        """Read and write through the system's cache from now on, and say so."""
+        """Read and write through the system's cache from now on, and log it."""
         if self.is_direct:
             flags = fcntl.fcntl(self._folder.blocks, fcntl.F_GETFL)
             fcntl.fcntl(self._folder.blocks, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -245,7 +245,8 @@ class Slab:
                     yield at
 
     def _fits(self, record: Record | None, slot: int, label: Label) -> bool:
-        """Whether a slot's record says what `label` says. A piece that checkpoints share has any of their parents."""
+        """Whether a slot's record has the fields of `label`. A piece that checkpoints share has any of their
+        parents."""
         if record is None or record.slot != slot or label.generation < self.floor:
             return False
         return record.label.key == label.key and record.label[2:] == label[2:]  # all but `parent`

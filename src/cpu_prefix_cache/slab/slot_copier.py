@@ -4,8 +4,9 @@
     threads  each takes a slice: some MiB, so that loads get their turn
     end      when all slices have ended; a transfer has failed if one of them raised
 
-Of a store, what lies behind a piece in its last host block is zeroed first: bytes of an earlier piece, which may be
-another tenant's, are not written to a file.
+Of a store, what lies behind a piece in its host blocks is zeroed first: bytes of an earlier piece, which may be
+another tenant's, are not written to a file. A rank that lacks a group (a pipeline stage) has pieces of no bytes there:
+its host blocks are written as zeros, so what any rank has says which chunks are whole.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ class SlotStatistics(NamedTuple):
 class SlotCopier(Copier):
     """Between `region`, uint8 [host blocks, slot_bytes] in host memory, and `slots`. `pieces` are the planner's.
 
-    `refused` has the slots whose bytes were not what a load's labels said, each with the label's generation; who asks
+    `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
     removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
 
     Raises ConfigurationError when the region does not fit.
@@ -70,7 +71,7 @@ class SlotCopier(Copier):
                 f"a slot of {slots.slot_bytes} bytes holds a host block, which has {self._region.block_bytes} bytes"
             )
         for piece in pieces:
-            if not 0 < piece.num_bytes <= piece.host_blocks * slots.slot_bytes:
+            if not 0 <= piece.num_bytes <= piece.host_blocks * slots.slot_bytes:
                 raise ConfigurationError(
                     f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
                 )
@@ -111,7 +112,7 @@ class SlotCopier(Copier):
         return transfer
 
     def check(self, direction: Direction, copies: Iterable[GroupCopy]) -> list[Entry]:
-        """What a transfer moves, by slot. Raises MisuseError for what may not be copied."""
+        """Moves of a transfer, by slot. Raises MisuseError for copies that are not allowed."""
         entries = [entry for copy in copies for entry in self._entries(copy)]
         entries.sort(key=itemgetter(0))
         written = {entry[0 if direction is Direction.STORE else 1] for entry in entries}

@@ -37,16 +37,16 @@ class Slots(Protocol):
         """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
-        """Write `views[i]`, which is what `labels[i]` says. When it raises, none of these slots holds anything."""
+        """Write `views[i]` under `labels[i]`. When it raises, none of these slots holds anything."""
 
     def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
-        """Read into `views[i]`. The slots that are refused, because they do not hold what `labels[i]` says."""
+        """Read into `views[i]`. Returns the refused slots, whose bytes do not match `labels[i]`."""
 
     def forget(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more."""
 
     def stop(self) -> None:
-        """Calls that would never end by themselves end now, and nothing more is asked for."""
+        """Calls that would never end by themselves end now, and no more are made."""
 
     def close(self) -> None:
         """No thread uses it any more. May be called again."""

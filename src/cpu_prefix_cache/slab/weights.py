@@ -3,7 +3,7 @@ samples of their bytes.
 
 Weights of one architecture have the same names and sizes, so the times count, too: a folder that is copied without them
 (`cp` without `-p`) has other weights. Where tools set all times alike, as builds that can be repeated do, the samples
-tell: weights that were trained or merged differ nearly everywhere.
+show: weights that were trained or merged differ nearly everywhere.
 """
 
 import hashlib

@@ -1,14 +1,16 @@
-"""Asks a shared store what it has, in a thread of its own, in the order in which requests came.
+"""Queries a shared store, in a thread of its own, in the order in which requests came.
 
-Prompts share their beginnings and part then, and what is missing is missing to the end. So chunks are asked for in
+Prompts share their beginnings and part then, and after a missing chunk all are missing. So chunks are queried in
 portions, each twice as large as the one before, until one of them is not there. Then, in models that have checkpoints,
 for their pieces in the chunks that are.
 
-An ask that nobody waits for any more is dropped. An answer that comes too late for its request is told all the same.
+A query that nobody waits for any more is dropped. An answer that comes too late for its request is reported all the
+same.
 """
 
 import logging
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
@@ -108,7 +110,7 @@ class Asker:
             for group in self._beside:
                 needed, width = self._pieces[group].group.needed(boundary), self._pieces[group].group.block_tokens
                 first = (boundary - ask.grid_tokens) // width
-                for block in range(max(first, needed.start), needed.stop):
+                for block in needed[bisect_left(needed, first) :]:
                     yield key, group, block - first
 
     def _exist(self, names: Sequence[str]) -> list[bool]:

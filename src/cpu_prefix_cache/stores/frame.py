@@ -3,10 +3,10 @@
     magic u32 | version u16 | group u8 | key length u8 | place u16 | block u16 | 4 spare | length u64
     key 32 | namespace 32 | xxh3-128 of the bytes 16 | 24 spare
 
-Integers are little-endian. A value is right if its frame is the one that its bytes and what was asked for have: a frame
+Integers are little-endian. A value is right if its frame is the one of its bytes and of the query: a frame
 is never parsed. The checksum finds accidents, and keeps nobody out who can write to the store.
 
-The name of a value says the same for people: `cpc:<namespace>:<key>:<group>.<place>.<block>`, in hexadecimal digits.
+The name of a value is readable: `cpc:<namespace>:<key>:<group>.<place>.<block>`, in hexadecimal digits.
 `block` is "c" for what every chunk has, and the number of a piece of a checkpoint in its chunk.
 """
 
@@ -48,5 +48,5 @@ class Names:
 
     @property
     def of_nothing(self) -> str:
-        """A name that no value has: to ask whether the store answers."""
+        """A name that no value has: to check whether the store answers."""
         return f"{self._prefix}none"

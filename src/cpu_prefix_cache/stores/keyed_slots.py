@@ -1,4 +1,4 @@
-"""A shared store as the slots of one rank: the number of a slot says nothing here, its label says all.
+"""A shared store as the slots of one rank: the number of a slot means nothing here, its label everything.
 
     write   the frame is made of the label and of the bytes' checksum, and put with the bytes
     read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Label
+from cpu_prefix_cache.messages.tier import GENERATION_RANGE
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.slots import address_of
@@ -34,7 +35,7 @@ from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 
 logger = logging.getLogger(__name__)
 
-GET_SECONDS = 2.0  # for one call of some MiB: no request waits so long (rule 22), but threads must come back
+GET_SECONDS = 2.0  # for one call of some MiB: no request waits so long (rule 15), but threads must come back
 PUT_SECONDS = 5.0
 DELETE_SECONDS = 1.0
 # To one call, at most: what is checked is still in the cache then. With 64, verified gets from Redis have .62 to .89 of
@@ -42,11 +43,11 @@ DELETE_SECONDS = 1.0
 CALL_VALUES = 8
 CALLS = 8  # at once, at most: as many sets of frames
 PORTION_BYTES = 256 << 20  # of host memory, registered when the first of its blocks is used
-FIRST_GENERATION = 1 << 32  # so that a reset before the first report has a floor above 0
+FIRST_GENERATION = GENERATION_RANGE  # so that a reset before the first report has a floor above 0
 
 
 class _Era(NamedTuple):
-    """What is stored and served between two resets."""
+    """Names stored and served between two resets."""
 
     floor: int
     names: Names
@@ -54,7 +55,7 @@ class _Era(NamedTuple):
 
 class KeyedSlots:
     """`store` belongs to this from now on. `slots` is how many values this process remembers; the store has more or
-    fewer. `namespace` says whose bytes these are; each of `owners` owners has values of its own.
+    fewer. `namespace` identifies the bytes; each of `owners` owners has values of its own.
     """
 
     next_generation = FIRST_GENERATION
@@ -80,7 +81,7 @@ class KeyedSlots:
 
     @property
     def names(self) -> Names:
-        """Of what may be read now."""
+        """Names of values that may be read now."""
         return self._era.names
 
     @property
@@ -168,7 +169,7 @@ class KeyedSlots:
         return [is_good and label.generation >= era.floor for is_good, label in zip(good, labels, strict=True)]
 
     def _checked(self, got: Sequence[Got], names: Sequence[str]) -> Sequence[Got]:
-        """A store that says anything else was written for an earlier version, or has a defect."""
+        """A store that returns anything else was written for an earlier version, or has a defect."""
         if len(got) != len(names) or not all(isinstance(each, Got) for each in got):
             raise MisuseError(f"get_into of {type(self.store).__name__} returns a Got for each key, not {got!r:.200}")
         return got

@@ -1,7 +1,7 @@
 """KeyedStore: values by key, on a server that others use too. An author of a store writes one; `check_store` tests it.
 
 The store owns its space: it evicts when it likes, may keep an old value when a key is put again, and may lose what was
-put. The cache owns the truth: it asks before it reads, and every value begins with a frame that says what it is
+put. The cache owns the truth: it queries before it reads, and every value begins with a frame that identifies it
 (`frame.py`), with a checksum. So a store needs no promise beyond that of a hash table that forgets.
 
 All methods block, and are called by several threads at once, never by the one that decides.
@@ -15,7 +15,7 @@ Buffers = Sequence[memoryview]  # of one value: its bytes are those of the first
 
 
 class Got(Enum):
-    """What a store answers for a value that it was asked for. True if the value was read."""
+    """A store's answer for one value. True if the value was read."""
 
     READ = "read"
     MISSING = "missing"

@@ -10,7 +10,8 @@
 
 Mooncake bounds its own calls, by variables of the environment that are set here unless they are set already. A transfer
 cannot be given up, so a call with buffers ends by its timeout or some seconds later. A question for existence is given
-up at its timeout; none other is asked until it has ended. A process whose master is gone takes some 10 s longer to end.
+up at its timeout; no other call is made until it has ended. A process whose master is gone takes some 10 s longer to
+end.
 """
 
 import os
@@ -49,7 +50,7 @@ NODE_SILENT = "a machine of the cluster that has these values, or should take th
 
 class MooncakeStore(KeyedStore):
     """A client of the cluster at `url`. Raises ConfigurationError for a wrong URL, and TierUnavailable if it cannot
-    become one: Mooncake does not say whether that will change.
+    become one: Mooncake does not document whether that will change.
     """
 
     def __init__(self, url: str) -> None:
@@ -91,7 +92,7 @@ class MooncakeStore(KeyedStore):
         return self._in_portions(self._get, keys, buffers, timeout)
 
     def put_from(self, keys: Sequence[str], buffers: Sequence[Buffers], timeout: float) -> list[bool]:
-        """Mooncake keeps the old value of a key, and says that it took the new one."""
+        """Mooncake keeps the old value of a key, and reports that it took the new one."""
         return self._in_portions(self._put, keys, buffers, timeout)
 
     def delete(self, keys: Sequence[str], timeout: float) -> None:
@@ -245,7 +246,8 @@ _Move = Callable[[Sequence[str], Sequence[Buffers]], list[_Result]]
 
 
 class _Native(Protocol):
-    """What is used of Mooncake's client. Codes are 0 or a size where a call succeeded, and negative where not."""
+    """The part of Mooncake's client that is used. Codes are 0 or a size where a call succeeded, and negative where
+    not."""
 
     def setup(
         self, host: str, metadata: str, segment: int, buffer: int, protocol: str, device: str, master: str

@@ -1,12 +1,13 @@
-"""A store by its URL, of which the scheme says who makes it: we, or an entry point of another package.
+"""A store by its URL, whose scheme selects its maker: ours, or an entry point of another package.
 
 [project.entry-points."cpu_prefix_cache.stores"]
 myscheme = "my_package:MyStore"  # called with the URL
 """
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
+from cpu_prefix_cache.messages.installed import installed, load
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
 
 GROUP = "cpu_prefix_cache.stores"
@@ -28,10 +29,7 @@ def open_store(url: str) -> KeyedStore:
             f"a store is SCHEME://ADDRESS, and its scheme one of {', '.join(sorted(known))} (ours, and what installed "
             f"packages have as entry points of {GROUP}); got {f'{scheme}://' if rest else 'no such text'}"
         )
-    try:
-        make = known[scheme].load()
-    except ImportError as missing:
-        raise ConfigurationError(f"the store for {scheme}:// cannot be imported: {missing}") from missing
+    make = load(known[scheme], f"the store for {scheme}://")
     try:
         store = make(url)
     except TierUnavailable:
@@ -55,5 +53,4 @@ def check_kind(kind: str, url: object) -> None:
 
 def _known() -> dict[str, EntryPoint]:
     """By scheme; ours last, so that no package takes their place."""
-    ours = [EntryPoint(name, value, GROUP) for name, value in OURS.items()]
-    return {each.name: each for each in (*entry_points(group=GROUP), *ours)}
+    return installed(GROUP) | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}

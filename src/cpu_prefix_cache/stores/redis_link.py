@@ -1,6 +1,6 @@
 """A connection to a Redis server: connected, encrypted and logged in by a deadline, however the server behaves.
 
-The server is given AUTH and SELECT, where there is something to say, and nothing else: without HELLO it speaks the
+The server is given AUTH and SELECT, where the URL needs them, and nothing else: without HELLO it speaks the
 protocol that `Resp` reads. All of its answers are read by `Resp`, which bounds their time and their memory.
 """
 
@@ -42,7 +42,7 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is left to be read: the server has not closed it, nor sent more than it was asked for."""
+        """Whether nothing is left to be read: the server has not closed it, nor sent more than its answers."""
         if self._socket is None or self._resp is None or not self._resp.is_read:
             return False
         poll = select.poll()
@@ -167,7 +167,7 @@ def _left(deadline: float) -> float:
 
 
 def _check_login(resp: Resp) -> None:
-    """What else comes than a known answer may repeat the password, and is not shown."""
+    """An unknown answer may repeat the password, and is not shown."""
     try:
         line = resp.line()
     except ConnectionError:

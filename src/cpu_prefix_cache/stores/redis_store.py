@@ -49,7 +49,7 @@ class RedisStore(KeyedStore):
         pass
 
     def exists(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """Asks for all keys by one command first, since mostly all or none are there."""
+        """Queries all keys by one command first, since mostly all or none are there."""
         if not keys:
             return []
         with self._link(timeout) as resp:
@@ -164,7 +164,7 @@ class RedisStore(KeyedStore):
 
 
 def _parts(values: Sequence[Buffers]) -> Iterator[slice]:
-    """What of a call is under way at a time. Its values have about the same size."""
+    """Splits a call into batches of about 1 MiB. Its values have about the same size."""
     count = max(1, AT_ONCE_BYTES // max(1, sum(each.nbytes for each in values[0]))) if values else 1
     return (slice(begin, begin + count) for begin in range(0, len(values), count))
 

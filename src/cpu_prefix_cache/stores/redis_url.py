@@ -36,17 +36,42 @@ PORT, HOST = 6379, "localhost"
 PASSWORD_BYTES = 4096
 LOGIN = ("db", "username", "password", "password_file", "password_env")
 TLS = (
-    *("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile"),
-    *("ssl_cert_reqs", "ssl_check_hostname", "ssl_min_version"),
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_ca_data",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
+    "ssl_min_version",
 )
 TLS_ELSEWHERE = (
-    *("ssl_ciphers", "ssl_password", "ssl_include_verify_flags", "ssl_exclude_verify_flags", "ssl_validate_ocsp"),
-    *("ssl_validate_ocsp_stapled", "ssl_ocsp_context", "ssl_ocsp_expected_cert"),
+    "ssl_ciphers",
+    "ssl_password",
+    "ssl_include_verify_flags",
+    "ssl_exclude_verify_flags",
+    "ssl_validate_ocsp",
+    "ssl_validate_ocsp_stapled",
+    "ssl_ocsp_context",
+    "ssl_ocsp_expected_cert",
 )
 IGNORED = (
-    *("protocol", "client_name", "lib_name", "lib_version", "encoding", "encoding_errors", "decode_responses"),
-    *("socket_timeout", "socket_connect_timeout", "socket_keepalive", "socket_read_size", "retry_on_timeout"),
-    *("retry_on_error", "max_connections", "timeout", "health_check_interval"),
+    "protocol",
+    "client_name",
+    "lib_name",
+    "lib_version",
+    "encoding",
+    "encoding_errors",
+    "decode_responses",
+    "socket_timeout",
+    "socket_connect_timeout",
+    "socket_keepalive",
+    "socket_read_size",
+    "retry_on_timeout",
+    "retry_on_error",
+    "max_connections",
+    "timeout",
+    "health_check_interval",
 )
 VERSIONS = {"TLSv1_2": ssl.TLSVersion.TLSv1_2, "TLSv1_3": ssl.TLSVersion.TLSv1_3}
 ENCODED = "in a user or a password, / is written as %2F, ? as %3F, # as %23, @ as %40 and % as %25"

@@ -67,7 +67,7 @@ class Resp(io.RawIOBase):
 
     @property
     def is_read(self) -> bool:
-        """Whether all that came has been read. Asked between two calls."""
+        """Whether all that came has been read. Called between two calls."""
         self.deadline = 0.0  # nothing more may come
         try:
             return not self._answers.peek(1)
@@ -149,7 +149,7 @@ def resp_over(connected: socket.socket) -> Resp:
 
 @contextmanager
 def _late() -> Iterator[None]:
-    """A kernel that has waited as long as it was told says that there is nothing yet."""
+    """A kernel that has waited for the whole timeout reports that there is nothing yet."""
     try:
         yield
     except BlockingIOError as late:
@@ -174,7 +174,7 @@ def set_command(key: str, buffers: Buffers) -> list[bytes | memoryview]:
 
 
 def _after(parts: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """What is left of the parts when so many bytes were sent."""
+    """Rest of the parts when so many bytes were sent."""
     rest: list[memoryview] = []
     for part in parts:
         if sent < part.nbytes:

@@ -1,4 +1,4 @@
-"""What this library demands of what others write for it, as checks that their authors run: a device, a store."""
+"""Checks of devices and stores that others write for this library, for their authors to run."""
 
 from cpu_prefix_cache.testing.device import Trial, check_device
 from cpu_prefix_cache.testing.store import check_store

@@ -4,7 +4,7 @@
         check_device(lambda: MyTrial(num_blocks=12))
 
 A trial is the engine's block manager, without a model: requests take blocks, give them keys, and free them. Between
-that the machine holds and releases blocks as the cache does, and compares what the device says with what happens.
+that the machine holds and releases blocks as the cache does, and compares the device's reports with the events.
 """
 
 from collections import Counter
@@ -116,7 +116,7 @@ class _Machine(RuleBasedStateMachine):
         assert len(self.order()) == self.device.num_blocks, "not all blocks of a new device wait"
         self.device.release(self.device.hold([]))  # of a checkpoint that others have all pieces of
 
-    # What the engine does
+    # The engine's part
 
     @rule(chunks=st.lists(st.integers(0, 2), min_size=1, max_size=4))
     def begins(self, chunks: list[int]) -> None:
@@ -139,7 +139,7 @@ class _Machine(RuleBasedStateMachine):
             return
         self.requests.append(_Request(keys, request))
         self.prompts.append(keys)
-        self.order()  # a device that sees for itself what is wrong says so
+        self.order()  # a device that sees a fault itself raises
         blocks = self.trial.blocks(request)
         for key, chunk in zip(keys, blocks[:cached], strict=False):
             assert self.has(chunk, key), f"chunk {key.hex()} was found in blocks {chunk}, which hold another"
@@ -206,7 +206,7 @@ class _Machine(RuleBasedStateMachine):
     def ends(self, at: int) -> None:
         self.trial.free(self.requests.pop(at % len(self.requests)).request)
 
-    # What the cache does
+    # The cache's part
 
     @precondition(lambda self: self.prompts)
     @rule(at=st.integers(0, 15), start=st.integers(0, 3))
@@ -269,7 +269,7 @@ class _Machine(RuleBasedStateMachine):
         self.device.release(value)
         assert self.order() == before, f"{blocks} were held and released, and the order changed"
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def order_is_kept(self) -> None:

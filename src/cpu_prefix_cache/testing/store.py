@@ -1,4 +1,4 @@
-"""What a KeyedStore must do, as a check that its author runs against a real server.
+"""Contract of a KeyedStore, as a check that its author runs against a real server.
 
     def test_my_store(server):
         check_store(lambda: MyStore(server.url))
@@ -71,7 +71,7 @@ class _Story:
         return [self._buffer(size) for size in sizes]
 
     def filled(self, value: bytes, *sizes: int) -> list[memoryview]:
-        """Of these sizes, with this value."""
+        """Buffers of these sizes, filled with this value."""
         buffers = self.buffers(*sizes)
         _fill(buffers, value)
         return buffers
@@ -94,7 +94,7 @@ class _Story:
         return b"".join(buffers) if got else None
 
     def got(self, name: object, *sizes: int) -> Got:
-        """What the store answers for the value, to buffers of these sizes."""
+        """The store's answer for the value, to buffers of these sizes."""
         (got,) = self.store.get_into([self.key(name)], [self.buffers(*sizes)], self.seconds)
         return got
 
@@ -123,7 +123,7 @@ def _fill(buffers: Sequence[memoryview], value: bytes) -> None:
 
 
 def _comes_back(story: _Story) -> None:
-    """Of several buffers, with the sizes and places of none a power of two, also into others of the same sum."""
+    """Checks values of several buffers, no size or place a power of two, also into others of the same sum."""
     for sizes, others in [
         ((96, story.value_bytes), (story.value_bytes, 96)),
         ((1,), (1,)),

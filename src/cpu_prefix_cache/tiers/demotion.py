@@ -12,9 +12,9 @@ leaves unsaved and is counted (`lost`). Nothing is written before the tier `is_o
 from collections import deque
 from collections.abc import Sequence
 
+from cpu_prefix_cache.offload.ancestry import Ancestry
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import Lazy
-from cpu_prefix_cache.offload.parents import Ancestry
 from cpu_prefix_cache.offload.stores import StorePlanner
 
 

@@ -1,12 +1,12 @@
-"""What a tier holds from before a restart, taken into its pool portion by portion.
+"""Slots of a tier from before a restart, taken into its pool portion by portion.
 
-Ranks tell chunks and pieces of checkpoints in the order in which they were written. So a parent comes before its
+Ranks report chunks and pieces of checkpoints in the order in which they were written. So a parent comes before its
 children, and what hangs below something that is gone is left out; its slots are free, like all that is not taken in.
 
     chunk                       below its parent, if that is here and the chunk is not
     piece of a checkpoint       kept until all pieces of the checkpoint are known; then the checkpoint below its chunk
 
-A model without prefix groups keeps no slots for chunks, so nothing says what a checkpoint hangs below, and nothing is
+A model without prefix groups keeps no slots for chunks, so the parent of a checkpoint is unknown, and nothing is
 taken in.
 """
 
@@ -58,7 +58,7 @@ class FoundBefore:
         self._pieces.clear()
 
     def _take_run(self, run: Sequence[Found]) -> Iterator[TakenIn]:
-        """Those that are here already, from another slot, are left out: the rest hangs below them."""
+        """Takes in a run. Nodes that are here already, from another slot, are left out: the rest hangs below them."""
         new = [each for each in run if self._pool.find(each.label.key) is None]  # its end: above what is here, all is
         if not new:
             return

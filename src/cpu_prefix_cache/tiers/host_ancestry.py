@@ -11,7 +11,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class HostAncestry:
-    """The chunks of `host` and their parents. `is_covered` says whether the tier has a chunk, or will have it."""
+    """The chunks of `host` and their parents. `is_covered` is true of a chunk that the tier has, or will have."""
 
     def __init__(self, host: BlockPool, planner: HybridChunkPlanner, is_covered: Callable[[bytes], bool]) -> None:
         self._host = host
@@ -61,8 +61,8 @@ class HostAncestry:
 
     # Told, and known already
 
-    def add(self, keys: Sequence[bytes], start: int, stop: int) -> None:
-        pass
+    def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
+        return ()
 
     def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
         pass

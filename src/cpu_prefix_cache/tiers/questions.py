@@ -1,13 +1,13 @@
-"""Questions: what a store that others write too has of a prompt. It is asked once for each request, before it is read.
+"""Queries of a store that others write too: once for each request, before it is read.
 
     asked --told--> over    what is there is taken into the tier's pool, as if it had just been stored
       `--the deadline passes--> late    the request goes on with what the host has. An answer that comes yet is taken in
 
-Steps may be longer than the deadline. So a question is late when the ranks have heard of it and have not answered by
-the deadline; if they say nothing at all, LATE_SECONDS later.
+Steps may be longer than the deadline. So a query is late when it has reached the ranks and they have not answered by
+the deadline; if they report nothing at all, LATE_SECONDS later.
 
-Nobody waits for the store: a question goes out with the plan of a step, the ranks' tier asks in a thread, and the
-answer comes with a report. Where the store says nothing, or cannot be asked, again and again, the tier pauses; then one
+Nobody waits for the store: a query goes out with the plan of a step, the ranks' tier makes it in a thread, and the
+answer comes with a report. Where queries fail or go unanswered, again and again, the tier pauses; then one
 question in `PROBE_SECONDS` that concerns no request finds out whether it is back. (A question that is late because
 others are answered before it has a deadline, too, but is no reason to pause.)
 """
@@ -24,7 +24,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 PROBE_SECONDS = 1.0
 LATE_SECONDS = 1.0  # beyond its deadline a question that nobody has heard of is awaited, and an answer taken in
-REMEMBERED_SECONDS = 60.0  # that a request was asked for, if it is never admitted
+REMEMBERED_SECONDS = 60.0  # questions and wants of a request that is never admitted, after their deadlines
 MOST_CHECKPOINTS = 8  # are taken in, from the deepest on
 LOOKED_AT = 256  # chunks whose checkpoints are looked for, from the deepest on: some ms
 
@@ -41,9 +41,9 @@ class Question:
 
 
 class Questions:
-    """`take` takes a chain into the tier's pool. `ended` is told whether the store answers: with each answer, and with
-    a question that failed, or is late and nothing was answered since it was asked. A request waits `seconds`.
-    None: nobody else writes to the tier, so nothing is ever asked.
+    """`take` takes a chain into the tier's pool. `ended` gets whether the store answers: with each answer, and with
+    a query that failed, or is late without any answer since. A request waits `seconds`.
+    None: nobody else writes to the tier, so nothing is ever queried.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Questions:
         return question.deadline + (LATE_SECONDS if now >= question.deadline else 0.0)
 
     def admitted(self, id: Hashable) -> None:
-        """The request will not ask again."""
+        """The request will not be looked up again."""
         self._of.pop(id, None)
 
     def passed(self, now: float) -> None:
@@ -100,7 +100,7 @@ class Questions:
             del self._of[next(iter(self._of))]
 
     def is_back(self, now: float) -> bool:
-        """Whether the store answers again. It is asked, if that is due."""
+        """Whether the store answers again. Sends a probe, if that is due."""
         if self._seconds is None:
             return True
         if self._has_answered:
@@ -178,9 +178,8 @@ class Questions:
         covered = self._covered(keys, stop)
         if covered < depth:
             return  # what was known has been forgotten meanwhile: nobody has asked for it
-        room = self._pool.available(stop - covered) if self._pool.blocks_per_chunk else 0  # bare chunks are of no use
-        if room:
-            self._take(_chain(keys, covered, covered + room))
+        if covered < stop and self._pool.blocks_per_chunk:  # bare chunks are of no use
+            self._take(_chain(keys, covered, stop))
         for at in self._checkpoints(question, stop, set(told.pieces)):
             self._take(_chain(keys, self._covered(keys, at), at, self._coordinator.checkpoint_at(keys, at)))
 

@@ -3,9 +3,9 @@
 What differs from a cache over an engine's device:
 
     device blocks are host blocks, host blocks are *slots*; a slot is as large as a host block
-    requests do not come here: `read` promotes, and the host pool says what is to be demoted
+    requests do not come here: `read` promotes, and the host pool lists chunks to demote
     bytes outlive the process: every slot has a *label* with a *generation*, a number that is never used twice
-    a slot that does not hold what its label says is refused: a miss, not a failure
+    a slot whose bytes do not match its label is refused: a miss, not a failure
     the pool begins with what the ranks have found from before: portion by portion, while requests are served
     a tier that is not open on all ranks yet is left alone; what it holds is taken in when it is
     a tier whose reads fail is left alone for a pause, and then tried again; one that hangs, until its oldest read ends
@@ -17,25 +17,25 @@ What differs from a cache over an engine's device:
 Demotion begins when all that was found is taken in: before that, new chunks would be written over old ones.
 
 A store that several machines share is such a tier, too. Its slots are what this process remembers of it: what others
-have put there is taken in when the store has said so (`questions.py`), and what it has evicted is refused when read.
+have put there is taken in with the store's answer (`questions.py`), and what it has evicted is refused when read.
 """
 
 import logging
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
+from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import GENERATION_RANGE, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import PooledDevice
-from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.offload.stores import Chain
 from cpu_prefix_cache.offload.transfers import Transfer
-from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
 from cpu_prefix_cache.tiers.demotion import Demotion
@@ -53,7 +53,6 @@ EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more t
 # store is tried by a question that no request waits for, so sooner.
 PAUSE_SECONDS, STORE_PAUSE_SECONDS = 30.0, 5.0
 STALL_SECONDS = 5.0  # for one read of 32 MiB, beyond its deadline: a disk that hangs, and not one that is slow
-RANGE = 1 << 32
 
 
 class HostDevice(PooledDevice):
@@ -61,42 +60,40 @@ class HostDevice(PooledDevice):
 
     @property
     def num_waiting(self) -> int:
-        return self._pool.surely_available()
+        return self._pool.least_available
 
 
 class TierCache(CPUPrefixCache):
-    """A tier of `slots` slots below `host`, the pool of a cache for `planner`.
+    """A tier with the given options below `host`, the pool of a cache for `planner` that has the options `above`.
 
-    `offload` is "lazy", "eager", or None: eager from EAGER_FROM times the host's blocks on. `policy` and `thresholds`
-    are the tier's own. With `ask_seconds` others write to it too: so long a request waits for what the tier has of it.
+    Without a mode of offload it is eager from EAGER_FROM times the host's blocks on.
     """
 
     def __init__(
         self,
         planner: HybridChunkPlanner,
         host: BlockPool,
+        options: TierOptions,
+        above: CacheOptions,
         *,
-        slots: int,
         ranks: int,
-        offload: str | None,
-        policy: str,
-        thresholds: Thresholds,
-        ask_seconds: float | None = None,
     ) -> None:
         self.host = host
-        self._is_eager = slots >= EAGER_FROM * host.capacity if offload is None else offload == "eager"
+        is_large = options.slots >= EAGER_FROM * host.capacity
+        self._is_eager = is_large if options.offload is None else options.offload == "eager"
         chunks = host.capacity // max(1, host.blocks_per_chunk)
+        written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         super().__init__(
             planner.below(),
             HostDevice(host),
-            host_blocks=slots,
-            policy=policy,
-            ranks=ranks,
-            steps=EngineSteps(max_tokens=max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS)) * planner.grid_tokens),
-            thresholds=thresholds,
+            host_blocks=options.slots,
+            options=CacheOptions(
+                policy=options.policy, store_after=above.store_after, min_store_tokens=above.min_store_tokens
+            ),
+            engine=EngineTraits(ranks=ranks, steps=EngineSteps(max_tokens=written * planner.grid_tokens)),
         )
         self._found = FoundBefore(self.coordinator)
-        self._generations = array("Q", bytes(8 * slots))  # of each slot
+        self._generations = array("Q", bytes(8 * options.slots))  # of each slot
         self._first = self._next = 0  # generations: the first that is served, the next that is given
         self._ranges: dict[int, int] = {}  # rank -> the first generation that it has never used
         self._was_reset = False  # before all ranks had reported
@@ -104,8 +101,8 @@ class TierCache(CPUPrefixCache):
         self._taken = 0  # portions
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
-        self._pause_seconds = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
-        self._questions = Questions(self.coordinator, self._stores, self._take, self._answered, ask_seconds)
+        self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
+        self._questions = Questions(self.coordinator, self._stores, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
         self._refused = 0
@@ -143,7 +140,7 @@ class TierCache(CPUPrefixCache):
 
     @property
     def queue_bytes(self) -> int:
-        """Reads that come before anything that is asked for now."""
+        """Bytes of reads before anything that is requested now."""
         return sum(load.plan.num_bytes for load in self._ledger.loads.values())
 
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt | None:
@@ -153,7 +150,7 @@ class TierCache(CPUPrefixCache):
         return self.coordinator.checkpoint_at(keys, depth)
 
     def tier_statistics(self) -> TierStatistics:
-        """O(1)."""
+        """O(pins)."""
         return TierStatistics(
             cache=self.statistics(),
             state=self._state(),
@@ -183,7 +180,7 @@ class TierCache(CPUPrefixCache):
             self._completion.forgive()
 
     def admitted(self, id: Hashable) -> None:
-        """A request has begun to compute, and asks for nothing more."""
+        """A request has begun to compute, and needs nothing more."""
         self._questions.admitted(id)
 
     def read(self, id: Hashable, chain: Chain, nodes: Sequence[int]) -> None:
@@ -255,7 +252,7 @@ class TierCache(CPUPrefixCache):
         self._found.clear()
         self._questions.reset()
         self._was_reset = len(self._ranges) < self._ranks
-        self._first = self._next = (self._next // RANGE + 1) * RANGE
+        self._first = self._next = (self._next // GENERATION_RANGE + 1) * GENERATION_RANGE
 
     # Details
 
@@ -287,7 +284,7 @@ class TierCache(CPUPrefixCache):
         if store is not None:
             for slot in (slot for node in store.nodes for slot in self.pool.all_blocks_of(node)):
                 self._generations[slot] = self._next
-            self._learned += len(chain.keys)
+            self._learned += len(store.keys) - (chain.checkpoint is not None)
             self._completion.promoted(store, True, len(store.nodes))
 
     def _state(self) -> str:
@@ -311,9 +308,9 @@ class TierCache(CPUPrefixCache):
         transfer = self._ledger.get(plan.id)
         if transfer is None or plan.failed:
             return plan
+        if transfer.is_cancelled:  # by a reset, perhaps: a new label would let a restart serve the old bytes
+            return plan._replace(copies=())
         if plan.direction is Direction.STORE:
-            if transfer.is_cancelled:  # by a reset, perhaps: a new label would let a restart serve the old bytes
-                return plan._replace(copies=())
             self._give_generations(plan.copies)
         return plan._replace(
             copies=tuple(copy._replace(labels=tuple(self._labels(transfer, copy))) for copy in plan.copies)
@@ -340,7 +337,7 @@ class TierCache(CPUPrefixCache):
             parents = [transfer.parent_key or b"", *transfer.keys]
             for at, slot in enumerate(copy.host_blocks):
                 chunk, place = divmod(at, piece.host_blocks)
-                yield Label(*(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK), self._generations[slot])
+                yield Label(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK, self._generations[slot])
             return
         boundary = self._boundary_key(transfer)
         for at, slot in enumerate(copy.host_blocks):
@@ -348,7 +345,7 @@ class TierCache(CPUPrefixCache):
             yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations[slot])
 
     def _boundary_key(self, transfer: Transfer) -> bytes:
-        """Key of the chunk at whose end the checkpoint is that is stored. Nobody asks for it in a load."""
+        """Key of the chunk at whose end the checkpoint is that is stored. No load needs it."""
         if not transfer.is_store:
             return b""
         return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.parent_key or b""

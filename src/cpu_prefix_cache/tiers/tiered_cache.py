@@ -1,4 +1,5 @@
-"""TieredCache: a CPUPrefixCache with a tier below it. To an engine it is a CPUPrefixCache that sometimes says Pending.
+"""TieredCache: a CPUPrefixCache with a tier below it. To an engine it is a CPUPrefixCache that sometimes answers
+Pending.
 
     lookup      the host has less of the prompt than the tier, and reading it saves time (time_saved.py):
                 noted as a *want*, and answered Pending until its deadline
@@ -24,31 +25,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.stores import Chain
 from cpu_prefix_cache.offload.transfers import Transfer
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.prefix_cache import PENDING_GRACE_SECONDS, CPUPrefixCache
+from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
 SLICE_BYTES = 32 << 20  # of one read: large enough for eight threads, small enough to be committed early
 PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
-REMEMBERED_SECONDS = 60.0  # a want whose request has gone
 USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
 MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
 # So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
 TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
-LEAST_SIZE = 2  # times the host's blocks: a smaller tier holds little but what the host has too
 
 
 @dataclass(slots=True, eq=False)
@@ -71,18 +72,16 @@ class Want:
 
 
 class TieredCache(CPUPrefixCache):
-    """A CPUPrefixCache of `host_blocks` blocks with a tier of `slots` slots, whose planner is `in_pages`.
+    """A CPUPrefixCache of `host_blocks` blocks with a tier that has the options `below`. Its planner is `in_pages`.
 
-    `below_offload` and `below_policy` are the tier's. Offload None: "eager" for a large tier (`TierCache`), and where
-    the host's policy is not LRU, because then lazy cannot tell in time what the host evicts next. `thresholds` hold
-    back what is written to the tier. With `ask_seconds` the tier is a store that others write, too: so long a request
-    waits to hear what it has, and `slots` is how many blocks of it are remembered. `options` are those of
-    CPUPrefixCache.
+    `store_after` and `min_store_tokens` hold back what is written to the tier.
 
-    Besides `step` and `report`, the ranks' tiers are told `plan_below` in each step, and say `report_below`.
+    Besides `step` and `report`, the ranks' tiers get `plan_below` in each step, and send `report_below`.
 
     Raises ConfigurationError for a tier smaller than twice the host, and like CPUPrefixCache.
     """
+
+    _declines = False
 
     def __init__(
         self,
@@ -90,29 +89,22 @@ class TieredCache(CPUPrefixCache):
         device: Device,
         *,
         host_blocks: int,
-        slots: int,
-        below_offload: str | None = None,
-        below_policy: str = "lru",
-        ranks: int = 1,
-        thresholds: Thresholds = NO_THRESHOLDS,
-        ask_seconds: float | None = None,
-        **options: Any,
+        below: TierOptions,
+        ready_blocks: int | None = None,
+        options: CacheOptions = USUAL_OPTIONS,
+        engine: EngineTraits = USUAL_ENGINE,
     ) -> None:
-        if slots < LEAST_SIZE * host_blocks:
+        if below.slots < SLOTS_BY_HOST * host_blocks:
             raise ConfigurationError(
-                f"a tier needs at least {LEAST_SIZE * host_blocks} slots, twice the host's blocks, because it holds "
-                f"what the host has too; got {slots}"
+                f"a tier needs at least {SLOTS_BY_HOST * host_blocks} slots, twice the host's blocks, because it holds "
+                f"what the host has too; got {below.slots}"
             )
-        super().__init__(planner, device, host_blocks=host_blocks, ranks=ranks, declines=False, **options)
-        self.below = TierCache(
-            *(planner, self.pool),
-            slots=slots,
-            ranks=ranks,
-            offload=below_offload or ("eager" if options.get("policy", "lru") != "lru" else None),
-            policy=below_policy,
-            thresholds=thresholds,
-            ask_seconds=ask_seconds,
+        super().__init__(
+            planner, device, host_blocks=host_blocks, ready_blocks=ready_blocks, options=options, engine=engine
         )
+        if below.offload is None and options.policy != "lru":
+            below = replace(below, offload="eager")
+        self.below = TierCache(planner, self.pool, below, options, ranks=engine.ranks)
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
@@ -156,7 +148,7 @@ class TieredCache(CPUPrefixCache):
         return answer
 
     def _unknown_until(self, request: Request, n0: int, host_end: int) -> float | None:
-        """Until when this request waits to hear what the tier has. None where it is known, or could save no time."""
+        """Time until which this request waits for the tier's answer. None where it is known, or could save no time."""
         grid = self.planner.grid_tokens
         end = self.planner.resumable_chunks(self.planner.findable_chunks(request.num_tokens)) * grid
         if end < n0 + max(1, self.min_load_tokens):
@@ -182,7 +174,7 @@ class TieredCache(CPUPrefixCache):
 
     @property
     def _queue_bytes(self) -> int:
-        """Bytes to be read before anything that is asked for now."""
+        """Bytes to be read before anything that is requested now."""
         return self.below.queue_bytes + self._unread
 
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
@@ -248,7 +240,7 @@ class TieredCache(CPUPrefixCache):
             self.below.demotion.used(request.keys, self.planner.full_chunks(boundary))
 
     def passed(self, now: float) -> None:
-        """Time has come to `now`. Asked for where no requests come: leases and pauses end by it."""
+        """Time has come to `now`. Called where no requests come: leases and pauses end by it."""
         self._now = max(self._now, now)
         self.below.passed(self._now)
 
@@ -267,7 +259,7 @@ class TieredCache(CPUPrefixCache):
         return super().step()
 
     def plan_below(self) -> TierPlan:
-        """Plan of what every rank does with its tier in this step. Asked for after `step`."""
+        """Plan for the tier of every rank in this step. Called after `step`."""
         return self.below.plan()
 
     def catch_up(self) -> None:
@@ -311,7 +303,7 @@ class TieredCache(CPUPrefixCache):
         return super().has_transfers or self.below.has_transfers
 
     def tier_statistics(self) -> TierStatistics:
-        """Counts of what the tier holds and has done so far. O(1)."""
+        """Counts of what the tier holds and has done so far. O(pins)."""
         return replace(
             self.below.tier_statistics(),
             hit_tokens=self._tier_hit_tokens,
@@ -375,9 +367,12 @@ class TieredCache(CPUPrefixCache):
                 want.stop = covered  # the tier has lost it, or is left alone
                 break
             end = covered + min(end - covered, self._room_chunks() if may_read else 0)
-            if end == covered or not self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end])):
+            if end == covered:
                 return False
-            covered = end
+            read = self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end]))
+            if not read:
+                return False
+            covered += read
         has_room, awaits_checkpoint = True, False
         if want.depth <= want.stop:
             has_room, awaits_checkpoint = self._read_checkpoint(want, may_read)
@@ -395,7 +390,7 @@ class TieredCache(CPUPrefixCache):
         if checkpoint is None or self.pool.find(key) is not None:
             return True, False
         has_room = may_read and self._promoted + self.coordinator.num_blocks(depth) <= self._budget
-        return has_room and self._read(want, Chain(keys[depth - 1], (), checkpoint)), True
+        return has_room and self._read(want, Chain(keys[depth - 1], (), checkpoint)) > 0, True
 
     def _keep(self, want: Want, resident: int) -> None:
         """Let the lease keep the first `resident` chunks, and the checkpoint."""
@@ -408,25 +403,25 @@ class TieredCache(CPUPrefixCache):
                 self.pool.unpin(before)
 
     def _room_chunks(self) -> int:
-        """How many chunks may be promoted now."""
+        """How many chunks may be promoted now, if the host has room."""
         width = self.planner.host_blocks_per_chunk
         if not width:
             return self._slice_chunks
-        return max(0, self.pool.available((self._budget - self._promoted) // width))
+        return max(0, (self._budget - self._promoted) // width)
 
-    def _read(self, want: Want, chain: Chain) -> bool:
-        """Begin to promote a chain. Whether there was room for it."""
+    def _read(self, want: Want, chain: Chain) -> int:
+        """Begin to promote as many first nodes of a chain as find room. Their number."""
         store = self._stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
         if store is None:
-            return False
+            return 0
         blocks = self._num_blocks(store.nodes)
         self._slices[store.id] = store, want, blocks
         self._promoted += blocks
         asked = min(want.unread, blocks * self.planner.host_block_bytes)
         want.unread -= asked
         self._unread -= asked
-        self.below.read(store.id, chain, store.nodes)
-        return True
+        self.below.read(store.id, chain.first(len(store.nodes)), store.nodes)
+        return len(store.nodes)
 
     def _num_blocks(self, nodes: Sequence[int]) -> int:
         return sum(1 for node in nodes for _ in self.pool.all_blocks_of(node))

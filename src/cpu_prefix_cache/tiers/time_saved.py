@@ -16,7 +16,7 @@ True
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# What a promotion costs besides its time: two steps until it is planned and seen to have ended, and then what a load
+# Cost of a promotion besides its time: two steps until it is planned and seen to have ended, and then what a load
 # from the host costs (break_even.py).
 OVERHEAD_SECONDS = 0.016
 
@@ -38,7 +38,8 @@ def best(
 
     def saved(candidate: Candidate) -> float:
         return seconds_saved(
-            *(candidate.tokens, candidate.num_bytes),
+            candidate.tokens,
+            candidate.num_bytes,
             prefill=prefill,
             rate=rate,
             queue_bytes=queue_bytes,
@@ -52,5 +53,5 @@ def best(
 def seconds_saved(
     tokens: int, num_bytes: float, *, prefill: float, rate: float, queue_bytes: float, overhead: float
 ) -> float:
-    """What it saves to read so many bytes in place of computing so many tokens; negative if it takes longer."""
+    """Seconds saved by reading so many bytes in place of computing so many tokens; negative if it takes longer."""
     return tokens / prefill - (queue_bytes + num_bytes) / rate - overhead

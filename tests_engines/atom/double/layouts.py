@@ -63,7 +63,9 @@ class Model:
 
 def multi_head(dtype, layers=2, blocks=6, per_block=1, heads=2, tokens=16, width=32, index_layers=0):
     """K and V packed by 16 bytes, and float scales for each head and token: registered by layer only if it is fp8."""
-    model, physical, x = Model(blocks), blocks * per_block, 16 // dtype.itemsize
+    model = Model(blocks)
+    physical = blocks * per_block
+    x = 16 // dtype.itemsize
     cache = model.allocate(2, layers, physical, tokens, heads, width, dtype=dtype)
     scale = model.allocate(2, layers, physical, heads, tokens, dtype=torch.float32)
     for layer in range(layers):

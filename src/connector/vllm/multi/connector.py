@@ -6,7 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheMultiConn
          "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552}},
         {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}]}}'
 
-vLLM's class passes each call on to all of them: all are asked and all may store. Here is only what is decided and
+vLLM's class passes each call on to all of them: all are queried and all may store. Here is only what is decided and
 measured:
 
     get_num_new_matched_tokens    Chooser.answered: who loads, or whether the request waits for an answer
@@ -103,7 +103,7 @@ class CPUPrefixCacheMultiConnector(MultiConnector):
         return tokens, self._is_async[id]
 
     def _ask(self, at: int, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Being asked changes nothing in a connector, so one that raises an error has just nothing."""
+        """A query changes nothing in a connector, so one that raises an error has just nothing."""
         try:
             tokens, is_async = self._connectors[at].get_num_new_matched_tokens(request, num_computed_tokens)
         except Exception:

@@ -1,4 +1,4 @@
-"""How each of the connectors has done, in vLLM's /metrics and in its log, beside what they tell themselves.
+"""How each of the connectors has done, in vLLM's /metrics and in its log, beside their own metrics.
 
     in the scheduler   ChoiceCounts        what has changed since the last report
     between processes  ChoiceStats         a report; vLLM aggregates those of several steps

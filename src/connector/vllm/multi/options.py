@@ -39,7 +39,7 @@ class Options:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> "Options":
-        """Raises ConfigurationError with a message that says what would work."""
+        """Raises ConfigurationError with a message that names the remedy."""
         given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         unknown = sorted(set(given) - set(OPTIONS))
         if unknown:

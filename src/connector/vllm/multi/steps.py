@@ -4,7 +4,7 @@
     synchronous     a load ends in its step. How long that step waited for it is what the ranks have timed
     failed          named in `failed_recving`, or one of its blocks in `invalid_block_ids`
 
-Long steps without synchronous loads tell how fast prompts are computed.
+Long steps without synchronous loads measure how fast prompts are computed.
 """
 
 import time
@@ -48,7 +48,7 @@ class Steps:
         return self._number
 
     def received(self, ids: Collection[str], failed: Collection[str], invalid_blocks: Collection[int]) -> None:
-        """Take what the output of a step says of loads, before `end`."""
+        """Take the reports of loads from the output of a step, before `end`."""
         if invalid_blocks:
             self._invalidate(invalid_blocks)
         loads = [self._receiving.pop(id) for id in ids if id in self._receiving]

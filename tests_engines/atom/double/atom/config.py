@@ -1,4 +1,4 @@
-"""What ATOM registers of a layer."""
+"""Registration of a layer by ATOM."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What passes between scheduler, ranks and connector."""
+"""Messages between scheduler, ranks and connector."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,7 +106,12 @@ class ConnectorMetadata:
 
 
 _WORK = (
-    *("requests", "lookup_requests_in_step", "reqs_to_recv", "reqs_to_save", "reqs_to_send", "reqs_in_batch"),
+    "requests",
+    "lookup_requests_in_step",
+    "reqs_to_recv",
+    "reqs_to_save",
+    "reqs_to_send",
+    "reqs_in_batch",
     "reqs_not_processed",
 )
 

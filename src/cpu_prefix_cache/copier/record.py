@@ -1,0 +1,86 @@
+"""The record of one transfer on one rank, from its plan until a plan calls it resolved, and how it is seen to end.
+
+One thread at a time asks a copier's event. Where that raises, the transfer has failed.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.messages.plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class CopyRecord:
+    """One transfer. The thread that submits it sets `event`, `taken_up` and `submitted_in`.
+    When `submission` is over, it has what the copier raised, or there is an `event`, unless nothing is copied."""
+
+    transfer: TransferPlan
+    submission: "Future[None]" = field(default_factory=Future)
+    event: Event | None = None  # of the transfer's end
+    after: Event = field(default_factory=Passed)  # it touches device blocks only then
+    began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
+    is_begun: bool = False  # it is in the queue of its thread, or was
+    taken_up: float | None = None  # of a load in a thread; None for an exchange: its pace is not that of other loads
+    submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
+    went_well: bool | None = None  # None: it has not ended
+    is_late: bool = False
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries the event
+
+
+def ended(copy: CopyRecord) -> bool | None:
+    """Whether a transfer has ended well; None: it has not ended, or another thread waits for its end and will note a
+    failure. If that cannot be found out, it has failed.
+    """
+    if copy.event is None and not copy.submission.done():
+        return None
+    if not copy.looking.acquire(blocking=False):
+        return None
+    try:
+        if copy.went_well is not None:  # the thread that waited has noted it
+            return copy.went_well
+        if copy.event is not None:  # set before the submission is over
+            return copy.event.passed() or None
+        if copy.submission.cancelled():
+            return False
+        error = copy.submission.exception()
+        if error is not None:
+            note_failure(copy, error)
+        return error is None  # it copied nothing
+    except Exception as error:
+        note_failure(copy, error)
+        return False
+    finally:
+        copy.looking.release()
+
+
+def note_failure(copy: CopyRecord, error: BaseException) -> None:
+    """Note it where it is seen: an event need not raise again."""
+    copy.went_well = False
+    is_expected = isinstance(error, OSError)  # an error of a disk or a server: its message is enough
+    logger.error("transfer %d failed: %s", copy.transfer.id, error, exc_info=None if is_expected else error)
+
+
+def await_ended(copies: Iterable[CopyRecord]) -> None:
+    for copy in copies:
+        _until_ended(copy)
+
+
+def _until_ended(copy: CopyRecord) -> None:
+    with copy.looking:
+        if copy.went_well is not None:
+            return
+        try:
+            if copy.event is None:
+                copy.submission.exception()  # waits until it is over
+            if copy.event is not None:
+                copy.event.until_passed()
+        except CancelledError:
+            return  # `report` sees it too
+        except Exception as error:
+            note_failure(copy, error)

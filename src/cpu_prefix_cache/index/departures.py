@@ -1,0 +1,28 @@
+"""The order in which nodes would leave a forest: each after what hangs below it. Changes nothing.
+
+A policy walks its own order of ends, childless chunks, and asks of each whether it may leave. As the last child of a
+chunk leaves, that chunk is the next end of its branch; the policy decides when it comes to it.
+"""
+
+from cpu_prefix_cache.index.forest import NONE, Forest
+
+
+class Departures:
+    """One walk over `forest`. What has left on it counts as gone."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._children, self._parent, self._pins = forest.children, forest.parent, forest.pins
+        self._root = forest.root
+        self._gone: dict[int, int] = {}  # how many children of a chunk have left
+
+    def may_leave(self, block: int) -> bool:
+        """Whether nothing hangs below it, and no pin is on it."""
+        return not self._pins[block] and self._children[block] == self._gone.get(block, 0)
+
+    def leave(self, block: int) -> int:
+        """Let a chunk leave. The one above it, if nothing hangs below that any more; else, and below the root, NONE."""
+        parent = self._parent[block]
+        if parent == self._root:
+            return NONE
+        gone = self._gone[parent] = self._gone.get(parent, 0) + 1
+        return parent if self._children[parent] == gone else NONE
