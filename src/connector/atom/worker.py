@@ -21,6 +21,7 @@ from connector.atom.rank_tier import TierOfRank, rank_here
 from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
 from connector.atom.tier_settings import tier_settings
+from connector.common.deadlines import LOAD_SECONDS
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
@@ -28,7 +29,6 @@ from cpu_prefix_cache.memory.arena import HostArena
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = 30.0  # a load that has not begun by then fails, and its tokens are computed
 RANK = 0  # of reports that stay in this process: ATOM joins those of all ranks
 
 

@@ -23,12 +23,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.common.deadlines import LOAD_SECONDS
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
 from connector.vllm.rank_tier import TierOfRank, tier_of_rank
 from connector.vllm.regions import Shapes, arena_of, shapes_of
-from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
+from connector.vllm.settings import Settings
 from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
@@ -115,7 +116,7 @@ class WorkerHalf:
             choice.copier,
             arena,
             threads=True,
-            load_seconds=LOAD_DEADLINE_SECONDS,
+            load_seconds=LOAD_SECONDS,
             on_done=self._times.observe,
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
