@@ -20,8 +20,8 @@ from cpu_prefix_cache.slab.tier import RankPart
 REPEAT_SECONDS = 1.0
 
 
-class TierOfRank:
-    """`region` is the host memory of this rank, and `planner` is its layout.
+class RepeatingTier:
+    """A tier that repeats its reports. `region` is the host memory of this rank, and `planner` is its layout.
 
     Raises ConfigurationError for what only the operator can change.
     """

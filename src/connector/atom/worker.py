@@ -17,7 +17,7 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom import geometry
 from connector.atom.messages import StepMetadata, Unpinned, ready_operations
-from connector.atom.rank_tier import TierOfRank, rank_here
+from connector.atom.rank_tier import RepeatingTier, rank_here
 from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
 from connector.atom.tier_settings import tier_settings
@@ -46,7 +46,7 @@ class CPUPrefixCacheWorker(KVConnectorBase):
         self._bound: BoundTensors | None = None
         self._arena: HostArena | None = None
         self._worker: CopyWorker | None = None
-        self._tier: TierOfRank | None = None
+        self._tier: RepeatingTier | None = None
         self._told: int | None = None  # how many ready host blocks the scheduler side knows of; None: nothing yet
 
     def register_kv_caches(
@@ -93,12 +93,12 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             self._worker.close()
             self._worker = None
 
-    def _open_tier(self, planner: HybridChunkPlanner, bound: BoundTensors, arena: HostArena) -> TierOfRank | None:
+    def _open_tier(self, planner: HybridChunkPlanner, bound: BoundTensors, arena: HostArena) -> RepeatingTier | None:
         if self._settings.tier is None:
             return None
         try:
             settings = tier_settings(self._settings.tier, self._config, planner)
-            return TierOfRank(settings, planner, bound, arena.blocks, rank_here(self._config))
+            return RepeatingTier(settings, planner, bound, arena.blocks, rank_here(self._config))
         except BaseException:
             arena.close()
             raise

@@ -27,7 +27,7 @@ from connector.common.deadlines import LOAD_SECONDS
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
-from connector.vllm.rank_tier import TierOfRank, tier_of_rank
+from connector.vllm.rank_tier import TierHere, tier_of_rank
 from connector.vllm.regions import Shapes, arena_of, shapes_of
 from connector.vllm.settings import Settings
 from connector.vllm.shares import Share
@@ -70,7 +70,7 @@ class WorkerHalf:
         self._worker: CopyWorker | None = None
         self._arena: HostArena | None = None
         self._share: Share | None = None
-        self._tier: TierOfRank | None = None
+        self._tier: TierHere | None = None
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._unplanned: set[int] = set()  # of these, the loads that are in no plan
@@ -121,7 +121,7 @@ class WorkerHalf:
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
-    def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierOfRank | None:
+    def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierHere | None:
         if self._settings.tier is None:
             return None
         config = self._kv_cache_config
