@@ -50,8 +50,7 @@ class RepeatingTier:
     def news(self) -> TierReport | None:
         """News that the scheduler side may not have yet."""
         report, now = self._tier.report(), self._clock()
-        is_unanswered = report.transfers.done or report.transfers.failed or report.found or report.told
-        if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:
+        if report == self._told and not report.is_repeated and now < self._told_at + REPEAT_SECONDS:
             return None
         self._told, self._told_at = report, now
         return report

@@ -191,10 +191,7 @@ class WorkerHalf:
 
     def _is_news(self, below: TierReport | None) -> bool:
         """Whether there is a report of the tier, for the first time or until a plan has taken it in."""
-        if below is None:
-            return False
-        ended = below.transfers.done or below.transfers.failed
-        return below != self._tier_sent or bool(ended or below.found or below.told)
+        return below is not None and (below != self._tier_sent or below.is_repeated)
 
     def take_stats(self) -> CacheStats | None:
         """The durations of transfers that ended on this rank since the last call, and what its tier has moved."""
