@@ -125,9 +125,5 @@ class HostTier:
 
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":
-    from cpu_prefix_cache.slab.namespace import namespace_of
-
     layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
-    model, revision = below.identity
-    dtype = "in each group's layout"
-    return namespace_of(planner, model=model, revision=revision, dtype=dtype, hash=below.hash, ranks=1, extra=layouts)
+    return below.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts)
