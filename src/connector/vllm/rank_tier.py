@@ -15,7 +15,7 @@ from vllm.config import ParallelConfig
 from connector.tier.cache import EngineTier
 from connector.tier.namespace import RankNamespace
 from connector.vllm import ranks
-from connector.vllm.regions import Shapes, agree
+from connector.vllm.regions import RankShapes, agree
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
@@ -56,7 +56,7 @@ TierHere = OpeningTier | Onlooker
 
 
 def tier_of_rank(
-    settings: Settings, parallel: ParallelConfig, shapes: Shapes, region: torch.Tensor, order: str
+    settings: Settings, parallel: ParallelConfig, shapes: RankShapes, region: torch.Tensor, order: str
 ) -> TierHere | None:
     """The tier of this rank; None without one. Each rank calls this, and if one of them raises, all do.
 

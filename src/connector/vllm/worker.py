@@ -28,7 +28,7 @@ from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
 from connector.vllm.rank_tier import TierHere, tier_of_rank
-from connector.vllm.regions import Shapes, arena_of, shapes_of
+from connector.vllm.regions import RankShapes, arena_of, shapes_of
 from connector.vllm.settings import Settings
 from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
@@ -121,7 +121,7 @@ class WorkerHalf:
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
-    def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierHere | None:
+    def _open_tier(self, arena: HostArena, shapes: RankShapes, kv_caches: Mapping[str, Registered]) -> TierHere | None:
         if self._settings.tier is None:
             return None
         config = self._kv_cache_config
