@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
-from cpu_prefix_cache.tools.bench.slot_rates import Run
+from cpu_prefix_cache.tools.bench.slot_rates import TimedRun
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT_BYTES = (2 * MIB, 256 * KIB)
@@ -71,8 +71,11 @@ def turns(options: argparse.Namespace, folder: Path, slot_bytes: int, *, with_fi
     flushes what was written reads more slowly, which the one before bears, too.
     """
     file = FileUnderTest(str(folder), options.mib * MIB, slot_bytes)
-    reads: dict[Way, Callable[[], Run | float]] = {("verified", READ): file.read, ("plain", READ): file.plain_read}
-    writes: dict[Way, Callable[[], Run | float]] = {("verified", WRITE): file.write, ("plain", WRITE): file.plain_write}
+    reads: dict[Way, Callable[[], TimedRun | float]] = {("verified", READ): file.read, ("plain", READ): file.plain_read}
+    writes: dict[Way, Callable[[], TimedRun | float]] = {
+        ("verified", WRITE): file.write,
+        ("plain", WRITE): file.plain_write,
+    }
     if with_fio and shutil.which("fio") is not None:
         reads["fio", READ] = lambda: fio(file, READ)
         writes["fio", WRITE] = lambda: fio(file, WRITE)
@@ -95,7 +98,7 @@ def rotated(items: list[T], by: int) -> list[T]:
     return items[at:] + items[:at]
 
 
-def note(measured: Measured, result: Run | float, gb: float) -> None:
+def note(measured: Measured, result: TimedRun | float, gb: float) -> None:
     if isinstance(result, float):
         measured.gb_per_s.append(result)
         return

@@ -23,7 +23,7 @@ from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
-from cpu_prefix_cache.slab.meter import Meter
+from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.stores.asker import CALL_SECONDS, FIRST_PORTION
 from cpu_prefix_cache.stores.keyed_slots import CALL_VALUES, GET_SECONDS, PUT_SECONDS
 from cpu_prefix_cache.stores.settings import ASK_SECONDS, REMEMBERED
@@ -32,7 +32,7 @@ from cpu_prefix_cache.tools.replay.below import ThreeTierEngine
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
-from cpu_prefix_cache.tools.replay.two_tiers import RANK, Running
+from cpu_prefix_cache.tools.replay.two_tiers import RANK, ReplayedRequest
 
 STEP_BLOCKS = 16  # of one step: 8,192 tokens
 NAME_TOKENS = 16  # of a block of vLLM: a chunk of a trace is many names in a store
@@ -157,7 +157,7 @@ class FleetEngine(ThreeTierEngine):
         self._calls: list[_Call] = []
         self._told: list[tuple[float, Told]] = []
         self._metered = 0.0  # when something was begun, or had ended
-        self._meter = Meter(lambda: self._metered)
+        self._meter = RateMeter(lambda: self._metered)
         remembered = BelowTier(REMEMBERED * sizes.host, sizes.offload)
         device = DeviceTier(sizes.device, "eager", horizon=2 * STEP_BLOCKS)
         super().__init__(trace, HostTier(sizes.host), device, remembered, rates)
@@ -204,7 +204,7 @@ class FleetEngine(ThreeTierEngine):
         seen, below = self.seen, self.tiered.tier_statistics().hit_tokens
         self._prompt = None
         self._served += 1
-        running = Running(self, prompt, on_device, self.now)
+        running = ReplayedRequest(self, prompt, on_device, self.now)
         if isinstance(answer, Hit):
             running.load(answer.boundary, self.now)
             self.loaded.add(on_device * self.block_tokens, min(running.blocks * self.block_tokens, request.tokens))

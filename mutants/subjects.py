@@ -47,7 +47,7 @@ SUBJECTS = {
     ),
     # In the environment of `make test-vllm`. Two servers on one store start too slowly for every fault.
     "vllm": Subject(
-        code=("src/connector/vllm", "src/connector/tier"),
+        code=("src/connector/vllm", "src/connector/tier", "src/connector/common"),
         tests=("tests_vllm",),
         tests_left_out=frozenset({"test_shared_servers.py"}),
     ),

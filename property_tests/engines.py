@@ -23,7 +23,7 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 
 
 def cache_options(**said: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class HybridSlots(PoolSlots):
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         """Also of a slot that was freed this moment, whose bytes somebody looks at once more."""
-        if slot not in self._last or self.pool.state(slot) is not State.FREE:
+        if slot not in self._last or self.pool.state(slot) is not BlockState.FREE:
             self._last[slot] = self.pool.blocks_of([slot])
         return self._last[slot]
 

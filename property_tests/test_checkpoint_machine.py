@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted
 from cpu_prefix_cache.index import nearest_checkpoint
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 from property_tests.checkpoint_model import Node, Piece, SlowHybridPool
 from property_tests.listener import Listener
 from property_tests.strategies import pick, positions, prompts
@@ -453,7 +453,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def found_chunks_are_complete(self) -> None:
         for node in self.model.in_state("cached"):
             assert self.pool.find(self.key(node.name)) == node.number
-            assert self.pool.state(node.number) is State.CACHED
+            assert self.pool.state(node.number) is BlockState.CACHED
             assert (node.number in self.pool.checkpoints) == node.is_checkpoint
             assert all(self.memory[block] == (self.epoch, node.name) for block in node.blocks)
             for piece in node.pieces:

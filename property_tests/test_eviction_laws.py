@@ -9,7 +9,7 @@ from cpu_prefix_cache import POLICIES, BlockPool
 from cpu_prefix_cache.eviction import ghosts as ghosts_module
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.rings import members
-from cpu_prefix_cache.eviction.touches import Ring, Touch
+from cpu_prefix_cache.eviction.touches import Touch, TouchRing
 from property_tests.strategies import chain, prompts
 
 NAMED = "named"  # a request that gives its keys to the policy
@@ -52,14 +52,14 @@ def test_a_batch_of_n_is_n_singles(policy: str, blocks: int, story: list[tuple[s
 
 @given(stamps=st.lists(st.integers(1, 9), max_size=12), stamp=st.integers(1, 9))
 def test_a_touch_enters_old_before_those_of_its_age_and_young_behind_them(stamps: list[int], stamp: int) -> None:
-    for enter in (Ring.enter_old, Ring.enter_young):
-        ring = Ring()
+    for enter in (TouchRing.enter_old, TouchRing.enter_young):
+        ring = TouchRing()
         for block, each in enumerate(sorted(stamps)):
             ring.enter_young(Touch(each, ring), block)
         new = Touch(stamp, ring)
         enter(ring, new, len(stamps))
         order = list(members(ring))
-        is_older = (lambda each: each < stamp) if enter is Ring.enter_old else (lambda each: each <= stamp)
+        is_older = (lambda each: each < stamp) if enter is TouchRing.enter_old else (lambda each: each <= stamp)
         assert order.index(new) == sum(map(is_older, stamps))
         assert [touch.stamp for touch in order] == sorted([*stamps, stamp])
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.choice import Choice, Victims
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 from property_tests.listener import Listener
 from property_tests.model import Chunk, Foretold, SlowArc, SlowPool
 from property_tests.strategies import chain, pick, positions, prompts
@@ -263,7 +263,7 @@ class PoolMachine(RuleBasedStateMachine):
     def found_blocks_are_those_written(self) -> None:
         for name in self.model.names():
             block = self.pool.find(name.encode())
-            assert block == self.model.cached(name).block and self.pool.state(block) is State.CACHED
+            assert block == self.model.cached(name).block and self.pool.state(block) is BlockState.CACHED
             assert {self.memory[each] for each in self.pool.blocks_of([block])} == {name}
             assert [self.pool.key(each) for each in self.pool.path(block, len(name))] == chain(name)
         for chunk in self.in_state("writing", "retired"):

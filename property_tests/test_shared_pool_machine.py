@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cpu_prefix_cache import POLICIES, BlockPool
 from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.scarcity import Scarcity
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 from property_tests.strategies import chain, pick, positions, prompts
 
 NAMES = sorted({"".join(letters) for size in range(1, 7) for letters in product("ab", repeat=size)}, key=len)
@@ -236,7 +236,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
             assert (node is not None) == (name in placed), f"{name} has a place, or has none"
             assert (self.pool.find(name.encode()) is not None) == (name in self.held)
             if node is not None:
-                assert self.pool.state(node) is (State.CACHED if name in self.held else State.ABSENT)
+                assert self.pool.state(node) is (BlockState.CACHED if name in self.held else BlockState.ABSENT)
                 parent = self.pool.root if len(name) == 1 else self.pool.place(name[:-1].encode())
                 assert self.pool.parent(node) == parent, f"{name} hangs below another chunk"
 

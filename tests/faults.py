@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.choose import Choice
+from cpu_prefix_cache.copier.choose import ChosenCopier
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
@@ -73,7 +73,7 @@ class CorruptingCopier(MeddlingCopier):
         self.here().until_passed()
 
 
-def damaging(choose_copier: Callable[..., Choice], name: str) -> Callable[..., Choice]:
+def damaging(choose_copier: Callable[..., ChosenCopier], name: str) -> Callable[..., ChosenCopier]:
     """In place of `choose_copier`: one block of the group of that name is damaged by every load.
 
     It raises ValueError where no group has that name.

@@ -8,7 +8,7 @@ import pytest
 from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.duplicates import Beside
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 from tests.story import Shelf, chain, make_scarce
 
 
@@ -149,10 +149,10 @@ def test_keys_are_given_for_all_chunks_or_for_none():
 def test_a_block_in_writing_is_neither_found_nor_evicted():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    assert pool.state(block) is State.WRITING and pool.key(block) is None
+    assert pool.state(block) is BlockState.WRITING and pool.key(block) is None
     assert pool.num_available == 1
     pool.commit([block], [b"a"], pool.root, pool.touch(None))
-    assert pool.state(block) is State.CACHED and pool.find(b"a") == block
+    assert pool.state(block) is BlockState.CACHED and pool.find(b"a") == block
 
 
 def test_a_chunk_is_committed_only_below_a_committed_parent():
@@ -193,10 +193,10 @@ def test_a_withdrawn_chunk_keeps_its_bytes_until_its_last_pin_ends():
     shelf.withdraw("a")
     assert shelf.names == set() and shelf.pool.statistics().retired == 2
     shelf.pool.unpin(pin)
-    assert shelf.pool.state(block) is State.RETIRED and shelf.pool.num_available == 1
+    assert shelf.pool.state(block) is BlockState.RETIRED and shelf.pool.num_available == 1
     shelf.put("a")  # the key is free for new bytes meanwhile
     shelf.pool.unpin(second)
-    assert shelf.pool.state(block) is State.FREE and shelf.pool.statistics().free == 2
+    assert shelf.pool.state(block) is BlockState.FREE and shelf.pool.statistics().free == 2
 
 
 def test_reset_takes_all_keys_and_spares_pinned_bytes():
@@ -238,7 +238,9 @@ def test_a_reset_keeps_what_hangs_above_a_pin_and_frees_its_other_branches():
     retired = [shelf.at(prompt) for prompt in ("a", "ab", "abd")]
     shelf.pool.reset()
     assert shelf.pool.statistics().retired == 3 and shelf.pool.statistics().free == 5
-    assert all(shelf.pool.state(block) is State.RETIRED for block in retired[1:])  # those that are pinned themselves
+    assert all(
+        shelf.pool.state(block) is BlockState.RETIRED for block in retired[1:]
+    )  # those that are pinned themselves
     assert set(shelf.pool.allocate(5)).isdisjoint(retired)
     for pin, left in zip(pins, (2, 0), strict=True):
         shelf.pool.unpin(pin)
@@ -302,9 +304,9 @@ def test_a_pinned_block_that_is_aborted_is_freed_at_unpin():
     (block,) = pool.allocate(1)
     pin = pool.pin(block)
     pool.abort([block])
-    assert pool.state(block) is State.RETIRED
+    assert pool.state(block) is BlockState.RETIRED
     pool.unpin(pin)
-    assert pool.state(block) is State.FREE
+    assert pool.state(block) is BlockState.FREE
     with pytest.raises(MisuseError, match="free"):
         pool.pin(block)
 
@@ -361,7 +363,7 @@ def test_a_chunk_that_left_is_none_where_its_block_is_the_second_of_another():
     [left] = pool.claim([(1, 2)])
     pool.commit([left], [b"a" * 16], pool.root, pool.touch(None))
     assert pool.allocate(2) == [0, 2]
-    assert pool.state(left) is State.FREE
+    assert pool.state(left) is BlockState.FREE
     pool.check_valid()
 
 

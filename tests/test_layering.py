@@ -117,6 +117,34 @@ def test_one_file_knows_triton_and_is_imported_by_staging_alone():
     assert uses == {"staged", "paths"}
 
 
+def connectors_imported(name):
+    """Packages of connectors, other than this one, that its files import something of."""
+    files = (HOME.parent / "connector" / name).rglob("*.py")
+    parts = [each.split(".") for file in files for each in imports(file)]
+    return {each[1] for each in parts if each[0] == "connector" and len(each) > 1} - {name}
+
+
+@pytest.mark.parametrize(
+    ("name", "may_import"),
+    [
+        ("common", set()),
+        ("multi", set()),
+        ("tier", set()),
+        ("transformers", set()),
+        ("atom", {"common", "tier"}),
+        ("vllm", {"common", "multi", "tier"}),
+    ],
+)
+def test_connectors_import_common_parts_and_none_the_other(name, may_import):
+    assert connectors_imported(name) == may_import
+
+
+@pytest.mark.parametrize("name", ["common", "multi", "tier"])
+def test_the_common_parts_of_connectors_know_no_engine(name):
+    files = (HOME.parent / "connector" / name).rglob("*.py")
+    assert not {each.split(".")[0] for file in files for each in imports(file)} & ENGINES - {"connector"}
+
+
 @pytest.mark.parametrize("file", EVERYTHING, ids=name_of)
 def test_the_library_knows_no_engine(file):
     assert not {name.split(".")[0] for name in imports(file)} & ENGINES

@@ -307,8 +307,9 @@ def test_an_aborted_load_keeps_its_blocks_until_the_bytes_have_landed(start):  #
     [
         ({"speed": "fast"}, "unknown option 'speed'; known options are cpu_bytes_to_use"),
         ({"offload": "never"}, "offload must be one of lazy, eager; got 'never'"),
-        ({"offload": 1}, "offload is a string, got 1"),
+        ({"offload": 1}, "offload must be one of lazy, eager; got 1"),
         ({"reset": "always"}, "reset must be one of with_device, with_connector, never; got 'always'"),
+        ({"reset": []}, "reset must be one of"),
         ({"policy": "fifo"}, "policy"),
         ({"store_after": 0}, "store_after is a whole number of prompts, at least 1; got 0"),
         ({"min_store_tokens": "4k"}, "min_store_tokens is a whole number of tokens, at least 0; got '4k'"),

@@ -38,7 +38,7 @@ def engine_with(folder, asynchronous=False, prompts=PROMPTS, blocks=200, **optio
 
 @pytest.fixture
 def short_deadline():
-    with patch.object(worker_module, "LOAD_DEADLINE_SECONDS", 0.05):
+    with patch.object(worker_module, "LOAD_SECONDS", 0.05):
         yield
 
 

@@ -438,7 +438,7 @@ def test_groups_that_a_stage_lacks_are_written_as_zeros(tmp_path, path):
     settings = Settings.of(config, caches)
     region = torch.full((64, settings.planner.host_block_bytes), 7, dtype=torch.uint8)
     pieces = list(settings.planner.pieces)
-    lacking = regions.Shapes(
+    lacking = regions.RankShapes(
         (pieces[0], pieces[1].__class__(pieces[1].group, 1, pieces[1].host_blocks, 0)), region.shape[1]
     )
     opened = rank_tier.tier_of_rank(settings, config.parallel_config, lacking, region, "some order")

@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.common.request_flags import LOAD, allows
 from connector.vllm import CPUPrefixCacheConnector, ranks, regions, versions
-from connector.vllm import scheduler as scheduler_module
 from connector.vllm import worker as worker_module
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
@@ -230,12 +230,12 @@ def test_a_load_has_thirty_seconds(tmp_path, monkeypatch):
 
 def test_a_wish_that_is_neither_true_nor_false_is_warned_of_once(log):
     def wants(said):
-        return scheduler_module._allows(SimpleNamespace(kv_transfer_params=said), scheduler_module.LOAD)
+        return allows(said, LOAD)
 
-    assert wants(None) and wants({}) and wants({scheduler_module.LOAD: True})
-    assert not wants({scheduler_module.LOAD: False})
+    assert wants(None) and wants({}) and wants({LOAD: True})
+    assert not wants({LOAD: False})
     assert not log.records
-    assert wants({scheduler_module.LOAD: "false"}) and wants({scheduler_module.LOAD: "false"})
+    assert wants({LOAD: "false"}) and wants({LOAD: "false"})
     assert [each.getMessage() for each in log.records] == [
         "cpu_prefix_cache_load in kv_transfer_params is true or false, got 'false': taken for true"
     ]

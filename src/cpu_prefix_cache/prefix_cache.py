@@ -47,7 +47,7 @@ from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool, num_bytes
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 
 logger = logging.getLogger(__name__)
 
@@ -436,7 +436,7 @@ class CPUPrefixCache:
         writing = [chunk for transfer in self._ledger if transfer.is_store for chunk in transfer.nodes]
         assert len(set(writing)) == len(writing), "a block is written by two stores"
         for node in writing:
-            assert self.pool.state(node) in (State.WRITING, State.RETIRED), "a store lost its blocks"
+            assert self.pool.state(node) in (BlockState.WRITING, BlockState.RETIRED), "a store lost its blocks"
         for key, transfer in self._ledger.writing.items():
             assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 12)"
             assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.multi import choice, loads
-from connector.multi.choice import Answer, Choice, Prompt, Speed, decide
+from connector.multi.choice import Answer, Decision, Prompt, Speed, decide
 
 seconds = st.fractions(0, 2, max_denominator=16)
 prompts = st.builds(
@@ -45,7 +45,7 @@ def slow_decide(answers, prompt, waited):
         could = (saved(prompt, tokens, each.speed) - best > waited for tokens in range(1, prompt.most_tokens + 1))
         if each.tokens is None and waited < each.patience and any(could):
             waits_for.append(at)
-    return Choice(winner, tuple(waits_for))
+    return Decision(winner, tuple(waits_for))
 
 
 @pytest.mark.parametrize("module", [choice, loads])
@@ -63,8 +63,8 @@ def test_the_model_sees_a_choice_by_tokens_or_by_order():
     near, far = Speed(rate=64, overhead=0), Speed(rate=1, overhead=0)
     prompt = Prompt(most_tokens=8, bytes_per_token=1, prefill=2)
     question = [Answer(8, far), Answer(6, near)], prompt, 0
-    assert decide(*question) == slow_decide(*question) == Choice(1, ())
-    assert slow_decide(*question) != Choice(0, ())
+    assert decide(*question) == slow_decide(*question) == Decision(1, ())
+    assert slow_decide(*question) != Decision(0, ())
 
 
 @given(questions())

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from connector.multi.choice import Choice, Speed
+from connector.multi.choice import Decision, Speed
 from connector.multi.chooser import ERROR, Chooser
 from connector.multi.loads import LOADS_REMEMBERED, SECONDS_REMEMBERED, Loads
 
@@ -72,7 +72,7 @@ def test_the_queue_of_one_sends_requests_to_the_other(clock):
 
 def test_a_choice_that_the_engine_does_not_take_is_not_loaded(clock):
     chooser = chooser_of(1, clock)
-    assert chooser.answered("a", [500], 1000) == Choice(0, ())
+    assert chooser.answered("a", [500], 1000) == Decision(0, ())
     assert chooser.admitted("a", 0) is None
     assert chooser.admitted("a", 500) is None  # no query was made
     assert chooser.counts[0].queries == 1
@@ -98,8 +98,8 @@ def test_it_is_waited_for_again_when_it_has_answered(clock):
     chooser = chooser_of(1, clock)
     chooser.answered("a", [None], 1000)
     clock.now += DEADLINE
-    assert chooser.answered("a", [None], 1000) == Choice(None, ())
-    assert chooser.answered("b", [0], 1000) == Choice(None, ())
+    assert chooser.answered("a", [None], 1000) == Decision(None, ())
+    assert chooser.answered("b", [0], 1000) == Decision(None, ())
     assert chooser.answered("c", [None], 1000).waits_for == (0,)
     assert chooser.answered("a", [None], 1000).waits_for == ()  # not by whom it has kept waiting
     assert chooser.answered("c", [None], 1000).waits_for == (0,)
@@ -107,7 +107,7 @@ def test_it_is_waited_for_again_when_it_has_answered(clock):
 
 def test_one_that_could_not_save_more_is_not_waited_for(clock):
     chooser = chooser_of(2, clock)
-    assert chooser.answered("a", [None, 1000], 1000) == Choice(1, ())
+    assert chooser.answered("a", [None, 1000], 1000) == Decision(1, ())
 
 
 def test_nobody_waits_longer_than_could_be_saved(clock):

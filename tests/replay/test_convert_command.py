@@ -9,7 +9,7 @@ import pytest
 
 from cpu_prefix_cache.tools.cli import main
 from cpu_prefix_cache.tools.replay.chat_messages import Chat
-from cpu_prefix_cache.tools.replay.tokenizer import Tokenizer
+from cpu_prefix_cache.tools.replay.tokenizer import FolderTokenizer
 from cpu_prefix_cache.tools.replay.traces import read_traces
 from tests.replay.logs import chat
 from tests.replay.traces import write
@@ -276,9 +276,9 @@ def test_token_ids_are_those_of_transformers(tokenizer, tmp_path):
         for given in (None, tools):
             text = theirs.apply_chat_template(some, tools=given, add_generation_prompt=True, tokenize=False, deep="g")
             ours = Chat(some, {"tools": given, "deep": "g"})
-            assert Tokenizer(folder).text(ours) == text and ("<f>" in text) == (given is not None)
-            assert Tokenizer(folder).ids(ours) == theirs(text, add_special_tokens=False)["input_ids"]
-    assert Tokenizer(folder).ids("a b") == theirs("a b")["input_ids"]
+            assert FolderTokenizer(folder).text(ours) == text and ("<f>" in text) == (given is not None)
+            assert FolderTokenizer(folder).ids(ours) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert FolderTokenizer(folder).ids("a b") == theirs("a b")["input_ids"]
 
 
 @pytest.mark.parametrize("missing", ["tokenizers", "jinja2"])

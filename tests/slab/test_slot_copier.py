@@ -15,7 +15,7 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import slot_copier as module
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
-from cpu_prefix_cache.slab.meter import WINDOW_BYTES, Meter
+from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
 from cpu_prefix_cache.slab.slot_copier import SlotCopier
 from tests.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab, region
 from tests.threads import eventually
@@ -314,7 +314,7 @@ def test_a_job_that_raises_does_not_end_its_thread(caplog):
 
 def test_the_time_of_transfers_at_once_counts_once():
     now = [0.0]
-    meter = Meter(lambda: now[0])
+    meter = RateMeter(lambda: now[0])
     for begin in (meter.begin, meter.begin):
         begin()
     now[0] = 2.0
@@ -334,7 +334,7 @@ def test_the_time_of_transfers_at_once_counts_once():
 
 def test_bursts_do_not_raise_the_rate():
     now = [0.0]
-    meter = Meter(lambda: now[0])
+    meter = RateMeter(lambda: now[0])
     meter.begin()
     for _ in range(40):  # two windows end at nearly the same time
         now[0] += 1.0

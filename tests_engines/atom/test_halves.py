@@ -13,9 +13,10 @@ from atom.kv_transfer.disaggregation.types import ConnectorMetadata, connector_m
 import connector.atom.messages
 from connector.atom import geometry
 from connector.atom.messages import READY_PARTS, StepMetadata, ready_blocks_of, ready_operations
-from connector.atom.requests import LOAD, _allows, _computed_at_most
+from connector.atom.requests import _computed_at_most
 from connector.atom.settings import Settings
 from connector.atom.worker import CPUPrefixCacheWorker
+from connector.common.request_flags import LOAD, allows
 from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
 
 BLOCKS, BLOCK_BYTES = 8, 2 * 4 * 8
@@ -162,7 +163,7 @@ def test_the_last_known_token_of_an_answer_is_not_computed(num_tokens, stand_ins
 @pytest.mark.parametrize(("value", "counts_as"), [(True, True), (False, False), (0, True), ("no", True), (None, True)])
 def test_a_parameter_of_a_request_counts_as_true_or_false(value, counts_as):
     """Any other value must not stop the engine."""
-    assert _allows(SimpleNamespace(kv_transfer_params={LOAD: value}), LOAD) is counts_as
+    assert allows({LOAD: value}, LOAD) is counts_as
 
 
 def test_host_memory_is_shared_out_to_the_ranks():
@@ -187,6 +188,7 @@ def with_options(**options):
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size 1"),
         (dict(prefill_context_parallel_size=2), "start with 1"),
         (dict(kv_transfer_config={"kv_connector": "cpu_prefix_cache"}), "needs cpu_bytes_to_use"),
+        (dict(kv_transfer_config={"kv_connector_extra_config": ["cpu_bytes_to_use"]}), "needs cpu_bytes_to_use"),
         (with_options(ofload="lazy"), "unknown option 'ofload'"),
         (with_options(offload="never"), "one of lazy, eager"),
         (with_options(policy=["lru"]), "policy must be one of"),

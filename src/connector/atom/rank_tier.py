@@ -20,8 +20,8 @@ from cpu_prefix_cache.slab.tier import RankPart
 REPEAT_SECONDS = 1.0
 
 
-class TierOfRank:
-    """`region` is the host memory of this rank, and `planner` is its layout.
+class RepeatingTier:
+    """A tier that repeats its reports. `region` is the host memory of this rank, and `planner` is its layout.
 
     Raises ConfigurationError for what only the operator can change.
     """
@@ -50,8 +50,7 @@ class TierOfRank:
     def news(self) -> TierReport | None:
         """News that the scheduler side may not have yet."""
         report, now = self._tier.report(), self._clock()
-        is_unanswered = report.transfers.done or report.transfers.failed or report.found or report.told
-        if report == self._told and not is_unanswered and now < self._told_at + REPEAT_SECONDS:
+        if report == self._told and not report.is_repeated and now < self._told_at + REPEAT_SECONDS:
             return None
         self._told, self._told_at = report, now
         return report

@@ -14,20 +14,14 @@ requests.) So of an answer the last token that is known does not count.
 The tokens alone must determine the KV. Of a request with images they do not, so it has no keys.
 """
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from connector.atom.device import AtomDevice
+from connector.common.request_flags import LOAD, STORE, allows
 from cpu_prefix_cache import ChainHasher, Request
-
-logger = logging.getLogger(__name__)
-
-# Keys of a request's `kv_transfer_params`. If false, nothing is loaded for the request, or nothing of it is stored.
-LOAD, STORE = "cpu_prefix_cache_load", "cpu_prefix_cache_store"
 
 
 @dataclass(slots=True)
@@ -48,13 +42,13 @@ class KnownRequests:
 
     def request(self, seq: Any) -> Request:
         """The sequence as the cache sees it."""
-        return Request(seq.id, self._of(seq).keys, int(seq.num_tokens), stores=_allows(seq, STORE))
+        return Request(seq.id, self._of(seq).keys, int(seq.num_tokens), stores=allows(seq.kv_transfer_params, STORE))
 
     def may_load(self, seq: Any) -> bool:
         """Whether ATOM may resume it after a load. It then computes up to the end of the prompt and no further, so one
         that has answered already, and was preempted, is not loaded.
         """
-        return seq.num_tokens == seq.num_prompt_tokens and _allows(seq, LOAD)
+        return seq.num_tokens == seq.num_prompt_tokens and allows(seq.kv_transfer_params, LOAD)
 
     def confirm(self, seq: Any) -> int:
         """How many of its first tokens are in blocks that hold KV. The device learns their keys."""
@@ -95,16 +89,3 @@ def _computed_at_most(seq: Any) -> int:
     """The prompt, and of an answer all tokens but the last that is known, and drafts and what stands in for tokens."""
     unknown = seq.num_placeholder_tokens + seq.num_draft_tokens + seq.num_rejected
     return max(int(seq.num_prompt_tokens), int(seq.num_tokens - 1 - unknown))
-
-
-def _allows(seq: Any, what: str) -> bool:
-    value = (seq.kv_transfer_params or {}).get(what, True)
-    if type(value) is not bool:
-        _warn_of(what, repr(value))
-    return value is not False
-
-
-@lru_cache(16)
-def _warn_of(what: str, value: str) -> None:
-    """Warn once for each value. A connector cannot reject a request, so the value counts as true."""
-    logger.warning("%s in kv_transfer_params is true or false, got %s: taken for true", what, value)

@@ -2,8 +2,7 @@
 
 {"kv_connector": "cpu_prefix_cache", "kv_connector_extra_config": {"cpu_bytes_to_use": 51539607552, "offload": "lazy"}}
 
-An option that is unknown, of another type or too small raises ConfigurationError with a message that names what would
-work. So does an ATOM that cannot work with this connector. No value is rounded or replaced.
+An ATOM that cannot work with this connector is refused, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any
 
 from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
+from connector.common.options import BYTES, CHECKS, checked
 from connector.tier.cache import build_cache
-from connector.tier.options import TIER, TierOption
+from connector.tier.options import TIER, TierOption, tier_option
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
     CacheOptions,
@@ -24,16 +24,7 @@ from cpu_prefix_cache import (
     EngineTraits,
     HybridChunkPlanner,
 )
-from cpu_prefix_cache.eviction import policy_of
 
-BYTES = "cpu_bytes_to_use"
-NUMBERS = {  # whole numbers: the least that is allowed, and what they count
-    BYTES: (1, "bytes"),
-    "min_load_tokens": (0, "tokens"),
-    "store_after": (1, "prompts"),
-    "min_store_tokens": (0, "tokens"),
-}
-OPTIONS = (*NUMBERS, "offload", "policy", TIER)
 FASTEST = "xxh3_128"  # hash of keys that no other process sees
 ROLES = ("offload", "kv_both")
 REPLACING_RUNNER = "atom.rollout.model_runner_ext.RLHFModelRunner"
@@ -152,25 +143,4 @@ def checked_options(transfer: Mapping[str, Any]) -> dict[str, Any]:
     role = transfer.get("kv_role", "offload")
     if role not in ROLES:
         raise ConfigurationError(f"kv_role must be one of {', '.join(ROLES)} for a host cache; got {role!r}")
-    options = transfer.get("kv_connector_extra_config")
-    if not isinstance(options, Mapping) or BYTES not in options:
-        raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
-    checked = dict(options)
-    for name, value in options.items():
-        if name == TIER:
-            checked[TIER] = TierOption.of(value)
-            continue
-        if name == "policy":
-            policy_of(str(value))  # raises
-            continue
-        if name == "offload":
-            if value not in OFFLOAD_MODES:
-                raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {value!r}")
-            continue
-        least, unit = NUMBERS[name]
-        if type(value) is not int or value < least:
-            raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
-    return checked
+    return checked(transfer.get("kv_connector_extra_config"), {**CHECKS, TIER: tier_option})

@@ -35,7 +35,7 @@ class Layer(Protocol):
     index_cache: torch.Tensor | None
 
 
-class Region(Protocol):
+class TransferRegion(Protocol):
     """Part of ATOM's `KVTransferRegion`: units of equal size, numbered from the start or from the end."""
 
     base_addr: int
@@ -45,12 +45,12 @@ class Region(Protocol):
     semantic_role: str | None
 
 
-class Regions(Protocol):
+class TransferRegions(Protocol):
     """Part of ATOM's `KVTransferTensors`. `swa_block_regions` is its name for the regions of whole slots."""
 
-    block_regions: Sequence[Region]
-    slot_regions: Sequence[Region]
-    swa_block_regions: Sequence[Region]
+    block_regions: Sequence[TransferRegion]
+    slot_regions: Sequence[TransferRegion]
+    swa_block_regions: Sequence[TransferRegion]
     num_slots: int
     expected_full_slot_region_count: int | None
 
@@ -71,7 +71,7 @@ class BoundTensors:
         return self.tensors[0][0].device
 
 
-def bind(kv_caches: Mapping[str, Layer], transfer_tensors: Regions | None, num_blocks: int) -> BoundTensors:
+def bind(kv_caches: Mapping[str, Layer], transfer_tensors: TransferRegions | None, num_blocks: int) -> BoundTensors:
     """The arguments of ATOM's `register_kv_caches`. `num_blocks` is the number of blocks that its scheduler hands out.
 
     Raises ConfigurationError for KV that is not such blocks, or not on one device.
@@ -144,7 +144,7 @@ def _device_of(parts: Sequence[Part]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_all_are_regions(parts: Iterable[Part], regions: Sequence[Region]) -> None:
+def _check_all_are_regions(parts: Iterable[Part], regions: Sequence[TransferRegion]) -> None:
     """Raise ConfigurationError for a tensor that ATOM itself does not send by blocks."""
     known = {(region.base_addr, region.total_bytes) for region in regions}
     for part in parts:
@@ -156,7 +156,7 @@ def _check_all_are_regions(parts: Iterable[Part], regions: Sequence[Region]) -> 
 
 
 def _unnamed(
-    parts: Iterable[Part], regions: Sequence[Region], num_blocks: int, device: torch.device, first: int
+    parts: Iterable[Part], regions: Sequence[TransferRegion], num_blocks: int, device: torch.device, first: int
 ) -> Iterator[Part]:
     """The regions that no tensor covers, as layers from `first` on."""
     covered = {(part.rows.data_ptr(), part.rows.nbytes) for part in parts}
@@ -165,7 +165,7 @@ def _unnamed(
             yield _by_address(f"block region {at}", first + at, Role.LATENT, region, num_blocks, device)
 
 
-def _slots(regions: Regions, device: torch.device) -> list[Part]:
+def _slots(regions: TransferRegions, device: torch.device) -> list[Part]:
     """The slots, the last one first."""
     whole, count = regions.swa_block_regions, regions.expected_full_slot_region_count
     if regions.slot_regions:
@@ -188,7 +188,7 @@ def _by_address(
     what: str,
     layer: int,
     role: Role,
-    region: Region,
+    region: TransferRegion,
     units: int,
     device: torch.device,
     from_the_end: bool = False,

@@ -16,7 +16,7 @@ from connector.tier.namespace import digest
 from connector.tier.options import TierOption
 from connector.tier.weights import weights_of
 from cpu_prefix_cache import ConfigurationError, FileTier, HybridChunkPlanner, SharedTier
-from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
+from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 HASH = "sha256"  # of the keys, where there is a tier (rule 14)
 # By these ATOM's kernels put the same KV in another order into tensors of the same shape.
@@ -58,16 +58,7 @@ def _namespace(tier: FileTier | SharedTier, config: Any, planner: HybridChunkPla
         **{name: os.environ.get(name) or "unset" for name in LAYOUT_VARIABLES},
         "hash tokens": block_tokens(config),
     }
-    model, revision = tier.identity
-    return namespace_of(
-        planner,
-        model=model,
-        revision=revision,
-        dtype=str(config.kv_cache_dtype),
-        hash=tier.hash,
-        ranks=config.tp_world_size,
-        extra=extra,
-    )
+    return tier.namespace(planner, dtype=str(config.kv_cache_dtype), ranks=config.tp_world_size, extra=extra)
 
 
 def _weights(config: Any) -> str:

@@ -17,10 +17,11 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom import geometry
 from connector.atom.messages import StepMetadata, Unpinned, ready_operations
-from connector.atom.rank_tier import TierOfRank, rank_here
+from connector.atom.rank_tier import RepeatingTier, rank_here
 from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
 from connector.atom.tier_settings import tier_settings
+from connector.common.deadlines import LOAD_SECONDS
 from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
@@ -28,7 +29,6 @@ from cpu_prefix_cache.memory.arena import HostArena
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = 30.0  # a load that has not begun by then fails, and its tokens are computed
 RANK = 0  # of reports that stay in this process: ATOM joins those of all ranks
 
 
@@ -46,7 +46,7 @@ class CPUPrefixCacheWorker(KVConnectorBase):
         self._bound: BoundTensors | None = None
         self._arena: HostArena | None = None
         self._worker: CopyWorker | None = None
-        self._tier: TierOfRank | None = None
+        self._tier: RepeatingTier | None = None
         self._told: int | None = None  # how many ready host blocks the scheduler side knows of; None: nothing yet
 
     def register_kv_caches(
@@ -93,12 +93,12 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             self._worker.close()
             self._worker = None
 
-    def _open_tier(self, planner: HybridChunkPlanner, bound: BoundTensors, arena: HostArena) -> TierOfRank | None:
+    def _open_tier(self, planner: HybridChunkPlanner, bound: BoundTensors, arena: HostArena) -> RepeatingTier | None:
         if self._settings.tier is None:
             return None
         try:
             settings = tier_settings(self._settings.tier, self._config, planner)
-            return TierOfRank(settings, planner, bound, arena.blocks, rank_here(self._config))
+            return RepeatingTier(settings, planner, bound, arena.blocks, rank_here(self._config))
         except BaseException:
             arena.close()
             raise

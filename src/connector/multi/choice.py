@@ -16,15 +16,15 @@ what was known at once.
 >>> far = Speed(rate=5e9, overhead=0.030)
 >>> prompt = Prompt(most_tokens=8192, bytes_per_token=131_072, prefill=38_000)
 >>> decide([Answer(1024, near), Answer(8192, far)], prompt)  # 16 and -29 ms
-Choice(winner=0, waits_for=())
+Decision(winner=0, waits_for=())
 >>> decide([Answer(256, near), Answer(8192, far)], prompt)  # both take longer than computing
-Choice(winner=None, waits_for=())
+Decision(winner=None, waits_for=())
 
 >>> asked = [Answer(1024, near), Answer(None, near, patience=0.5)]
 >>> decide(asked, prompt, waited=0.0)  # the second could save 186 ms
-Choice(winner=0, waits_for=(1,))
+Decision(winner=0, waits_for=(1,))
 >>> decide(asked, prompt, waited=0.2)
-Choice(winner=0, waits_for=())
+Decision(winner=0, waits_for=())
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Prompt(NamedTuple):
         return seconds_saved(tokens, num_bytes, prefill=self.prefill, **speed._asdict())
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """The cache that saves most of those that know, and the one that is waited for; None: computing does.
 
     As long as somebody is waited for, nothing is loaded.
@@ -72,7 +72,7 @@ class Choice(NamedTuple):
     waits_for: tuple[int, ...]
 
 
-def decide(answers: Sequence[Answer], prompt: Prompt, waited: float = 0) -> Choice:
+def decide(answers: Sequence[Answer], prompt: Prompt, waited: float = 0) -> Decision:
     """`waited` is the time since the first query of the caches."""
     winner, best = None, 0.0
     for at, answer in enumerate(answers):
@@ -84,4 +84,4 @@ def decide(answers: Sequence[Answer], prompt: Prompt, waited: float = 0) -> Choi
         if answer.tokens is None
         and waited < min(answer.patience, prompt.saved(prompt.most_tokens, answer.speed) - best)
     )
-    return Choice(winner, tuple(waits_for))
+    return Decision(winner, tuple(waits_for))

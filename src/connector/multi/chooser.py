@@ -22,12 +22,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from connector.multi.choice import Answer, Choice, Prompt, Speed, decide
+from connector.multi.choice import Answer, Decision, Prompt, Speed, decide
 from connector.multi.loads import Loads
 
 MISSES = ("nothing", "late", "error", "failed")
 ERROR = -1  # in place of a number of tokens
-NOBODY = Choice(None, ())
+NOBODY = Decision(None, ())
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Asked:
 
     since: float
     tokens: Sequence[int | None] = ()
-    choice: Choice = NOBODY
+    choice: Decision = NOBODY
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class Chooser:
         self._failed: defaultdict[str, set[int]] = defaultdict(set)  # request -> caches that it does not hear
         self._silent: set[int] = set()  # caches that have missed a deadline and not answered since
 
-    def answered(self, id: str, tokens: Sequence[int | None], most_tokens: int) -> Choice:
+    def answered(self, id: str, tokens: Sequence[int | None], most_tokens: int) -> Decision:
         now = self._clock()
         asked = self._asked.setdefault(id, Asked(now))
         self._silent -= {at for at, each in enumerate(tokens) if each is not None}

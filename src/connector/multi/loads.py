@@ -37,7 +37,7 @@ LOADS_REMEMBERED = 32
 SECONDS_REMEMBERED = 600.0  # a try every ten minutes, of one load
 
 
-class Point(NamedTuple):
+class LoadPoint(NamedTuple):
     end: float
     num_bytes: float
     seconds: float
@@ -49,7 +49,7 @@ class Loads:
     def __init__(self, assumed: Speed) -> None:
         self._assumed = assumed
         self._under_way: dict[Hashable, tuple[float, float]] = {}  # bytes, and when it was asked for
-        self._points: deque[Point] = deque(maxlen=LOADS_REMEMBERED)
+        self._points: deque[LoadPoint] = deque(maxlen=LOADS_REMEMBERED)
         self._line = assumed
         self._last_end = -math.inf
 
@@ -76,7 +76,7 @@ class Loads:
             seconds = now - max(self._last_end, min(asked for _, asked in loads))
         if now - self._last_end > SECONDS_REMEMBERED:
             self._points.clear()
-        self._points.append(Point(now, sum(num_bytes for num_bytes, _ in loads), seconds))
+        self._points.append(LoadPoint(now, sum(num_bytes for num_bytes, _ in loads), seconds))
         self._last_end = now
         self._line = self._fit()
         return seconds

@@ -16,6 +16,11 @@ from cpu_prefix_cache.stores.dialect import parse_tier
 TIER = "tier"
 
 
+def tier_option(_: str, spelled: Any) -> "TierOption":
+    """The check of this option, as in `connector/common/options.py`. Raises ConfigurationError."""
+    return TierOption.of(spelled)
+
+
 @dataclass(frozen=True)
 class TierOption:
     """The tier as the operator gives it: for all engines, and perhaps without the names of a model and of weights."""

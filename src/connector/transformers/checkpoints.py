@@ -22,7 +22,7 @@ from cpu_prefix_cache.model.planner import PieceAt
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 
 
-class Checkpoints:
+class PastCheckpoints:
     """Takes and restores the checkpoints of one model in one device pool."""
 
     def __init__(self, past: ModelPast, kv: PagedKV, coordinator: KVCacheCoordinator) -> None:

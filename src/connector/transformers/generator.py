@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers.changes import Weights
-from connector.transformers.checkpoints import Checkpoints
+from connector.transformers.checkpoints import PastCheckpoints
 from connector.transformers.continuing import Continuation, check_continues, check_decodes_together
 from connector.transformers.forward import ForwardPass
 from connector.transformers.identity import model_name, weights_revision
@@ -40,7 +40,7 @@ from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
-from connector.transformers.sampling import Choice, Settings, check_configuration
+from connector.transformers.sampling import SamplingSettings, TokenChooser, check_configuration
 from connector.transformers.versions import warn_if_untested
 from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
@@ -116,7 +116,7 @@ class _Asked:
     """A prompt that can be answered, as token ids, and what decides its answer."""
 
     tokens: list[int]
-    choice: Choice
+    choice: TokenChooser
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class _Sequence:
     """
 
     id: str
-    choice: Choice
+    choice: TokenChooser
     prompt_tokens: int
     tokens: list[int]
     keys: list[bytes]
@@ -231,7 +231,7 @@ class PrefixCachedGenerator:
         self.planner = HybridChunkPlanner(self.kv.groups, max_model_len=self.max_model_len)
         self.pool = new_pool(self.planner, device_blocks, on_device=True)
         self._coordinator = KVCacheCoordinator(self.planner, self.pool, on_device=True)
-        self._checkpoints = Checkpoints(self.past, self.kv, self._coordinator)
+        self._checkpoints = PastCheckpoints(self.past, self.kv, self._coordinator)
         self._compute = ForwardPass(model)
         self._placeholders = placeholders(model.config.to_dict())
         self._dtype = model.dtype
@@ -388,11 +388,11 @@ class PrefixCachedGenerator:
         stopping_criteria: Sequence[Any] | None = None,
         streamer: BaseStreamer | None = None,
         **options: Any,
-    ) -> Settings:
+    ) -> SamplingSettings:
         check_whole(seed=seed)
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
-        return Settings(
+        return SamplingSettings(
             self.model,
             self.tokenizer,
             generation_config,
@@ -403,7 +403,7 @@ class PrefixCachedGenerator:
             streamer=streamer,
         )
 
-    def _reader(self, settings: Settings) -> PromptReader:
+    def _reader(self, settings: SamplingSettings) -> PromptReader:
         return PromptReader(settings.padding, self._ignores_zeros)
 
     def _ignores_zeros(self, name: str) -> bool:
@@ -453,7 +453,7 @@ class PrefixCachedGenerator:
         """The chunks of a prompt and its answer, whose last token is never computed."""
         return -(-(prompt_tokens + max_new_tokens - 1) // self.planner.grid_tokens)
 
-    def _asked(self, prompt: str | list[int], settings: Settings) -> _Asked:
+    def _asked(self, prompt: str | list[int], settings: SamplingSettings) -> _Asked:
         with self._lock:  # for the tokenizer, too
             self._check_open()
             self._check_not_cast()

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from connector.transformers.past import ModelPast, Part
+from connector.transformers.past import ModelPast, PastPart
 from connector.transformers.rows import Rows
 from cpu_prefix_cache import Group, PrefixGroup, StateGroup
 from cpu_prefix_cache.kv_layout import KVGroup
@@ -174,7 +174,7 @@ class PagedKV:
         return self.region.index_select(0, torch.tensor(blocks, device=self.region.device)).view(-1)[:num_bytes]
 
 
-def _view(rows: torch.Tensor, part: Part, block_tokens: int) -> torch.Tensor:
+def _view(rows: torch.Tensor, part: PastPart, block_tokens: int) -> torch.Tensor:
     """A view of the bytes of every block as [blocks, heads, block_tokens, width]."""
     heads, width = part.shape
     return rows.view(part.dtype).unflatten(1, (heads, block_tokens, width))

@@ -22,7 +22,7 @@ PROBE_TOKENS = 2  # more than one, because a decode step may keep other dtypes t
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PastPart:
     """One tensor: K or V of one token, [heads, width]; or a whole state, with its batch dimension of 1.
 
     `name` is keys, values, conv or recurrent; `index` counts the states of one layer.
@@ -42,17 +42,17 @@ class Part:
 class Parts:
     """Parts that are stored one after the other."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[PastPart]) -> None:
         self._parts = tuple(parts)
         self.num_bytes = sum(part.num_bytes for part in self._parts)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[PastPart]:
         return iter(self._parts)
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def spans(self, times: int = 1) -> Iterator[tuple[Part, slice]]:
+    def spans(self, times: int = 1) -> Iterator[tuple[PastPart, slice]]:
         """Each part and its span of bytes, if each part is stored for `times` tokens before the next part."""
         ends = accumulate((times * part.num_bytes for part in self._parts), initial=0)
         for part, (begin, end) in zip(self._parts, pairwise(ends), strict=True):
@@ -99,7 +99,7 @@ class ModelPast:
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
+def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart]:
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
     with refusing(model):
@@ -109,7 +109,7 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
             f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "
             f"{len(layers)}: what the others keep is not known"
         )
-    parts: list[Part] = []
+    parts: list[PastPart] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         if past.full or past.local:
             if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
@@ -118,9 +118,9 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[Part]:
                     "none: there is nothing that this generator could cache"
                 )
             for name, each in (("keys", layer.keys), ("values", layer.values)):
-                parts.append(Part(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
+                parts.append(PastPart(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            parts += [Part(index, name, at, tuple(each.shape), each.dtype) for name, at, each in states_of(layer)]
+            parts += [PastPart(index, name, at, tuple(each.shape), each.dtype) for name, at, each in states_of(layer)]
     return parts
 
 

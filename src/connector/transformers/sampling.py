@@ -68,7 +68,7 @@ WITHOUT_EFFECT = frozenset(
 INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "pixel_values"})
 
 
-class Settings:
+class SamplingSettings:
     """The settings of one call. Raises ConfigurationError for those that are not carried out.
 
     `seed`: each answer draws from a random generator of its own, seeded with it, and so repeats what `generate` answers
@@ -113,7 +113,7 @@ class Settings:
         pad, ends = self._config.pad_token_id, self._config.eos_token_id
         return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
-    def for_prompt(self, tokens: Sequence[int]) -> "Choice":
+    def for_prompt(self, tokens: Sequence[int]) -> "TokenChooser":
         """Decisions for one prompt."""
         ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)[None].to(
             self._device
@@ -137,12 +137,12 @@ class Settings:
         )
         criteria = self._generation._get_stopping_criteria(config, self._criteria, tokenizer=self._tokenizer)
         random = None if self._seed is None else torch.Generator(ids.device).manual_seed(self._seed)
-        return Choice(
+        return TokenChooser(
             ids, config.max_length, processors, criteria, self._streamer, samples=bool(config.do_sample), random=random
         )
 
 
-class Choice:
+class TokenChooser:
     """Chooses the tokens of one answer, and passes them to a streamer. `is_over` is true when it has ended."""
 
     def __init__(

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from connector.transformers.layers import FullAndStateLayer, LayerPast, LocalLayer, NothingLayer
 from connector.transformers.paged import PagedKV
-from connector.transformers.past import LocalGroup, ModelPast, Part, states_of
+from connector.transformers.past import LocalGroup, ModelPast, PastPart, states_of
 from connector.transformers.rows import BlockTable, Rows
 from cpu_prefix_cache import MisuseError
 
@@ -135,13 +135,13 @@ class WorkingState:
             return FullAndStateLayer(self._full[index], past.states)
         return LinearAttentionLayer(past.states)
 
-    def _local(self, part: Part) -> LocalLayer:
+    def _local(self, part: PastPart) -> LocalLayer:
         layer = self._locals.get(part.layer)
         if layer is None:
             raise MisuseError(f"layer {part.layer} keeps no window: the group is another model's")
         return layer
 
-    def _linear(self, part: Part) -> LinearAttentionLayer:
+    def _linear(self, part: PastPart) -> LinearAttentionLayer:
         layer = self._states.get(part.layer)
         if layer is None:
             raise MisuseError(f"layer {part.layer} keeps no states: the page is another model's")

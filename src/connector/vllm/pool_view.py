@@ -53,7 +53,7 @@ class Place(NamedTuple):
     name: bytes | None
 
 
-class Run(NamedTuple):
+class WaitingRun(NamedTuple):
     """Blocks that were neighbours in the free queue, front to back, and the place of the last of them."""
 
     place: Place
@@ -68,7 +68,7 @@ class Hold:
     """
 
     in_use: list[KVCacheBlock]
-    runs: list[Run]
+    runs: list[WaitingRun]
     parent: list[Place]
 
     def blocks(self) -> Iterator[KVCacheBlock]:
@@ -150,13 +150,13 @@ class PoolView:
         self._holds.add(hold)
         return hold
 
-    def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[Run]:
+    def _take_runs(self, waiting: Sequence[KVCacheBlock]) -> list[WaitingRun]:
         """Take blocks out of the queue, in runs of neighbours: of a prompt, about one run for each group.
 
         `waiting` is ordered by chunk and the queue by group, so runs are found by the queue's links. A run ends where
         held blocks will return right behind it.
         """
-        runs: list[Run] = []
+        runs: list[WaitingRun] = []
         left = {block.block_id for block in waiting}
         ends = {place.block for place in self._places.with_held_behind() if isinstance(place, Place)}
         for first in waiting:
@@ -172,7 +172,7 @@ class PoolView:
             is_first = before is self._pool.free_block_queue.fake_free_list_head
             self._places.leave(place, FRONT if is_first else _place(before))
             hold_run(self._pool, run)
-            runs.append(Run(place, run))
+            runs.append(WaitingRun(place, run))
         return runs
 
     def release(self, hold: Hold) -> None:

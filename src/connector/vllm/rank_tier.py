@@ -8,7 +8,6 @@ Every owner carries out the whole plan, also a pipeline stage that lacks some of
 """
 
 import math
-from typing import Protocol
 
 import torch
 from vllm.config import ParallelConfig
@@ -16,30 +15,15 @@ from vllm.config import ParallelConfig
 from connector.tier.cache import EngineTier
 from connector.tier.namespace import RankNamespace
 from connector.vllm import ranks
-from connector.vllm.regions import Shapes, agree
+from connector.vllm.regions import RankShapes, agree
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+from cpu_prefix_cache.slab.opening import OpeningTier
 from cpu_prefix_cache.slab.tier import RankPart
 
 ORDER = "row order"  # a rank's own field in its namespace
-
-
-class TierOfRank(Protocol):
-    def run(self, plan: TierPlan) -> None:
-        """Begin one step's transfers."""
-
-    def report(self) -> TierReport: ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a transfer had not ended at the last plan or report."""
-
-    def statistics(self) -> SlotStatistics | None: ...
-
-    def close(self) -> None: ...
 
 
 class Onlooker:
@@ -68,9 +52,12 @@ class Onlooker:
         pass
 
 
+TierHere = OpeningTier | Onlooker
+
+
 def tier_of_rank(
-    settings: Settings, parallel: ParallelConfig, shapes: Shapes, region: torch.Tensor, order: str
-) -> TierOfRank | None:
+    settings: Settings, parallel: ParallelConfig, shapes: RankShapes, region: torch.Tensor, order: str
+) -> TierHere | None:
     """The tier of this rank; None without one. Each rank calls this, and if one of them raises, all do.
 
     `shapes` are those of all groups, also of those without layers here; `order` is the order of this rank's rows.
@@ -81,7 +68,7 @@ def tier_of_rank(
     namespace, slots = _agreed(tier, settings.host_blocks, parallel, shapes.host_block_bytes)
     sharers = parallel.tensor_parallel_size if settings.is_shared else 1
     rank: int = parallel.rank
-    opened: TierOfRank | None = None
+    opened: TierHere | None = None
     problem: Exception | None = None
     try:
         if rank % sharers:

@@ -26,7 +26,7 @@ from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES, Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class RankShapes:
     """The pieces a copier copies on this rank: as many host blocks each as on every rank, but this rank's bytes."""
 
     pieces: tuple[Piece, ...]
@@ -35,7 +35,7 @@ class Shapes:
 
 def shapes_of(
     planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False
-) -> Shapes:
+) -> RankShapes:
     """The shapes of this rank. With `in_pages` its host blocks are whole pages, too.
 
     The number of host blocks of a piece is the scheduler's, which sees the first pipeline stage; its bytes are those of
@@ -50,10 +50,10 @@ def shapes_of(
     )
     needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
     unit = PAGE_BYTES if in_pages else ALIGNMENT
-    return Shapes(pieces, planned if needed <= planned else -(-needed // unit) * unit)
+    return RankShapes(pieces, planned if needed <= planned else -(-needed // unit) * unit)
 
 
-def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: Shapes, device: torch.device) -> HostArena:
+def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: RankShapes, device: torch.device) -> HostArena:
     """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
     num_blocks = settings.host_bytes // shapes.host_block_bytes

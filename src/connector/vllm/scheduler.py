@@ -21,8 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -31,6 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
 
+from connector.common.request_flags import LOAD, STORE, allows
 from connector.tier.revision import reset
 from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
@@ -49,9 +48,6 @@ from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 logger = logging.getLogger(__name__)
-
-# Keys of a request's `kv_transfer_params`. If false, nothing is loaded for the request, or nothing of it is stored.
-LOAD, STORE = "cpu_prefix_cache_load", "cpu_prefix_cache_store"
 
 
 @dataclass(slots=True)
@@ -114,9 +110,9 @@ class SchedulerHalf:
         return 0, False
 
     def _may_load(self, request: EngineRequest) -> bool:
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or not allows(request.kv_transfer_params, LOAD):
             return False
-        return _allows(request, LOAD) and self._adapters.are_same(request.request_id, request.lora_request)
+        return self._adapters.are_same(request.request_id, request.lora_request)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         id = request.request_id
@@ -271,7 +267,7 @@ class SchedulerHalf:
         # Of a session of streaming input nothing is stored: vLLM 0.32 leaves wrong KV under the hashes of its later
         # parts (seen with asynchronous scheduling, and without any connector).
         is_other = request.resumable or not self._adapters.are_same(request.request_id, request.lora_request)
-        stores = _allows(request, STORE) and not is_other
+        stores = allows(request.kv_transfer_params, STORE) and not is_other
         return Request(request.request_id, keys, request.num_tokens, stores=stores)
 
     def _remember(self, known: Known, num_tokens: int) -> None:
@@ -325,20 +321,6 @@ class _Everything(Container[bytes]):
 
 
 _EVERYTHING = _Everything()
-
-
-def _allows(request: EngineRequest, what: str) -> bool:
-    params: dict[str, Any] | None = request.kv_transfer_params
-    value = True if params is None else params.get(what, True)
-    if type(value) is not bool:
-        _warn_of(what, repr(value))
-    return value is not False
-
-
-@lru_cache(16)
-def _warn_of(what: str, value: str) -> None:
-    """Warn once for each value. A connector cannot reject a request, so the value counts as true."""
-    logger.warning("%s in kv_transfer_params is true or false, got %s: taken for true", what, value)
 
 
 def _computed_tokens(request: EngineRequest) -> int:

@@ -1,7 +1,5 @@
-"""The options in `kv_connector_extra_config`, checked when vLLM starts.
-
-An option that is unknown, of another type or too small raises ConfigurationError with a message that says what would
-work. No value is rounded or replaced.
+"""The options in `kv_connector_extra_config`, checked when vLLM starts: those of `connector/common/options.py`, and
+those of vLLM alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +9,10 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.common.options import BYTES, Check, checked, one_of, whole
+from connector.common.options import CHECKS as COMMON_CHECKS
 from connector.tier.cache import EngineTier, build_cache
-from connector.tier.options import TIER, TierOption
+from connector.tier.options import TIER, TierOption, tier_option
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,
@@ -23,7 +23,6 @@ from connector.vllm.groups import (
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
 from cpu_prefix_cache import (
-    OFFLOAD_MODES,
     CacheOptions,
     ConfigurationError,
     CPUPrefixCache,
@@ -33,17 +32,12 @@ from cpu_prefix_cache import (
     HybridChunkPlanner,
 )
 
-BYTES = "cpu_bytes_to_use"
-NUMBERS = {  # whole numbers: the least that is allowed, and what they count
-    BYTES: (1, "bytes"),
-    "checkpoint_interval": (1, "tokens"),
-    "min_load_tokens": (0, "tokens"),
-    "store_after": (1, "prompts"),
-    "min_store_tokens": (0, "tokens"),
+CHECKS: Mapping[str, Check] = {
+    **COMMON_CHECKS,
+    "checkpoint_interval": whole(1, "tokens"),
+    RESET: one_of(*RESETS),
+    TIER: tier_option,
 }
-TEXTS = ("offload", "policy", RESET)
-OPTIONS = (*NUMBERS, *TEXTS, TIER)
-LOAD_DEADLINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -183,26 +177,4 @@ def checked_options(vllm_config: VllmConfig) -> dict[str, Any]:
         raise ConfigurationError(
             f"kv_role must be kv_both, got {transfer.kv_role}: the host cache serves the engine that fills it"
         )
-    options: Mapping[str, Any] = transfer.kv_connector_extra_config
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
-        raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
-    if BYTES not in options:
-        raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
-    checked = dict(options)
-    for name, value in options.items():
-        if name == TIER:
-            checked[TIER] = TierOption.of(value)
-            continue
-        if name in TEXTS:
-            if type(value) is not str:
-                raise ConfigurationError(f"{name} is a string, got {value!r}")
-            continue
-        least, unit = NUMBERS[name]
-        if type(value) is not int or value < least:
-            raise ConfigurationError(f"{name} is a whole number of {unit}, at least {least}; got {value!r}")
-    if options.get(RESET, WITH_DEVICE) not in RESETS:
-        raise ConfigurationError(f"{RESET} must be one of {', '.join(RESETS)}; got {options[RESET]!r}")
-    if options.get("offload", "lazy") not in OFFLOAD_MODES:
-        raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {options['offload']!r}")
-    return checked
+    return checked(transfer.kv_connector_extra_config, CHECKS)

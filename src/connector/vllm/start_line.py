@@ -6,11 +6,11 @@ device; staged copies (...)
 
 from connector.vllm.resets import RESETS
 from connector.vllm.settings import Settings
-from cpu_prefix_cache.copier.choose import Choice
+from cpu_prefix_cache.copier.choose import ChosenCopier
 from cpu_prefix_cache.model.report import conversation_bytes
 
 
-def start_line(settings: Settings, max_model_len: int, choice: Choice) -> str:
+def start_line(settings: Settings, max_model_len: int, choice: ChosenCopier) -> str:
     """Tokens are those of prompts as long as they may be, each with the checkpoint at its end."""
     planner, options = settings.planner, settings.options
     longest = planner.full_chunks(max_model_len) * planner.grid_tokens

@@ -17,7 +17,7 @@ from connector.tier.namespace import digest
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
 from cpu_prefix_cache import FileTier, HybridChunkPlanner, SharedTier
-from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
+from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 
 def engine_namespace(
@@ -37,16 +37,7 @@ def engine_namespace(
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
         "hash tokens": hash_tokens,
     }
-    model_name, revision = said.identity
-    return namespace_of(
-        planner,
-        model=model_name,
-        revision=revision,
-        dtype=str(cache.cache_dtype),
-        hash=said.hash,
-        ranks=owners,
-        extra=extra,
-    )
+    return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:

@@ -23,12 +23,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from connector.common.deadlines import LOAD_SECONDS
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
-from connector.vllm.rank_tier import TierOfRank, tier_of_rank
-from connector.vllm.regions import Shapes, arena_of, shapes_of
-from connector.vllm.settings import LOAD_DEADLINE_SECONDS, Settings
+from connector.vllm.rank_tier import TierHere, tier_of_rank
+from connector.vllm.regions import RankShapes, arena_of, shapes_of
+from connector.vllm.settings import Settings
 from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
@@ -69,7 +70,7 @@ class WorkerHalf:
         self._worker: CopyWorker | None = None
         self._arena: HostArena | None = None
         self._share: Share | None = None
-        self._tier: TierOfRank | None = None
+        self._tier: TierHere | None = None
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._unplanned: set[int] = set()  # of these, the loads that are in no plan
@@ -115,12 +116,12 @@ class WorkerHalf:
             choice.copier,
             arena,
             threads=True,
-            load_seconds=LOAD_DEADLINE_SECONDS,
+            load_seconds=LOAD_SECONDS,
             on_done=self._times.observe,
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
-    def _open_tier(self, arena: HostArena, shapes: Shapes, kv_caches: Mapping[str, Registered]) -> TierOfRank | None:
+    def _open_tier(self, arena: HostArena, shapes: RankShapes, kv_caches: Mapping[str, Registered]) -> TierHere | None:
         if self._settings.tier is None:
             return None
         config = self._kv_cache_config
@@ -190,10 +191,7 @@ class WorkerHalf:
 
     def _is_news(self, below: TierReport | None) -> bool:
         """Whether there is a report of the tier, for the first time or until a plan has taken it in."""
-        if below is None:
-            return False
-        ended = below.transfers.done or below.transfers.failed
-        return below != self._tier_sent or bool(ended or below.found or below.told)
+        return below is not None and (below != self._tier_sent or below.is_repeated)
 
     def take_stats(self) -> CacheStats | None:
         """The durations of transfers that ended on this rank since the last call, and what its tier has moved."""

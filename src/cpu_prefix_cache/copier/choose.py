@@ -20,7 +20,7 @@ COPIERS = ("auto", "reference", "staged")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenCopier:
     """The copier, its name, and why it was chosen, for the log."""
 
     copier: Copier
@@ -38,7 +38,7 @@ def choose_copier(
     pinned: HostArena | None = None,
     ring_bytes: int = RING_BYTES,
     loads_first: bool = False,
-) -> Choice:
+) -> ChosenCopier:
     """The copier for these tensors. The arguments are those of StagedCopier, which alone needs the last three.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
@@ -47,7 +47,7 @@ def choose_copier(
         raise ConfigurationError(f"copier must be one of {', '.join(COPIERS)}; got {name!r}")
     name, reason = _fitting(tensors) if name == "auto" else (name, "it was asked for")
     if name == "reference":
-        return Choice(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
+        return ChosenCopier(ReferenceCopier(shapes, tensors, host, null_block=null_block), name, reason)
     try:
         from cpu_prefix_cache.copier.staged import StagedCopier
     except ImportError as missing:
@@ -55,7 +55,7 @@ def choose_copier(
     copier = StagedCopier(
         shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring_bytes, loads_first=loads_first
     )
-    return Choice(copier, name, f"{reason}; {copier.paths}")
+    return ChosenCopier(copier, name, f"{reason}; {copier.paths}")
 
 
 def _fitting(tensors: Tensors) -> tuple[str, str]:

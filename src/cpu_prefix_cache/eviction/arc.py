@@ -35,7 +35,7 @@ from typing import Any
 
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
-from cpu_prefix_cache.eviction.touches import Ring, renew
+from cpu_prefix_cache.eviction.touches import TouchRing, renew
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.choice import Choice, Victims
@@ -53,7 +53,7 @@ class Arc(TwoLists):
         self._keys: list[Any] = forest.key  # of the chunks that are here
         self._target = 0.0  # p
         self._ghosts = Ghosts()
-        self._destinations: list[Ring] = []  # of the chunks that were incoming in the last `evict`
+        self._destinations: list[TouchRing] = []  # of the chunks that were incoming in the last `evict`
 
     def anew(self, forest: Forest) -> "Arc":
         other = Arc(forest)
@@ -142,7 +142,7 @@ class Arc(TwoLists):
         ghosts = self._ghosts.keys(ONCE) + self._ghosts.keys(AGAIN)
         assert set(self._forest.nodes().values()).isdisjoint(ghosts), "a chunk that is here is a ghost"
 
-    def _insert(self, blocks: Sequence[int], rings: list[Ring], touch: ArcTouch) -> None:
+    def _insert(self, blocks: Sequence[int], rings: list[TouchRing], touch: ArcTouch) -> None:
         """Chunks arrive in the list they were announced for. Those above a ghost that came back go where it goes."""
         mark, once, again, added = self._mark, self._once, self._again, touch.added
         renew(touch.found, again)

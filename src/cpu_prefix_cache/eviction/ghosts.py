@@ -21,7 +21,7 @@ from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, new_r
 LONGEST_RUN = 4_096  # to end the oldest of a run moves the others: at most 32 KiB
 
 
-class Run(Linked):
+class GhostRun(Linked):
     """Keys, the oldest first; and that of the parent of the last one, if that one had any."""
 
     __slots__ = ("above", "keys", "which")
@@ -37,8 +37,8 @@ class Ghosts:
 
     def __init__(self) -> None:
         self.counts = [0, 0]
-        self._ends = (new_ring(Run(0)), new_ring(Run(1)))  # each closes the ring of the runs of a list
-        self._tops: dict[bytes, Run] = {}
+        self._ends = (new_ring(GhostRun(0)), new_ring(GhostRun(1)))  # each closes the ring of the runs of a list
+        self._tops: dict[bytes, GhostRun] = {}
 
     def first_ghost(self, wanted: Sequence[bytes], start: int) -> int:
         """Where in `wanted`, a chain, the first ghost from `start` on is; its length if there is none.
@@ -85,7 +85,7 @@ class Ghosts:
         if run is not end and run.above == keys[0] and len(run.keys) + len(keys) <= LONGEST_RUN:
             self._tops.pop(run.keys[-1], None)
         else:
-            run = Run(which)
+            run = GhostRun(which)
             insert_after(end.older, run)
         run.keys.extend(keys)
         run.above = above

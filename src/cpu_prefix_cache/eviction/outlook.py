@@ -7,7 +7,7 @@ an end as its children are passed. Lazy: n chunks cost n steps, whatever the poo
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
-from cpu_prefix_cache.eviction.touches import Ring, Touch
+from cpu_prefix_cache.eviction.touches import Touch, TouchRing
 from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
 
@@ -17,7 +17,7 @@ ONCE, AGAIN = 0, 1
 class Outlook:
     """One walk. `forks`: how many children in T2 a chunk has, where it is more than one; `target`: p."""
 
-    def __init__(self, forest: Forest, rings: Sequence[Ring], forks: Mapping[int, int], target: float) -> None:
+    def __init__(self, forest: Forest, rings: Sequence[TouchRing], forks: Mapping[int, int], target: float) -> None:
         self._forest = forest
         self._forks = forks
         self._target = target

@@ -32,14 +32,14 @@ class Touch(Linked):
     older: "Touch"
     younger: "Touch"
 
-    def __init__(self, stamp: int, ring: "Ring") -> None:
+    def __init__(self, stamp: int, ring: "TouchRing") -> None:
         self.stamp = stamp
         self.ring = ring
         self.block = NONE
         self.older = self.younger = ring  # so that they keep no other touch alive
 
 
-class Ring(Touch):
+class TouchRing(Touch):
     """The end of a ring of touches, by age; its stamp is less than theirs.
 
     `coming` counts the chunks that are being written and will carry a touch of this ring, `size` those and all that do.
@@ -90,7 +90,7 @@ class TouchPolicy(EvictionPolicy):
     def __init__(self, forest: Forest, rings: int) -> None:
         self._forest = forest
         self._mark: list[Any] = forest.mark
-        self._rings = tuple(Ring() for _ in range(rings))
+        self._rings = tuple(TouchRing() for _ in range(rings))
         self._stamp = 0
         self._last: Touch = self._rings[0]  # of the chunks that were taken last
 
@@ -135,7 +135,7 @@ class TouchPolicy(EvictionPolicy):
         for block in nodes:
             assert forest.children[block] or block in standing, f"childless block {block} cannot be found by eviction"
 
-    def _take_childless(self, ring: Ring, count: int) -> list[int]:
+    def _take_childless(self, ring: TouchRing, count: int) -> list[int]:
         """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
         children, pinned = self._forest.children, self._forest.pinned
         while (touch := ring.passed.younger) is not ring:
@@ -206,7 +206,7 @@ class TouchPolicy(EvictionPolicy):
             leave(before)
 
 
-def renew(touch: Touch, ring: Ring) -> None:
+def renew(touch: Touch, ring: TouchRing) -> None:
     """Before a touch is used: if it was made before a reset, it begins anew in the ring that followed."""
     if touch.ring is not ring:
         leave(touch)

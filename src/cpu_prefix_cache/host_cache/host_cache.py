@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.destinations import Destinations
-from cpu_prefix_cache.host_cache.host_tier import HostTier
+from cpu_prefix_cache.host_cache.host_tier import HostCacheTier
 from cpu_prefix_cache.host_cache.options import check_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
@@ -185,9 +185,9 @@ class HostCache:
             exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
         )
         ready = self._arena.ready_blocks
-        self._tier: HostTier | None = None
+        self._tier: HostCacheTier | None = None
         if below is not None:
-            self._tier = HostTier(
+            self._tier = HostCacheTier(
                 below, planner, groups, self._arena.blocks, device, ready_blocks=ready, options=options, engine=engine
             )
             self.cache: CPUPrefixCache = self._tier.cache

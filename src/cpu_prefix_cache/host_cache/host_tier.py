@@ -1,4 +1,4 @@
-"""HostTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
+"""HostCacheTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
 
 open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
 step      the plan of the tier is carried out, and its report is passed on
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NAP_SECONDS = 0.002
 
 
-class HostTier:
+class HostCacheTier:
     """`region` is the host region, uint8 [blocks, bytes]; the rest is as in TieredCache.
 
     Raises ConfigurationError for what only the operator can change. Whatever else keeps the tier from being
@@ -125,9 +125,5 @@ class HostTier:
 
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":
-    from cpu_prefix_cache.slab.namespace import namespace_of
-
     layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
-    model, revision = below.identity
-    dtype = "in each group's layout"
-    return namespace_of(planner, model=model, revision=revision, dtype=dtype, hash=below.hash, ranks=1, extra=layouts)
+    return below.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts)

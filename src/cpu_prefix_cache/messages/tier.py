@@ -107,3 +107,8 @@ class TierReport(NamedTuple):
     is_scanned: bool = False
     told: tuple[Told, ...] = ()
     heard: int | None = None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether something in it is repeated until a plan has answered it."""
+        return bool(self.transfers.done or self.transfers.failed or self.found or self.told)

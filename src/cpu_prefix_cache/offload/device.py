@@ -17,7 +17,7 @@ from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
-from cpu_prefix_cache.pool.states import State
+from cpu_prefix_cache.pool.states import BlockState
 
 
 @runtime_checkable
@@ -206,7 +206,7 @@ class PooledDevice(Device):
 
     def check_own(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            if self._pool.state(self._pool.chunk_of(block)) is not State.WRITING:
+            if self._pool.state(self._pool.chunk_of(block)) is not BlockState.WRITING:
                 raise MisuseError(f"block {block} is no block that was allocated and is not committed yet")
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:

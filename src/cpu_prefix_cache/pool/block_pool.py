@@ -61,7 +61,7 @@ from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.pool.outlived import Outlived
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.scarcity import Scarcity
-from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, RETIRED, WRITING, State
+from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, RETIRED, WRITING, BlockState
 from cpu_prefix_cache.pool.unused import Unused
 
 # By state, for `bytes.translate`.
@@ -123,7 +123,7 @@ class BlockPool:
         self._notes = Notes(num_blocks)
         self.ready = 0
         self._evictions = 0
-        self._count = [0] * len(State)  # blocks by State; that of FREE means nothing
+        self._count = [0] * len(BlockState)  # blocks by BlockState; that of FREE means nothing
         self._outlived = Outlived()
         self._unused = Unused()
         self._scarcity = Scarcity(self._beside.chunks) if self.is_shared else None
@@ -219,8 +219,8 @@ class BlockPool:
         """How many chunks end at or above this one."""
         return self._forest.depth[chunk]
 
-    def state(self, node: int) -> State:
-        return State.RETIRED if node in self._outlived else State(self._state[node])
+    def state(self, node: int) -> BlockState:
+        return BlockState.RETIRED if node in self._outlived else BlockState(self._state[node])
 
     def key(self, node: int) -> bytes | None:
         return self._forest.key[node] if self._state[node] == CACHED else None
@@ -633,7 +633,7 @@ class BlockPool:
         chunks = list[int]()
         cached = self._forest.nodes()
         for node, state in enumerate(self._state):
-            assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {State(state).name}"
+            assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {BlockState(state).name}"
             if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
                 chunks.append(node)
                 blocks = [block for block in self._blocks.of((node,)) if block != NONE]
@@ -788,7 +788,7 @@ class BlockPool:
     def _check_state(self, nodes: Iterable[int], state: int) -> None:
         for node in nodes:
             if self._state[node] != state:
-                raise MisuseError(f"block {node} is {self.state(node).name}, not {State(state).name}")
+                raise MisuseError(f"block {node} is {self.state(node).name}, not {BlockState(state).name}")
 
     def _move(self, nodes: Sequence[int], before: int, after: int) -> None:
         """Nodes go from one state to another and keep their blocks."""

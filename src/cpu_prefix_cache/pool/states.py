@@ -3,7 +3,7 @@
 import enum
 
 
-class State(enum.IntEnum):
+class BlockState(enum.IntEnum):
     FREE = 0
     WRITING = 1
     CACHED = 2
@@ -11,4 +11,4 @@ class State(enum.IntEnum):
     ABSENT = 4
 
 
-FREE, WRITING, CACHED, RETIRED, ABSENT = (int(state) for state in State)  # as the bytes that are kept: enums cost time
+FREE, WRITING, CACHED, RETIRED, ABSENT = map(int, BlockState)  # as the bytes that are kept: enums cost time

@@ -8,7 +8,7 @@ WINDOW_BYTES = 32 << 20  # a rate is of so many bytes at least
 FADING = 0.9  # what a window weighs when the next one has closed: half of a rate is of the last 200 MiB
 
 
-class Meter:
+class RateMeter:
     """Meter of one direction. All methods may be called by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,7 +28,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
-from cpu_prefix_cache.slab.meter import Meter
+from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.slab.records import check_label
 from cpu_prefix_cache.slab.slots import Slots
 
@@ -79,7 +79,7 @@ class SlotCopier(Copier):
         self._slots, self._pieces = slots, tuple(pieces)
         self.refused: set[Refused] = set()
         self._num_refused = 0
-        self._meters = {direction: Meter() for direction in Direction}
+        self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         both = Direction.LOAD, Direction.STORE
         threads = [JobThread(f"slab-{at}", self._jobs, both if at < STORING else both[:1]) for at in range(THREADS)]
@@ -177,7 +177,7 @@ class SlotCopier(Copier):
 class _Transfer(Event):
     """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows."""
 
-    def __init__(self, slices: int, after: Event, meter: Meter, undo: Callable[[], object] | None) -> None:
+    def __init__(self, slices: int, after: Event, meter: RateMeter, undo: Callable[[], object] | None) -> None:
         self._left, self._after, self._meter, self._undo = slices, after, meter, undo
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._error: BaseException | None = None

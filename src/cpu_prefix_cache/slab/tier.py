@@ -2,13 +2,14 @@
 
     slots      how many slots each owner has: a rank whose host memory, and so whose part of the tier, is its own
     options    what the cache above it is to know
+    namespace  what must be equal for its KV to be served by another engine
     opening    the tier of one rank, which a thread of its own opens (opening.py)
 
 Knows no torch, so that the process that decides can read it, too.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -21,8 +22,8 @@ from cpu_prefix_cache.slab.identity import Identity, Weights, check_identity, id
 if TYPE_CHECKING:
     import torch
 
-    from cpu_prefix_cache.model.planner import Piece
-    from cpu_prefix_cache.slab.namespace import Namespace
+    from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
+    from cpu_prefix_cache.slab.namespace import Namespace, Value
     from cpu_prefix_cache.slab.opening import OpeningTier
     from cpu_prefix_cache.slab.rank_tier import RankTier
 
@@ -84,6 +85,17 @@ class Tier(ABC):
     def options(self, slots: int) -> TierOptions:
         """Options of a TieredCache above so many of its slots."""
         return TierOptions(slots, self.offload, self.policy)
+
+    def namespace(
+        self, planner: "HybridChunkPlanner", *, dtype: str, ranks: int, extra: "Mapping[str, Value]"
+    ) -> "Namespace":
+        """The namespace of its KV, as `namespace_of`. Raises ConfigurationError where the identity is not known."""
+        from cpu_prefix_cache.slab.namespace import namespace_of
+
+        model, revision = self.identity
+        return namespace_of(
+            planner, model=model, revision=revision, dtype=dtype, hash=self.hash, ranks=ranks, extra=extra
+        )
 
     def opening(
         self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart

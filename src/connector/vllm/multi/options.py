@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from connector.common.options import check_known
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.offload.break_even import USUAL_BYTES_PER_SECOND
 
@@ -41,9 +42,7 @@ class Options:
     def of(cls, vllm_config: VllmConfig) -> "Options":
         """Raises ConfigurationError with a message that names the remedy."""
         given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-        unknown = sorted(set(given) - set(OPTIONS))
-        if unknown:
-            raise ConfigurationError(f"unknown option {unknown[0]!r}; known options are {', '.join(OPTIONS)}")
+        check_known(given, OPTIONS)
         connectors = given.get(CONNECTORS)
         if not isinstance(connectors, list) or not connectors:
             raise ConfigurationError(f"{CONNECTORS} is a list with the kv-transfer-config of each; got {connectors!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.slab import Slab
-from cpu_prefix_cache.tools.bench.slot_rates import Run, SlotsUnderTest, planner_for
+from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest, TimedRun, planner_for
 
 
 class FileUnderTest(SlotsUnderTest):
@@ -30,10 +30,10 @@ class FileUnderTest(SlotsUnderTest):
     def is_direct(self) -> bool:
         return self._slab.is_direct
 
-    def plain_write(self) -> Run:
+    def plain_write(self) -> TimedRun:
         return self._plain(os.pwritev)
 
-    def plain_read(self) -> Run:
+    def plain_read(self) -> TimedRun:
         return self._plain(os.preadv)
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class FileUnderTest(SlotsUnderTest):
     def remove(self) -> None:
         shutil.rmtree(Path(self.blocks_file).parents[1])
 
-    def _plain(self, call: Callable[[int, list[memoryview], int], int]) -> Run:
+    def _plain(self, call: Callable[[int, list[memoryview], int], int]) -> TimedRun:
         flags = os.O_RDWR | (os.O_DIRECT if self.is_direct else 0)
         file = os.open(self.blocks_file, flags)
         try:
@@ -51,7 +51,7 @@ class FileUnderTest(SlotsUnderTest):
         finally:
             os.close(file)
 
-    def _timed(self, act: Callable[[], object]) -> Run:
+    def _timed(self, act: Callable[[], object]) -> TimedRun:
         if self.is_direct:
             return super()._timed(act)
 

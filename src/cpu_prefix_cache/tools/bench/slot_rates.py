@@ -43,7 +43,7 @@ class SlotRate(NamedTuple):
     cpu_ms_per_gb: float
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     seconds: float
     cpu_seconds: float
 
@@ -73,10 +73,10 @@ class SlotsUnderTest(ABC):
         """In one run."""
         return self.slots * self.slot_bytes
 
-    def write(self) -> Run:
+    def write(self) -> TimedRun:
         return self._timed(lambda: self._run(Direction.STORE))
 
-    def read(self) -> Run:
+    def read(self) -> TimedRun:
         """Every slot must be as it was written."""
         before = self.copier.statistics().refused
         run = self._timed(lambda: self._run(Direction.LOAD))
@@ -86,11 +86,11 @@ class SlotsUnderTest(ABC):
         return run
 
     @abstractmethod
-    def plain_write(self) -> Run:
+    def plain_write(self) -> TimedRun:
         """Write without records. Slot contents are undefined afterwards."""
 
     @abstractmethod
-    def plain_read(self) -> Run: ...
+    def plain_read(self) -> TimedRun: ...
 
     @abstractmethod
     def remove(self) -> None:
@@ -145,10 +145,10 @@ class SlotsUnderTest(ABC):
     def _order(self) -> list[int]:
         return self._random.sample(range(self.slots), self.slots)
 
-    def _timed(self, act: Callable[[], object]) -> Run:
+    def _timed(self, act: Callable[[], object]) -> TimedRun:
         began, cpu = time.perf_counter(), time.process_time()
         act()
-        return Run(time.perf_counter() - began, time.process_time() - cpu)
+        return TimedRun(time.perf_counter() - began, time.process_time() - cpu)
 
 
 def key_of(slot: int) -> bytes:
@@ -157,13 +157,13 @@ def key_of(slot: int) -> bytes:
 
 def measure_slots(slots: SlotsUnderTest, repeats: int = REPEATS) -> Iterator[SlotRate]:
     """The medians of `repeats` runs of each way, in turn."""
-    ways: dict[tuple[str, str], Callable[[], Run]] = {
+    ways: dict[tuple[str, str], Callable[[], TimedRun]] = {
         (VERIFIED, "write"): slots.write,
         (VERIFIED, "read"): slots.read,
         (PLAIN, "write"): slots.plain_write,
         (PLAIN, "read"): slots.plain_read,
     }
-    runs: dict[tuple[str, str], list[Run]] = {way: [] for way in ways}
+    runs: dict[tuple[str, str], list[TimedRun]] = {way: [] for way in ways}
     slots.write()
     for _ in range(repeats):
         for way, run in ways.items():
@@ -172,7 +172,7 @@ def measure_slots(slots: SlotsUnderTest, repeats: int = REPEATS) -> Iterator[Slo
         yield rate(method, slots, direction, some)
 
 
-def rate(method: str, slots: SlotsUnderTest, direction: str, runs: Sequence[Run]) -> SlotRate:
+def rate(method: str, slots: SlotsUnderTest, direction: str, runs: Sequence[TimedRun]) -> SlotRate:
     size = slots.moved_bytes / 1e9
     seconds, cpu = median(run.seconds for run in runs), median(run.cpu_seconds for run in runs)
     return SlotRate(method, slots.slot_bytes, direction, size / seconds, 1e3 * cpu / size)

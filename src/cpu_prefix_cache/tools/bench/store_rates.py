@@ -11,7 +11,7 @@ from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.stores.keyed_slots import DELETE_SECONDS, GET_SECONDS, PUT_SECONDS, KeyedSlots
 from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
-from cpu_prefix_cache.tools.bench.slot_rates import Run, SlotsUnderTest, key_of, planner_for
+from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest, TimedRun, key_of, planner_for
 
 DELETED_AT_ONCE = 64  # values
 
@@ -29,15 +29,15 @@ class StoreUnderTest(SlotsUnderTest):
         self._plain = [f"{name}.plain" for name in self._names]
         super().__init__(keyed, planner, where)
 
-    def write(self) -> Run:
+    def write(self) -> TimedRun:
         self._delete(self._names)
         return super().write()
 
-    def plain_write(self) -> Run:
+    def plain_write(self) -> TimedRun:
         self._delete(self._plain)
         return self._timed(lambda: self._in_threads(self._each(self._store.put_from, PUT_SECONDS, "did not take")))
 
-    def plain_read(self) -> Run:
+    def plain_read(self) -> TimedRun:
         return self._timed(lambda: self._in_threads(self._each(self._store.get_into, GET_SECONDS, "does not have")))
 
     def remove(self) -> None:

@@ -48,7 +48,7 @@ def run_tier(args: argparse.Namespace) -> int:
     return 0
 
 
-class Measured(NamedTuple):
+class MeasuredSlots(NamedTuple):
     """`where` the slots are, and `what` was measured, for people."""
 
     where: str
@@ -57,7 +57,7 @@ class Measured(NamedTuple):
     is_direct: bool
 
 
-def file_measured(text: str) -> Measured:
+def file_measured(text: str) -> MeasuredSlots:
     """PATH[:SIZE], by all sizes of slots."""
     path, size = path_and_size(text)
     os.close(open_path(path))
@@ -71,10 +71,10 @@ def file_measured(text: str) -> Measured:
             rates += measured(file)
             is_direct = file.is_direct
     what = f"a file of {show_bytes(size)} in {path}, {'O_DIRECT' if is_direct else BUFFERED}"
-    return Measured(path, what, rates, is_direct)
+    return MeasuredSlots(path, what, rates, is_direct)
 
 
-def store_measured(url: str) -> Measured:
+def store_measured(url: str) -> MeasuredSlots:
     """By all sizes of values."""
     where, store = SharedTier(url).address, open_store(url)
     rates: list[SlotRate] = []
@@ -85,7 +85,7 @@ def store_measured(url: str) -> Measured:
         raise PrefixCacheError(f"the store at {where} failed: {error}") from error
     finally:
         store.close()
-    return Measured(where, f"values of {show_bytes(STORE_BYTES)} in {where}", rates, is_direct=False)
+    return MeasuredSlots(where, f"values of {show_bytes(STORE_BYTES)} in {where}", rates, is_direct=False)
 
 
 def measured(slots: SlotsUnderTest) -> list[SlotRate]:

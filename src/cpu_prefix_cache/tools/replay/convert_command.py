@@ -22,7 +22,7 @@ from cpu_prefix_cache.tools.replay.lines import TraceError
 from cpu_prefix_cache.tools.replay.options import positive, rate
 from cpu_prefix_cache.tools.replay.request_logs import RequestLog
 from cpu_prefix_cache.tools.replay.sharing import describe_sharing
-from cpu_prefix_cache.tools.replay.tokenizer import Tokenizer
+from cpu_prefix_cache.tools.replay.tokenizer import FolderTokenizer
 from cpu_prefix_cache.tools.replay.trace_guesses import LOG_BLOCK_TOKENS, SHORTEST_MS, UNITS_A_SECOND, time_unit_of
 
 EVERY, PAUSE = 1.0, 60.0
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args.out, args.logs)
     if args.chat_template is not None and args.tokenizer is None:
         raise ConfigurationError("--chat-template is for --tokenizer, which makes token ids of its text")
-    tokenizer = None if args.tokenizer is None else Tokenizer(args.tokenizer, args.chat_template)
+    tokenizer = None if args.tokenizer is None else FolderTokenizer(args.tokenizer, args.chat_template)
     logs = [RequestLog(path, args.skip_bad_lines) for path in args.logs]
     converter = Converter(tokenizer, args.block_tokens, args.every, args.pause)
     requests = [request for log in logs for request in converter.convert(log)]

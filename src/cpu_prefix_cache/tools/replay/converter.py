@@ -7,7 +7,7 @@ from cpu_prefix_cache.tools.replay.lines import BadLine, TraceError
 from cpu_prefix_cache.tools.replay.request_bodies import Content
 from cpu_prefix_cache.tools.replay.request_logs import Recorded, RequestLog
 from cpu_prefix_cache.tools.replay.sharing import Apart, ApartHasher
-from cpu_prefix_cache.tools.replay.tokenizer import Tokenizer
+from cpu_prefix_cache.tools.replay.tokenizer import FolderTokenizer
 
 MADE_UP, OF_DAY, NUMBERS = "missing", "a time of the day", "a number"
 
@@ -29,7 +29,7 @@ class Converter:
     paused    questions that came --pause seconds after the one before, because their conversation has one time for all
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, block_tokens: int, every: float, pause: float) -> None:
+    def __init__(self, tokenizer: FolderTokenizer | None, block_tokens: int, every: float, pause: float) -> None:
         self._tokenizer = tokenizer
         self._hasher = ApartHasher(block_tokens)
         self._numbers: dict[bytes, int] = {}

@@ -18,7 +18,7 @@ from cpu_prefix_cache.tools.replay.chat_messages import Chat
 from cpu_prefix_cache.tools.replay.lines import BadLine
 
 
-class Tokenizer:
+class FolderTokenizer:
     """Raises ConfigurationError for a folder without a tokenizer, or without the libraries."""
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:

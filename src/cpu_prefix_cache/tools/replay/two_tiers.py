@@ -97,7 +97,7 @@ class ReplayEngine:
         prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1)
         on_device = self.gpu.resident_run(keys, 0, len(keys))
         answer = self.lookup(prompt, on_device * self.block_tokens, request.now)
-        running = Running(self, prompt, on_device, request.now)
+        running = ReplayedRequest(self, prompt, on_device, request.now)
         if isinstance(answer, Hit):
             running.load(answer.boundary, request.now)
             stop = running.blocks * self.block_tokens
@@ -121,7 +121,7 @@ class ReplayEngine:
             transfers = self.cache.step().transfers if self.cache.has_transfers else ()
 
 
-class Running:
+class ReplayedRequest:
     """A running request, whose first `blocks` blocks are cached and pinned on the device."""
 
     def __init__(self, engine: ReplayEngine, prompt: Request, on_device: int, now: float) -> None:

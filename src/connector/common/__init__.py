@@ -1,0 +1,1 @@
+"""Parts that connectors of several engines have alike: options, flags of a request, deadlines. Knows no engine."""
