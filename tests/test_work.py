@@ -6,6 +6,7 @@ from cpu_prefix_cache import (
     CPUPrefixCache,
     EngineSteps,
     HybridChunkPlanner,
+    Pending,
     PooledDevice,
     PrefixGroup,
     RankReport,
@@ -83,6 +84,20 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
             fleet.cache.step()
         assert fleet.cache.statistics().work - before[0] <= 64
         assert fleet.device.calls - before[1] <= 3 * 1_000 + 64, "a look at the first that waits"
+
+
+def test_a_lookup_that_waits_for_a_load_does_not_read_the_whole_prompt(monkeypatch):
+    """A convoy: all but the first prompt on a prefix are looked up in each step, while threads of the process copy."""
+    prefix, *others = ["".join(chr(1_000 * number + at) for at in range(60)) for number in range(1, 8)]
+    engine = Engine("lazy", device=200, host=400)
+    for prompt in (prefix, *others):
+        engine.serves(prompt)
+    assert engine.asks(prefix + "z").boundary == 60 * 4
+    assert engine.starts("first", prefix + "y") is not None
+    monkeypatch.setattr(engine.cache.coordinator, "longest_boundary", None)
+    assert isinstance(engine.asks(prefix + "z"), Pending)
+    with pytest.raises(TypeError):
+        engine.asks("another")
 
 
 class CountingDevice(PooledDevice):

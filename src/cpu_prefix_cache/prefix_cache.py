@@ -147,6 +147,9 @@ class CPUPrefixCache:
         Changes one thing only: after an answer Pending for lack of device blocks, all later loads of this step are
         Pending too (rule 12). `now` is in seconds, of any clock that does not run backwards.
         """
+        loading = self._loading(request, n0)
+        if loading is not None and now < loading.deadline and not self.is_off:
+            return Pending(loading.deadline)
         boundary = self.coordinator.longest_boundary(request.keys, n0, request.num_tokens)
         is_worth = boundary - n0 >= max(1, self.min_load_tokens)
         arriving = self._arriving(request, boundary)
@@ -500,6 +503,19 @@ class CPUPrefixCache:
                 store.follows.append(transfer)
                 transfer.followers.append(store)
         return transfer
+
+    def _loading(self, request: Request, n0: int) -> Transfer | None:
+        """The load that brings enough from `n0` on to be waited for. Found by two keys, and not by all of the prompt: a
+        convoy of prompts on one prefix is looked up in each step, while threads of the same process copy.
+        """
+        if not self._ledger.loading or not self._waits_for_loads or self.planner.has_checkpoints:
+            return None
+        keys, grid = request.keys, self.planner.grid_tokens
+        end = self.planner.chunks_to_resume(-(-(n0 + max(1, self.min_load_tokens)) // grid))
+        if end > min(self.planner.findable_chunks(request.num_tokens), len(keys)):
+            return None
+        first = self._ledger.loading.get(keys[n0 // grid])
+        return None if first is None or self._ledger.loading.get(keys[end - 1]) is not first else first
 
     def _arriving(self, request: Request, boundary: int) -> Transfer | None:
         """The store of the chunk at `boundary`, which has left the device, if enough is in flight to wait for."""

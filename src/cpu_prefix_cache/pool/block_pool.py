@@ -188,9 +188,9 @@ class BlockPool:
         """
         end = self._forest.resident_run(keys, start, stop)
         if self._num_absent and end > start:
-            state = self._state
             path = self._forest.path(self._forest.find(keys[end - 1]), end - start)
-            return next((at for at, node in enumerate(path, start) if state[node] == ABSENT), end)
+            absent = bytes(map(self._state.__getitem__, path)).find(ABSENT)
+            return end if absent < 0 else start + absent
         return end
 
     def path(self, node: int, length: int) -> list[int]:
