@@ -72,7 +72,7 @@ class LazyEngine:
         self.slots.check_valid()
 
     def on_its_way(self) -> set[bytes]:
-        return {key for transfer in self.cache._ledger for key in transfer.keys}
+        return {key for transfer in self.cache.edge.ledger for key in transfer.keys}
 
     def is_reachable(self, key: bytes) -> bool:
         """Whether all that this chunk hangs below is on the device or on the host."""

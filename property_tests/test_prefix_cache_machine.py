@@ -340,7 +340,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def is_stored_now(self, key: bytes) -> bool:
         """Whether a store in flight carries the chunk, even one not handed to the ranks yet, and it left the device."""
-        return key in self.cache._ledger.writing and not self.slots.match([key])
+        return key in self.cache.edge.ledger.writing and not self.slots.match([key])
 
     def start_load(self, sequence: Sequence, boundary: int) -> None:
         slots = sequence.holding.slots[sequence.n0 // GRID : boundary // GRID]
@@ -499,7 +499,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return found
 
     def is_cancelled(self, id: int) -> bool:
-        return next(each for each in self.cache._ledger if each.id == id).is_cancelled
+        return next(each for each in self.cache.edge.ledger if each.id == id).is_cancelled
 
     @rule(
         copies=st.lists(st.tuples(positions, positions, st.sampled_from([False, False, False, True])), max_size=4),
@@ -761,7 +761,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         now = self.cache.statistics()
         assert now.running == now.storing == now.loading == 0
         assert now.pool.pinned == now.pool.writing == now.pool.retired == 0
-        assert not self.cache._ledger.writing and not self.cache._ledger.loading
+        assert not self.cache.edge.ledger.writing and not self.cache.edge.ledger.loading
         if isinstance(self.slots, QueueSlots):
             assert not any(self.slots.references.values()), "a hold was not given back"
         else:

@@ -391,7 +391,7 @@ class WithTier(PrefixCacheMachine):
                     memory[block] = content
 
     def is_alive_below(self, id: int) -> bool:
-        transfer = self.cache.below._ledger.get(id)
+        transfer = self.cache.below.edge.ledger.get(id)
         return transfer is not None and not transfer.is_cancelled
 
     def right(self, label: Label) -> Any:
@@ -433,7 +433,7 @@ class WithTier(PrefixCacheMachine):
         self.hear_below(TierReport(late, (), self.tiers[rank].next_generation, 0, (), False))
 
     def hear_below(self, report: TierReport) -> None:
-        ledger = self.cache.below._ledger
+        ledger = self.cache.below.edge.ledger
         before = {transfer.id for transfer in ledger}
         planned = {
             (slot, self.cache.below._generations[slot])
@@ -533,7 +533,7 @@ class WithTier(PrefixCacheMachine):
     @precondition(lambda self: self.shut)
     @rule()
     def the_tiers_open(self) -> None:
-        assert not self.cache.below.can_be_read and self.cache.below.statistics().pool.cached == 0
+        assert not self.cache.below.can_be_read and self.cache.below.edge.statistics().pool.cached == 0
         self.shut.clear()
         self.the_tier_ends()
 
@@ -543,7 +543,7 @@ class WithTier(PrefixCacheMachine):
                 if rank not in move.copied and kept and kept[(at + rank) % len(kept)]:
                     self.move(move, rank, fails=False)
 
-    @precondition(lambda self: self.cache.statistics().pool.cached or self.cache.below.statistics().pool.cached)
+    @precondition(lambda self: self.cache.statistics().pool.cached or self.cache.below.edge.statistics().pool.cached)
     @rule(sure=st.sampled_from([False, False, True]))
     def the_weights_change(self, sure: bool) -> None:
         if sure:
@@ -564,7 +564,7 @@ class WithTier(PrefixCacheMachine):
 
         What is known before the ranks have reported is taken in later, and only if no reset came first.
         """
-        opened = self.tiers[0].next_generation if self.cache.below.epoch else 0
+        opened = self.tiers[0].next_generation if self.cache.below.edge.epoch else 0
         floor = max(self.cache.below._first, opened, *(tier.floor for tier in self.tiers))
         for rank, tier in enumerate(self.tiers):
             for slot, record in tier.records.items():
@@ -589,7 +589,7 @@ class WithTier(PrefixCacheMachine):
     @invariant()
     def moving_blocks_are_held(self) -> None:
         host, slots = set(self.cache.pool.free), set(self.cache.below.pool.free)
-        for transfer in self.cache.below._ledger:
+        for transfer in self.cache.below.edge.ledger:
             landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
             for copy in transfer.plan.copies:
                 assert landed or host.isdisjoint(copy.device_blocks), "a host block that a tier copies can be reused"
@@ -629,10 +629,10 @@ class WithTier(PrefixCacheMachine):
                 break
         assert at_rest == 3, "it never comes to rest"
         super().teardown()
-        below = self.cache.below.statistics()
+        below = self.cache.below.edge.statistics()
         assert below.storing == below.loading == 0
         assert below.pool.pinned == below.pool.writing == below.pool.retired == 0
-        assert not self.cache.below._ledger.writing and not self.cache.below._ledger.loading
+        assert not self.cache.below.edge.ledger.writing and not self.cache.below.edge.ledger.loading
         assert not self.cache._slices and not self.cache._wants and not self.cache._admitted_wants
         host = self.cache.statistics().pool
         assert host.pinned == host.writing == host.retired == 0

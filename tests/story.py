@@ -1,6 +1,6 @@
 """A short vocabulary for tests. A prompt is letters, one to a chunk; the key of a chunk is all the letters up to it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cpu_prefix_cache import (
@@ -82,11 +82,10 @@ class Shelf:
         return [self.pool.key(block).decode() for block in self.pool.soonest_evicted()]
 
 
-class WholePrompts(CPUPrefixCache):
-    """As above a tier: what is on the host is there with all that it hangs below."""
-
-    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
-        return False
+def whole_prompts(planner: HybridChunkPlanner, device: PooledDevice, **options: Any) -> CPUPrefixCache:
+    """A cache that holds each chunk with all that it hangs below: its device notes nothing of what it hands out."""
+    device.handed_out = lambda: None  # type: ignore[method-assign]  # for this device alone
+    return CPUPrefixCache(planner, device, **options)
 
 
 class Engine:
@@ -98,7 +97,7 @@ class Engine:
         device: int = 16,
         host: int = 16,
         ranks: int = 1,
-        cache: type[CPUPrefixCache] = CPUPrefixCache,
+        cache: Callable[..., CPUPrefixCache] = CPUPrefixCache,
         hands_out_first: bool = False,
         **options: Any,
     ) -> None:
@@ -210,7 +209,7 @@ class Engine:
         return moved
 
     def transfer(self, id: int) -> Any:
-        return next(each for each in self.cache._ledger if each.id == id)
+        return next(each for each in self.cache.edge.ledger if each.id == id)
 
     def reserves(self, prompt: str) -> Lease | None:
         return self.cache.reserve(Request("reserves", chain(prompt), 1_000), len(prompt) * GRID)

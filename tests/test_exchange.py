@@ -106,7 +106,7 @@ def test_a_load_and_its_stores_that_fail_together_are_one_failure():
     _, [exchanged], [other] = planned(engine, load)
     for _ in range(2):
         engine.reports({other.id}, failed={load, exchanged.id})
-    assert engine.cache._completion._failures_in_a_row == {Direction.STORE: 0, Direction.LOAD: 1}
+    assert engine.cache.edge._completion._failures_in_a_row == {Direction.STORE: 0, Direction.LOAD: 1}
 
 
 def test_others_wait_for_what_is_on_its_way_to_the_device():

@@ -25,7 +25,7 @@ from cpu_prefix_cache.eviction.survival import BINS
 from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.offload.lazy import MARGIN
 from property_tests.engines import QueueSlots, cache_options
-from tests.story import ATTENTION, GRID, Engine, WholePrompts, chain
+from tests.story import ATTENTION, GRID, Engine, chain, whole_prompts
 
 # Eager
 
@@ -159,7 +159,7 @@ def test_lazy_may_look_over_all_of_the_device():
 
 
 def test_lazy_above_a_tier_stores_ancestors_first():
-    engine = lazy(max_tokens=4 * GRID, cache=WholePrompts)
+    engine = lazy(max_tokens=4 * GRID, cache=whole_prompts)
     engine.serves("ab")
     engine.serves("xyz")
     assert {"a", "ab"} <= engine.host
@@ -180,7 +180,7 @@ def test_a_hot_common_prefix_stays_on_the_device_alone():
 
 
 def test_a_step_above_a_tier_stores_no_more_than_its_budget_and_no_child_without_its_parent():
-    engine = Engine("lazy", device=12, max_tokens=2 * GRID, cache=WholePrompts)
+    engine = Engine("lazy", device=12, max_tokens=2 * GRID, cache=whole_prompts)
     engine.starts("r", "abcdef")
     engine.computes("r")
     engine.ends("r")
@@ -213,7 +213,7 @@ def test_blocks_in_flight_count_as_covered_and_are_held():
 
 def test_where_too_little_waits_lazy_is_eager_with_whole_prompts():
     """Blocks of what runs are handed out as soon as it ends, or is preempted: maybe before the next look."""
-    engine, stored = lazy(cache=WholePrompts), []
+    engine, stored = lazy(cache=whole_prompts), []
     for prompt in ("ab", "cd", "e", "f"):
         engine.starts(prompt, prompt)
         engine.computes(prompt)
@@ -294,7 +294,7 @@ def test_admitted_tokens_are_not_yet_computed():
 
 def loading(mode, *others, **options):
     """Two prompts of two chunks, and the others, are on the host alone, and the first is being loaded."""
-    engine = Engine(mode, device=8, host=32, max_tokens=GRID, cache=WholePrompts, **options)
+    engine = Engine(mode, device=8, host=32, max_tokens=GRID, cache=whole_prompts, **options)
     for prompt in ("xy", "zw", *others, *"01234567"):
         engine.serves(prompt)
     assert engine.asks("xy") == engine.asks("zw") == Hit(2 * GRID)  # whatever they take: the link is free
@@ -487,7 +487,7 @@ def test_several_stores_of_one_step_keep_the_order_of_the_device(at_once):
 def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, stored):
     """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
     6 chunks that steps until the report can allocate, and as many again as are held."""
-    options = {"max_tokens": 2 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": WholePrompts}
+    options = {"max_tokens": 2 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(slots, "abcdefgh", width=width, **options)
     device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
     (transfer,) = cache.step().transfers
@@ -496,7 +496,7 @@ def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, st
 
 def test_running_blocks_are_not_stored_because_ancestors_of_waiting_ones_are_held():
     """They are missing from the order as if the device were all in use, and come back."""
-    sizes = {"host_blocks": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48, "cache": WholePrompts}
+    sizes = {"host_blocks": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(66, "z", "abcdefghijklmnop", **sizes)
     device.take([], 0, 14)  # what nobody has used
     first, second = sorted(cache.step().transfers, key=lambda each: each.num_bytes)
@@ -670,7 +670,7 @@ def test_blocks_that_a_load_overwrites_are_stored_before_it(load_ends):
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
     """Most of it stood behind the stretch, which goes on being looked at."""
-    sizes = {"max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": WholePrompts}
+    sizes = {"max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(60, "abcdefgh", "klm", **sizes)
     device.let_go(device.take([], 0, 45))  # four others wait before the first, these behind the second
     stored = []
@@ -722,7 +722,7 @@ def test_an_aborted_request_stores_only_what_was_computed(mode):
     assert engine.is_at_rest()
 
 
-@pytest.mark.parametrize("cache", [CPUPrefixCache, WholePrompts])
+@pytest.mark.parametrize("cache", [CPUPrefixCache, whole_prompts])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_front(policy, cache):
     engine = Engine("lazy", device=16, host=4, policy=policy, cache=cache)
@@ -742,7 +742,7 @@ def rests(cache):
     return cache.statistics().work - before
 
 
-@pytest.mark.parametrize("cache", [CPUPrefixCache, WholePrompts])
+@pytest.mark.parametrize("cache", [CPUPrefixCache, whole_prompts])
 def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_a_use(cache):
     device, cache = lazy_on_a_queue(24, *"abcdef", cache=cache, host_blocks=2, max_tokens=4 * GRID, report_steps=1)
     device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
@@ -761,7 +761,7 @@ def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_a_use(cache):
 
 def test_a_small_host_does_not_store_a_whole_prompt_twice():
     """Chunks that are preempted are stored at once, and take their place before the front comes to them."""
-    options = {"host_blocks": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": WholePrompts}
+    options = {"host_blocks": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(30, "abcd", **options)
     holding = device.take([], 0, 4)
     device.let_go(device.take([], 0, 22))
@@ -782,7 +782,7 @@ def test_a_small_host_does_not_store_a_whole_prompt_twice():
 
 def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_it_was_recomputed():
     """It has left the device meanwhile, and that was not noticed yet."""
-    options = {"host_blocks": 2, "max_tokens": GRID, "ahead_blocks": 2, "cache": WholePrompts}
+    options = {"host_blocks": 2, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(4, "ab", "c", "d", **options)
     rests(cache)
     for prompt in ("e", "f"):
@@ -797,7 +797,7 @@ def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_it_was_recomput
 
 def test_descendants_of_evicted_chunks_are_walked_once():
     prompts = ("a" + "x" * 9, "c" * 10, "a" + "y" * 40)
-    options = {"host_blocks": 10, "max_tokens": 160 * GRID, "ahead_blocks": 61, "cache": WholePrompts}
+    options = {"host_blocks": 10, "max_tokens": 160 * GRID, "ahead_blocks": 61, "cache": whole_prompts}
     device, cache = lazy_on_a_queue(110, *prompts, **options)
     device.let_go(device.take([], 0, 50))
     assert rests(cache) < 8 * 60
@@ -836,8 +836,8 @@ def test_declined_chunks_are_not_offered_again_in_every_step(policy):
         ("eager", CPUPrefixCache, 1.1, "uvwxyz"),
         ("lazy", CPUPrefixCache, 0.9, "abcdef"),
         ("lazy", CPUPrefixCache, 1.1, "uvwxyz"),
-        ("lazy", WholePrompts, MARGIN - 0.1, "abcdef"),
-        ("lazy", WholePrompts, MARGIN + 0.1, "uvwxyz"),
+        ("lazy", whole_prompts, MARGIN - 0.1, "abcdef"),
+        ("lazy", whole_prompts, MARGIN + 0.1, "uvwxyz"),
     ],
 )
 def test_lazy_moves_bytes_only_for_what_is_worth_clearly_more_than_what_leaves(mode, cache, times, host):
@@ -873,7 +873,7 @@ def test_a_policy_counts_hits_on_the_device(mode):
 
 
 def test_a_chunk_that_is_declined_does_not_stop_the_walk():
-    engine = Engine("lazy", device=6, host=12, cache=WholePrompts)
+    engine = Engine("lazy", device=6, host=12, cache=whole_prompts)
     engine.cache.pool.choose = lambda parent, keys, needs, **_: Choice(0 if keys[0].startswith(b"x") else len(keys))
     for prompt in ("xy", "ab", "cd"):
         engine.serves(prompt)

@@ -880,7 +880,7 @@ def test_no_more_waits_for_room_than_the_device_can_have():
             engine.computes(id)
             engine.preempts(id)
             engine.copies()
-        assert 0 < len(engine.cache._offload._retries) <= 8 // 3
+        assert 0 < len(engine.cache.edge.offload._retries) <= 8 // 3
 
 
 def test_evicted_or_reset_chunks_are_not_stored_as_the_host_becomes_ready():
@@ -966,5 +966,5 @@ def test_a_retry_leaves_what_is_due_of_the_same_request_admitted_again(mode: str
     engine.starts("r", "abcdef")
     engine.computes("r")
     engine.cache.report(RankReport(0, ready_blocks=8))
-    due = engine.cache._offload._due
+    due = engine.cache.edge.offload._due
     assert "r" in due, "the retry of the request that was preempted took the store of the one that runs"

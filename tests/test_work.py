@@ -115,7 +115,7 @@ class CountingDevice(PooledDevice):
 def test_a_step_in_which_nothing_happens_reads_no_order(in_use):
     """On a device that is a pool of ours too, where nearly all is in use and where nothing is."""
     engine = Engine("lazy", device=200, host=400, max_tokens=16)
-    device = engine.cache._device = engine.cache._offload._device = CountingDevice(engine.gpu)
+    device = engine.cache._device = engine.cache.edge.offload._device = CountingDevice(engine.gpu)
     for number in range(3):
         engine.serves("".join(chr(1_000 * (number + 1) + at) for at in range(60)))
     engine.gpu.pin(*engine.gpu.allocate(in_use))
@@ -206,7 +206,7 @@ def test_bad_blocks_are_looked_for_only_when_there_are_some():
         def __iter__(self):
             raise AssertionError("all transfers were gone through for nothing")
 
-    fleet.cache._completion._ledger = Never()
+    fleet.cache.edge._completion._ledger = Never()
     fleet.cache.invalidated(())
     with pytest.raises(AssertionError, match="for nothing"):
         fleet.cache.invalidated((0,))  # the control: this one has to look

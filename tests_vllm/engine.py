@@ -841,7 +841,7 @@ class Engine:
         self.now += 120
         self.step()
         self.drain()
-        below = self.below.statistics()
+        below = self.below.edge.statistics()
         assert (below.storing, below.loading) == (0, 0)
         assert (below.pool.pinned, below.pool.writing, below.pool.retired) == (0, 0, 0)
         assert not (self.cache._wants or self.cache._slices)
@@ -958,9 +958,9 @@ class Engine:
         answer = lookup(request, n0, now)
         best = longest_boundary(self.cache, request, n0)
         at = n0 // self.cache.planner.grid_tokens
-        is_awaited = at < len(request.keys) and request.keys[at] in self.cache._ledger.loading
+        is_awaited = at < len(request.keys) and request.keys[at] in self.cache.edge.ledger.loading
         behind = best // self.cache.planner.grid_tokens
-        is_awaited |= behind < len(request.keys) and request.keys[behind] in self.cache._ledger.writing
+        is_awaited |= behind < len(request.keys) and request.keys[behind] in self.cache.edge.ledger.writing
         expected = {Hit: best > n0, Miss: best == n0, Pending: best > n0 or is_awaited or self.below is not None}
         assert expected[type(answer)], f"{answer}, but the oracle says {best} after {n0}"
         assert not isinstance(answer, Hit) or answer.boundary == best

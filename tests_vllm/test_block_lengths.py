@@ -285,10 +285,10 @@ def test_a_chunk_of_several_hashes_has_the_last_of_them_as_its_key_once_it_is_fu
 
 def test_a_step_allocates_as_many_blocks_as_its_tokens_take_in_all_groups(start):  # noqa: F811
     engine = start([full(block=8), full()], step_tokens=48)
-    assert engine.cache._offload._step_blocks() == 6 + 12
+    assert engine.cache.edge.offload._step_blocks() == 6 + 12
     engine.submit(list(range(30)))
     engine.step()
-    assert engine.cache._offload._step_blocks() == 6 + 12 + 2  # and each request may begin one in each
+    assert engine.cache.edge.offload._step_blocks() == 6 + 12 + 2  # and each request may begin one in each
 
 
 # The order in which blocks leave

@@ -33,9 +33,10 @@ from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Reques
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
-from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW, Completion
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
+from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.late import Late
 from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
@@ -43,17 +44,13 @@ from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
-from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool, num_bytes
-from cpu_prefix_cache.pool.states import BlockState
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
 logger = logging.getLogger(__name__)
 
-# A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
-# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
-PENDING_GRACE_SECONDS = 0.05
 # A request for what has left the device and is on its way to the host waits so long at most: a store is reported after
 # its step, and one of 8,192 tokens takes a quarter of a second (Llama 3.1 8B, one H100).
 STORE_SECONDS = 0.6
@@ -87,12 +84,13 @@ class CPUPrefixCache:
     may be used at once (default: all), and more as ranks report them. `options` are the user's, and `engine` says how
     the engine steps and what it does by itself.
 
+    With `is_above_tier` the host declines nothing and holds each chunk with all that it hangs below: so the tier has
+    the choice, and what is written there is written with what it hangs below.
+
     After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good (`is_off`).
 
     Raises ConfigurationError when the parts do not fit together.
     """
-
-    _declines = True  # whether policy and thresholds may keep a chunk out
 
     def __init__(
         self,
@@ -103,41 +101,48 @@ class CPUPrefixCache:
         ready_blocks: int | None = None,
         options: CacheOptions = USUAL_OPTIONS,
         engine: EngineTraits = USUAL_ENGINE,
+        is_above_tier: bool = False,
     ) -> None:
         _check(planner, host_blocks, options.checkpoint_interval)
         offload = options.offload
         self.planner = planner
         self._device = device
+        # Device and host hold prompts together, the end of a prompt here and its beginning there.
+        is_shared = offload == "lazy" and not planner.has_checkpoints and device.handed_out() is not None
+        is_shared = is_shared and not is_above_tier
         self.pool = new_pool(
             planner,
             host_blocks,
             options.policy,
             ready=ready_blocks,
-            thresholds=Thresholds(options.store_after, options.min_store_tokens) if self._declines else None,
+            thresholds=None if is_above_tier else Thresholds(options.store_after, options.min_store_tokens),
             log_boundaries=engine.log_boundaries,
-            beside=device.num_blocks // planner.device_blocks_per_chunk if self._shares(planner, offload) else None,
+            beside=device.num_blocks // planner.device_blocks_per_chunk if is_shared else None,
         )
         self.coordinator = KVCacheCoordinator(planner, self.pool)
-        self.epoch = 0
-        self.is_off = False
-        self._ranks = engine.ranks
         self._steps = engine.steps
         self._checkpoint_interval = options.checkpoint_interval
         self._waits_for_loads = engine.waits_for_loads
         self._exchanges = engine.exchanges and self.pool.is_shared and len(planner.pieces) == 1
-        self._ledger = TransferLedger(engine.ranks)
-        margin = MARGIN if offload == "lazy" and not self.pool.is_shared else 1.0
-        self._stores = StorePlanner(self.coordinator, device, self._ledger, margin)
-        self._offload = self._new_offload(offload)
-        self._running = RunningRequests(self.coordinator, device, self._offload, engine.steps)
-        self._completion = Completion(
-            self.pool, self._ledger, device, self._offload, self._running.__contains__, self._committed
-        )
-        self._break_even = BreakEven(options.min_load_tokens, planner.chunk_bytes / planner.grid_tokens, engine.ranks)
+        margin = MARGIN if offload == "lazy" and not is_shared else 1.0
+        stores = StorePlanner(self.coordinator, device, TransferLedger(engine.ranks), margin)
+        when = self._new_offload(stores, offload)
+        self._running = RunningRequests(self.coordinator, device, when, engine.steps)
+        rates = BreakEven(options.min_load_tokens, planner.chunk_bytes / planner.grid_tokens, engine.ranks)
+        self.edge = Edge(stores, when, rates, running=self._running)
         self._is_full = False  # in this step a load had no room beside others
-        self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
         self._hit_tokens = self._union_misses = 0
         self._work = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of resets so far."""
+        return self.edge.epoch
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is found nor stored any more."""
+        return self.edge.is_off
 
     # Questions
 
@@ -193,7 +198,7 @@ class CPUPrefixCache:
 
     def filling(self) -> dict[int, Hashable | None]:
         """The device blocks that loads fill which no rank, or not every one, has reported; each with its request."""
-        loads = self._ledger.loads.values()
+        loads = self.edge.ledger.loads.values()
         return {block: load.request_id for load in loads for copy in load.plan.copies for block in copy.device_blocks}
 
     def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
@@ -226,8 +231,8 @@ class CPUPrefixCache:
             if self._exchanges and self.pool.is_scarce and not running.stale:  # else it is not stored again
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
             pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
-        before = self._offload.save(device_blocks, read) if nodes else ()  # else they are computed into
-        running.load = self._plan_load(request_id, keys, pin, copies, device_blocks, now, before)
+        before = self.edge.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
+        running.load = self.edge.load(request_id, keys, pin, copies, device_blocks, now, before)
         self._work += stop - start
         return running.load.id
 
@@ -275,7 +280,7 @@ class CPUPrefixCache:
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0
-        self._offload.used(request.keys, self.planner.full_chunks(n0))
+        self.edge.offload.used(request.keys, self.planner.full_chunks(n0))
 
     def due(self) -> list[Hashable]:
         """The requests that may have crossed a boundary since `computed` was last called for them.
@@ -305,20 +310,14 @@ class CPUPrefixCache:
         """An engine step begins: what all ranks are to copy after the compute of the steps before."""
         self._running.begin_step()
         self._is_full = False
-        if self.is_off:
-            self._offload.invalidated()  # blocks that leave the device are not stored
-        else:
-            self._offload.plan()
-        plans, cancelled = self._ledger.launch()
-        return StepPlan(self.epoch, plans, cancelled, self._ledger.resolved_below, self._ledger.take_resolved())
+        return self.edge.begin_step()
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan, now that it has gone out to the ranks.
 
         Optional: `report` and the next `step` do so too.
         """
-        if not self.is_off:
-            self._offload.catch_up()
+        self.edge.catch_up()
 
     def preempted(self, request_id: Hashable, num_tokens: int = 0) -> None:
         """The request lost its device blocks and will be admitted again. What it computed is stored, at once or when
@@ -330,7 +329,7 @@ class CPUPrefixCache:
         running = self._running.leave(request_id)
         if running is not None:
             self._running.keep_last(running, num_tokens if running.decodes else None)
-            self._offload.preempted(running)
+            self.edge.offload.preempted(running)
             self._note_useless(running)
 
     def finished(self, request_id: Hashable, num_tokens: int) -> None:
@@ -338,7 +337,7 @@ class CPUPrefixCache:
         running = self._running.leave(request_id)
         if running is not None:
             self._running.keep_last(running, num_tokens)
-            self._offload.ended(running)
+            self.edge.offload.ended(running)
             self._note_useless(running)
 
     def report(self, report: RankReport) -> list[Resolved]:
@@ -346,27 +345,18 @@ class CPUPrefixCache:
 
         Raises MisuseError for a rank that does not exist.
         """
-        if not 0 <= report.rank < self._ranks:
-            raise MisuseError(f"rank {report.rank} reported, but there are {self._ranks} ranks")
-        if report.ready_blocks is not None and report.ready_blocks != self._ready.get(report.rank):
-            self._ready[report.rank] = report.ready_blocks
-            if len(self._ready) == self._ranks:
-                self.pool.grow(min(self._ready.values()))
-        if report.load_bytes_per_second is not None:
-            self._break_even.loads_at(report.rank, report.load_bytes_per_second)
-        for id in report.late:
-            self._completion.late(id)
-        landed = list(self._ledger.report(report.rank, report.failed, done=False))
-        landed += self._ledger.report(report.rank, report.done, done=True)
         resolved = []
-        for transfer in landed:
-            ok = self._completion.land(transfer)
+        for ended in self.edge.report(report):
+            transfer = ended.transfer
+            direction = transfer.plan.direction
             running = self._running.get(transfer.request_id)
             if running is not None and running.load is transfer:
                 running.load = None
-            resolved.append(Resolved(transfer.id, transfer.plan.direction, transfer.request_id, ok, transfer.good))
-            if self._completion.has_failed_often(transfer.plan.direction) and not self.is_off:
-                self._failed_often(transfer.plan.direction)
+            resolved.append(Resolved(transfer.id, direction, transfer.request_id, ended.ok, transfer.good))
+            self._committed(ended.committed)
+            if self.edge.has_failed_often(direction) and not self.is_off:
+                logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
+                self.turn_off()
         self.catch_up()
         return resolved
 
@@ -374,8 +364,7 @@ class CPUPrefixCache:
         """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 13), and a load
         whose hit was found before saves nothing.
         """
-        self._offload.invalidated()
-        self._completion.cancel_stores_from(device_blocks)
+        self.edge.invalidated(device_blocks)
 
     def reset(self) -> None:
         """Nothing cached before now may be used again. Never fails, takes effect at once (rule 13).
@@ -383,47 +372,35 @@ class CPUPrefixCache:
         Transfers in flight resolve as usual and register nothing. Nothing more is stored for running requests, whose
         tokens from before the reset must not be used either.
         """
-        self.epoch += 1
-        self._completion.cancel_all()
-        self.pool.reset()
-        self._offload.reset()
+        self.edge.reset()
         self._running.make_stale()
 
     def turn_off(self) -> None:
         """Miss every lookup and store nothing from now on. Transfers in flight resolve as after a reset."""
-        self.is_off = True
+        self.edge.is_off = True
         self.reset()
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds. `min_load_tokens` may follow from it."""
-        self._break_even.prefilled(num_tokens, seconds)
+        self.edge.break_even.prefilled(num_tokens, seconds)
 
     @property
     def min_load_tokens(self) -> int:
         """The shortest load, in tokens: as given, or as it follows from the rates reported."""
-        return self._break_even.least_tokens
+        return self.edge.break_even.least_tokens
 
     @property
     def has_transfers(self) -> bool:
         """Whether any transfer is planned or in flight. An idle engine keeps stepping until none is."""
-        return len(self._ledger) > 0
+        return self.edge.has_transfers
 
     def statistics(self) -> CacheStatistics:
         """Counts of what the cache holds and has done so far. O(pins)."""
-        loading = len(self._ledger.loads)
-        return CacheStatistics(
-            pool=self.pool.statistics(),
+        return self.edge.statistics(
             running=len(self._running),
-            storing=len(self._ledger) - loading,
-            loading=loading,
-            store_refusals=self._stores.refusals,
-            store_declined=self._stores.declined,
-            lost_before_store=self._offload.lost,
-            remembered=self._offload.remembered,
-            work=self._work + self._offload.work,
+            work=self._work,
             hit_tokens=self._hit_tokens,
             union_misses=self._union_misses,
-            **self._completion.counts,
         )
 
     def take_events(self) -> list[BoundaryEvent]:
@@ -435,98 +412,41 @@ class CPUPrefixCache:
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
-        self.pool.check_valid()
-        writing = [chunk for transfer in self._ledger if transfer.is_store for chunk in transfer.nodes]
-        assert len(set(writing)) == len(writing), "a block is written by two stores"
-        for node in writing:
-            assert self.pool.state(node) in (BlockState.WRITING, BlockState.RETIRED), "a store lost its blocks"
-        for key, transfer in self._ledger.writing.items():
-            assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 12)"
-            assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"
-        for transfer in self._ledger:
-            for key in transfer.keys if transfer.is_store and not transfer.is_cancelled else ():
-                assert self._ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 12)"
-            if transfer.phase is Phase.LANDED:
-                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 10)"
+        self.edge.check_valid()
 
     # Details
 
-    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
-        """Whether device and host hold prompts together, the end of a prompt here and its beginning there."""
-        return offload == "lazy" and not planner.has_checkpoints and self._device.handed_out() is not None
-
-    def _new_offload(self, mode: str) -> Offload:
+    def _new_offload(self, stores: StorePlanner, mode: str) -> Offload:
         if mode == "eager":
-            return Eager(self._stores)
-        if self.pool.is_shared:
-            return Late(self._stores)
-        return Lazy(self._stores, self._steps, lambda: self._running)
+            return Eager(stores)
+        return Late(stores) if self.pool.is_shared else Lazy(stores, self._steps, lambda: self._running)
 
-    def _committed(self, store: Transfer) -> None:
-        """The chunks of a store can be found from now on."""
-        self._offload.committed(store)
-
-    def _failed_often(self, direction: Direction) -> None:
-        logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
-        self.turn_off()
-
-    def _plan_load(
-        self,
-        request_id: Hashable,
-        keys: Sequence[bytes],
-        pin: Pin | None,
-        copies: Sequence[GroupCopy],
-        device_blocks: Sequence[int],
-        now: float,
-        before: Sequence[Transfer] = (),
-    ) -> Transfer:
-        """The load of the chunks with these keys, and of a checkpoint. `pin` is on the last of the chunks, if there are
-        any, and the checkpoint; None: they are gone. It follows the stores `before`.
-        """
-        carried = num_bytes(self.planner, copies)
-        after = tuple(store.id for store in before)
-        transfer = Transfer(
-            self._ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
-            keys,
-            (),
-            hold=self._device.hold(device_blocks),
-            held_blocks=len(device_blocks),
-            pin=pin,
-            request_id=request_id,
-            deadline=now + 2 * carried / self._break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
-        )
-        self._ledger.add(transfer)
-        read = {block for copy in copies for block in copy.host_blocks} if before else set()
-        for store in before:
-            if not read.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
-                store.plan = store.plan._replace(after=(transfer.id,))
-                store.follows.append(transfer)
-                transfer.followers.append(store)
-        return transfer
+    def _committed(self, stores: Sequence[Transfer]) -> None:
+        """The chunks of these stores can be found from now on."""
 
     def _loading(self, request: Request, n0: int) -> Transfer | None:
         """The load that brings enough from `n0` on to be waited for. Found by two keys, and not by all of the prompt: a
         convoy of prompts on one prefix is looked up in each step, while threads of the same process copy.
         """
-        if not self._ledger.loading or not self._waits_for_loads or self.planner.has_checkpoints:
+        if not self.edge.ledger.loading or not self._waits_for_loads or self.planner.has_checkpoints:
             return None
         keys, grid = request.keys, self.planner.grid_tokens
         end = self.planner.chunks_to_resume(-(-(n0 + max(1, self.min_load_tokens)) // grid))
         if end > min(self.planner.findable_chunks(request.num_tokens), len(keys)):
             return None
-        first = self._ledger.loading.get(keys[n0 // grid])
-        return None if first is None or self._ledger.loading.get(keys[end - 1]) is not first else first
+        first = self.edge.ledger.loading.get(keys[n0 // grid])
+        return None if first is None or self.edge.ledger.loading.get(keys[end - 1]) is not first else first
 
     def _arriving(self, request: Request, boundary: int) -> Transfer | None:
         """The store of the chunk at `boundary`, which has left the device, if enough is in flight to wait for."""
         at = boundary // self.planner.grid_tokens
         stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
-        store = self._ledger.writing.get(request.keys[at]) if self._ledger.writing and at < stop else None
+        store = self.edge.ledger.writing.get(request.keys[at]) if self.edge.ledger.writing and at < stop else None
         if store is None or not self.pool.is_shared or self._device.find(request.keys[at]) is not None:
             return None
         end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens
-        return store if is_enough and all(map(self._stores.is_covered, request.keys[at:end])) else None
+        return store if is_enough and all(map(self.edge.stores.is_covered, request.keys[at:end])) else None
 
     def _awaited(self, request: Request, n0: int, boundary: int, arriving: Transfer | None, now: float) -> float | None:
         """The deadline of the transfer that a load of tokens [n0, boundary) waits for."""
@@ -534,13 +454,13 @@ class CPUPrefixCache:
             arriving.deadline = arriving.deadline or now + STORE_SECONDS
             if now < arriving.deadline:
                 return arriving.deadline
-        loading = self._ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
+        loading = self.edge.ledger.loading.get(request.keys[n0 // self.planner.grid_tokens])
         if loading is not None and now < loading.deadline:
             return loading.deadline
         if boundary == n0:  # exchanged: nobody else can load it
             return now + PENDING_GRACE_SECONDS if self._is_exchanged(request, n0) else None
         if not self.planner.has_checkpoints:  # in those, waiting costs hits
-            others = [load.deadline for load in self._ledger.loads.values() if now < load.deadline]
+            others = [load.deadline for load in self.edge.ledger.loads.values() if now < load.deadline]
             if others and not self._has_room_for(n0, boundary):
                 return min(others)
         return None
@@ -548,9 +468,10 @@ class CPUPrefixCache:
     def _is_exchanged(self, request: Request, n0: int) -> bool:
         """Whether another load is taking the chunk at `n0` from the host to the device."""
         at = n0 // self.planner.grid_tokens
-        if not self._ledger.loading or at >= min(self.planner.findable_chunks(request.num_tokens), len(request.keys)):
+        loading = self.edge.ledger.loading
+        if not loading or at >= min(self.planner.findable_chunks(request.num_tokens), len(request.keys)):
             return False
-        return request.keys[at] in self._ledger.loading and self.pool.find(request.keys[at]) is None
+        return request.keys[at] in loading and self.pool.find(request.keys[at]) is None
 
     def _has_room_for(self, n0: int, boundary: int) -> bool:
         """Whether a load of tokens [n0, boundary) takes no device block that is still to be stored, whatever else this
@@ -558,7 +479,7 @@ class CPUPrefixCache:
         for ever.
         """
         blocks = self._num_destinations(n0, boundary) + self._steps.blocks(self.planner, len(self._running))
-        if not self._is_full and not self._offload.has_room_for(blocks):
+        if not self._is_full and not self.edge.offload.has_room_for(blocks):
             self._is_full = True
         return not self._is_full
 

@@ -8,7 +8,7 @@ from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.two_tiers import ReplayEngine, replay_two_tiers
 from tests.replay.traces import random_prompts, trace_of
-from tests.story import WholePrompts
+from tests.story import whole_prompts
 
 MODES = ("lazy", "eager")
 
@@ -104,10 +104,10 @@ def test_a_load_saves_what_it_overwrites(monkeypatch):
     back = trace_of([*prompts, *(prompt + str(at) for prompt in prompts for at in range(3))])
     assert replayed(back, "lazy", 1_000, 32, horizon=1).lost_before_store == 0
 
-    def whole_prompts(engine, planner, device, options):
-        return WholePrompts(planner, device, **options)
+    def new_cache(engine, planner, device, options):
+        return whole_prompts(planner, device, **options)
 
-    monkeypatch.setattr(ReplayEngine, "new_cache", whole_prompts)  # there it does not, so lazy must look ahead
+    monkeypatch.setattr(ReplayEngine, "new_cache", new_cache)  # there it does not, so lazy must look ahead
     lost = [replayed(back, "lazy", 1_000, 32, horizon=horizon).lost_before_store for horizon in (1, 8)]
     assert lost[0] > lost[1] == 0
 

@@ -250,7 +250,7 @@ class Tiered(Engine):
         return self.cache.tier_statistics()
 
     def is_at_rest(self) -> bool:
-        below, host = self.cache.below.statistics(), self.cache.statistics()
+        below, host = self.cache.below.edge.statistics(), self.cache.statistics()
         idle = [each.pool.pinned + each.pool.writing + each.pool.retired for each in (below, host)]
         return idle == [0, 0] and not self.cache.has_transfers
 

@@ -5,7 +5,18 @@
 
 import pytest
 
-from cpu_prefix_cache import Hit, Miss, Pending, RankReport
+from cpu_prefix_cache import (
+    BlockPool,
+    CPUPrefixCache,
+    Hit,
+    HybridChunkPlanner,
+    Miss,
+    Pending,
+    PooledDevice,
+    RankReport,
+    TieredCache,
+)
+from cpu_prefix_cache.messages.tier import TierOptions
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
@@ -39,7 +50,7 @@ def test_lazy_writes_what_the_host_evicts_next():
     engine.works_off()
     assert "abcdefgh" in engine.below and not engine.below & set(chain_names("mnopqrst"))
     engine.host_has("xy")  # of the stretch
-    assert engine.cache.below.statistics().lost_before_store == 0
+    assert engine.cache.below.edge.statistics().lost_before_store == 0
     engine.works_off()
     assert engine.seen.unsaved == 0 and engine.seen.mode == "lazy"
 
@@ -60,7 +71,7 @@ def test_a_write_that_fails_leaves_nothing_to_be_found_and_is_tried_again():  # 
     engine.steps_below()
     assert engine.writes() == ["a"] and not engine.below
     engine.tier_ends(ok=False)
-    assert not engine.below and engine.cache.below.statistics().pool.free == 64
+    assert not engine.below and engine.cache.below.edge.statistics().pool.free == 64
     engine.host_forgets()
     assert engine.asks_as("r", "a") == Miss()
     engine.host_has("a")
@@ -186,7 +197,7 @@ def test_several_blocks_to_a_chunk():
     engine = Tiered(FULL, other, host=32)
     assert engine.planner.host_blocks_per_chunk == 2
     engine.tier_has("abc")
-    assert engine.cache.below.statistics().pool.cached == 6
+    assert engine.cache.below.edge.statistics().pool.cached == 6
     engine.asks_as("r", "abc")
     engine.works()
     assert engine.admits("r", "abc") == Hit(3 * GRID)
@@ -273,3 +284,28 @@ def test_a_lease_of_a_promotion_does_not_keep_the_tier_from_writing():
     engine.now = answer.deadline + LEASE_SECONDS
     engine.steps_below()
     assert engine.is_at_rest()
+
+
+def test_a_chunk_that_came_with_what_was_promoted_above_it_is_written():
+    """The store from the device lands first, and is committed when the tier has read what it hangs below."""
+    engine = Tiered()
+    engine.tier_has("ab")
+    assert isinstance(engine.asks_as("r", "ab"), Pending)
+    engine.steps_below()
+    assert list(engine.reads().values()) == [["a", "ab"]]
+    engine.starts("one", "abc")
+    engine.computes("one")
+    engine.copies()
+    assert not engine.host
+    engine.tier_ends()
+    assert engine.host == {"a", "ab", "abc"}
+    engine.works_off()
+    assert "abc" in engine.below
+
+
+def test_above_a_tier_the_host_holds_whole_prompts():
+    """A chunk is written below with all that it hangs below, so nothing of that is left to the device alone."""
+    device = PooledDevice(BlockPool(16), hands_out_first=True)
+    planner = HybridChunkPlanner([FULL], max_model_len=1_000, in_pages=True)
+    assert CPUPrefixCache(planner, device, host_blocks=16).pool.is_shared
+    assert not TieredCache(planner, device, host_blocks=16, below=TierOptions(64)).pool.is_shared

@@ -311,7 +311,7 @@ def test_pieces_that_two_checkpoints_share_are_taken_in_once():
     engine = with_others("abcd", groups=(FULL, WINDOW), checkpoints=["abc", "abcd"])
     engine.is_told("r", "abcd")
     assert engine.has_checkpoint_below("abc") and engine.has_checkpoint_below("abcd")
-    assert engine.cache.below.statistics().pool.cached == 4 + 3, "pieces of b, c and d"
+    assert engine.cache.below.edge.statistics().pool.cached == 4 + 3, "pieces of b, c and d"
 
 
 def test_pieces_of_chunks_that_are_known_already_are_queried():
@@ -348,7 +348,7 @@ def test_a_checkpoint_that_is_being_written_is_not_taken_in_again():
     engine = with_others("ab", groups=(FULL, STATE), checkpoints=["ab"])
     engine.host_has("ab", ["ab"])
     engine.asks_as("r", "abcd")
-    while checkpoint_key(b"ab") not in engine.cache.below._ledger.writing:
+    while checkpoint_key(b"ab") not in engine.cache.below.edge.ledger.writing:
         engine.tier_ends()
         engine.steps_below()
     engine.answers()

@@ -77,13 +77,13 @@ def test_several_slots_to_a_chunk():
 def test_slots_that_were_found_are_in_use():  # S8.17
     engine = restarted(["abcdefgh"], host=8, slots=16)
     told(engine)
-    assert engine.cache.below.statistics().pool.cached == 8
+    assert engine.cache.below.edge.statistics().pool.cached == 8
     engine.host_has("mnopqrst")
     engine.works_off()
     engine.host_forgets()
     engine.host_has("vwxyz")
     engine.works_off()
-    pool = engine.cache.below.statistics().pool
+    pool = engine.cache.below.edge.statistics().pool
     assert pool.cached == 16 and pool.free == 0 and "vwxyz" in engine.below  # the oldest have left
     assert pool.evictions == 5
 
@@ -249,7 +249,7 @@ def test_a_write_that_was_planned_before_a_reset_and_goes_out_after_it_writes_no
     engine.host_has("abc")
     engine.cache.step()
     engine.cache.below.demotion.plan()
-    assert any(each.is_store for each in engine.cache.below._ledger)
+    assert any(each.is_store for each in engine.cache.below.edge.ledger)
     engine.cache.reset()
     plan = engine.cache.plan_below()
     stores = [each for each in plan.step.transfers if each.direction is Direction.STORE]
@@ -265,7 +265,7 @@ def test_a_read_of_a_checkpoint_that_was_planned_before_a_reset_and_goes_out_aft
     assert engine.asks_as("r", "abcd")
     engine.cache.passed(engine.now)
     engine.cache.step()
-    assert len(engine.cache.below._ledger.loads) > 0
+    assert len(engine.cache.below.edge.ledger.loads) > 0
     engine.cache.reset()
     assert all(each.copies == () for each in engine.cache.plan_below().step.transfers)
 

@@ -10,7 +10,7 @@ cancelled    it resolves when it has landed, and registers nothing
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
@@ -32,9 +32,7 @@ COUNTED = (  # as CacheStatistics names them
 
 
 class Completion:
-    """Ends the transfers of a ledger. `is_running` is true of a request that is admitted and has not ended, and
-    `committed` is called with each store whose chunks can be found from now on.
-    """
+    """Ends the transfers of a ledger. `running` are the requests that are admitted and have not ended."""
 
     def __init__(
         self,
@@ -42,29 +40,24 @@ class Completion:
         ledger: TransferLedger,
         device: Device,
         offload: Offload,
-        is_running: Callable[[Hashable], bool],
-        committed: Callable[[Transfer], None],
+        running: Container[Hashable],
     ) -> None:
         self._pool = pool
         self._ledger = ledger
         self._device = device
         self._offload = offload
-        self._is_running = is_running
-        self._committed = committed
+        self._running = running
         self._failures_in_a_row = Counter[Direction]()
         self.counts = dict.fromkeys(COUNTED, 0)
 
-    def land(self, transfer: Transfer) -> bool:
-        """All ranks have reported. Whether all succeeded and the transfer was not cancelled."""
-        ok = transfer.succeeded
+    def land(self, transfer: Transfer) -> Sequence[Transfer]:
+        """All ranks have reported. The stores whose chunks can be found since then."""
         self._count_in_a_row(transfer)
         self._device.release(transfer.hold)
         if transfer.is_store:
             self._offload.landed(transfer)
-            self._complete_stores(transfer)
-        else:
-            self._complete_load(transfer)
-        return ok
+            return self._complete_stores([transfer])
+        return self._complete_load(transfer)
 
     def has_failed_often(self, direction: Direction) -> bool:
         """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
@@ -75,8 +68,10 @@ class Completion:
         for direction, failures in self._failures_in_a_row.items():
             self._failures_in_a_row[direction] = min(failures, FAILURES_IN_A_ROW - 1)
 
-    def promoted(self, store: Transfer, ok: bool, good: int) -> None:
-        """The tier below has read what `store` waits for: the first `good` of its nodes, if all went well."""
+    def promoted(self, store: Transfer, ok: bool, good: int) -> Sequence[Transfer]:
+        """The tier below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
+        whose chunks can be found since then.
+        """
         store.phase = Phase.LANDED
         store.reports[0] = ok and good > 0
         self._device.release(store.hold)
@@ -87,7 +82,7 @@ class Completion:
                     self._cancel(follower)
             self._pool.abort(store.nodes[good:])
             self._ledger.shorten(store, good)
-        self._complete_stores(store)
+        return self._complete_stores([store])
 
     def late(self, id: int) -> None:
         """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
@@ -119,7 +114,7 @@ class Completion:
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
 
-    def _complete_load(self, load: Transfer) -> None:
+    def _complete_load(self, load: Transfer) -> Sequence[Transfer]:
         self._ledger.remove(load)
         for id in load.plan.after if not load.succeeded else ():  # else these stores have ended
             store = self._ledger.get(id)
@@ -137,7 +132,7 @@ class Completion:
             self._pool.unpin(load.pin)
         for store in load.followers:
             store.follows.remove(load)
-            self._complete_stores(store)
+        return self._complete_stores(load.followers)
 
     def _good(self, load: Transfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
@@ -166,15 +161,17 @@ class Completion:
             self._pool.withdraw(node)
             self._cancel_orphans()
 
-    def _complete_stores(self, landed: Transfer) -> None:
-        """Commit or abort a store that has landed, and then those that follow it."""
-        waiting = [landed]
+    def _complete_stores(self, landed: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Commit or abort stores that have landed, each before those that follow it. Those that were committed."""
+        waiting, committed = [*reversed(landed)], list[Transfer]()
         while waiting:
             store = waiting.pop()
             if store.follows or store.phase is not Phase.LANDED:
                 continue
             is_committed = store.succeeded and self._commit(store)
-            if not is_committed:
+            if is_committed:
+                committed.append(store)
+            else:
                 if not store.is_promotion:
                     self.counts["stores_failed"] += not all(store.reports.values())
                     self.counts["store_cancelled"] += len(store.keys)
@@ -188,6 +185,7 @@ class Completion:
                 if is_committed and not follower.is_cancelled and follower.pin is None:
                     self._pin_parent(follower)
             waiting += store.followers
+        return committed
 
     def _commit(self, store: Transfer) -> bool:
         """Make the chunks of a store findable, if their parent still is (rule 3)."""
@@ -200,8 +198,8 @@ class Completion:
             self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
             self.counts["checkpoints_stored"] += has_checkpoint
             self.counts["bytes_stored"] += store.plan.num_bytes
-        self._committed(store)
-        if store.owner is None or not self._is_running(store.owner):
+        self._offload.committed(store)
+        if store.owner is None or store.owner not in self._running:
             self._pool.resume_points.may_be_useless(store.nodes[-1])
         return True
 

@@ -83,7 +83,7 @@ class TransferLedger:
     def __init__(self, ranks: int) -> None:
         if ranks < 1:
             raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
-        self._ranks = ranks
+        self.ranks = ranks
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
         self.loads: dict[int, Transfer] = {}  # the loads among them
@@ -175,7 +175,7 @@ class TransferLedger:
             if transfer is None or transfer.phase is not Phase.MOVING:
                 continue
             transfer.reports[rank] = transfer.reports.get(rank, True) and done
-            if len(transfer.reports) == self._ranks:
+            if len(transfer.reports) == self.ranks:
                 transfer.phase = Phase.LANDED
                 yield transfer
 

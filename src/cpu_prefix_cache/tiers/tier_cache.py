@@ -1,6 +1,6 @@
-"""TierCache: the tier below host memory, decided like the host cache itself: a CPUPrefixCache whose device is the host.
+"""TierCache: the tier below host memory, decided like the host cache itself: an edge whose device is the host pool.
 
-What differs from a cache over an engine's device:
+What differs from the edge below an engine's device:
 
     device blocks are host blocks, host blocks are *slots*; a slot is as large as a host block
     requests do not come here: `read` promotes, and the host pool lists chunks to demote
@@ -31,13 +31,17 @@ from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import GENERATION_RANGE, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import PooledDevice
-from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
-from cpu_prefix_cache.offload.stores import Chain
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.edge import Edge, Ended
+from cpu_prefix_cache.offload.engine_steps import EngineSteps
+from cpu_prefix_cache.offload.lazy import MARGIN
+from cpu_prefix_cache.offload.stores import Chain, StorePlanner
+from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
+from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
-from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.tiers.demotion import Demotion
 from cpu_prefix_cache.tiers.found import FoundBefore
 from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
@@ -63,7 +67,7 @@ class HostDevice(PooledDevice):
         return self._pool.least_available
 
 
-class TierCache(CPUPrefixCache):
+class TierCache:
     """A tier with the given options below `host`, the pool of a cache for `planner` that has the options `above`.
 
     Without a mode of offload it is eager from EAGER_FROM times the host's blocks on.
@@ -83,15 +87,17 @@ class TierCache(CPUPrefixCache):
         self._is_eager = is_large if options.offload is None else options.offload == "eager"
         chunks = host.capacity // max(1, host.blocks_per_chunk)
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
-        super().__init__(
-            planner.below(),
-            HostDevice(host),
-            host_blocks=options.slots,
-            options=CacheOptions(
-                policy=options.policy, store_after=above.store_after, min_store_tokens=above.min_store_tokens
-            ),
-            engine=EngineTraits(ranks=ranks, steps=EngineSteps(max_tokens=written * planner.grid_tokens)),
-        )
+        self.planner = planner.below()
+        thresholds = Thresholds(above.store_after, above.min_store_tokens)
+        self.pool = new_pool(self.planner, options.slots, options.policy, thresholds=thresholds)
+        self.coordinator = KVCacheCoordinator(self.planner, self.pool)
+        stores = StorePlanner(self.coordinator, HostDevice(host), TransferLedger(ranks), MARGIN)
+        self.ancestry = HostAncestry(host, self.planner, stores.is_covered)
+        steps = EngineSteps(max_tokens=written * planner.grid_tokens)
+        self.demotion = Demotion(stores, steps, self.ancestry, is_eager=self._is_eager)
+        rates = BreakEven(0, self.planner.chunk_bytes / self.planner.grid_tokens, ranks)
+        self.edge = Edge(stores, self.demotion, rates)
+        self._ranks = ranks
         self._found = FoundBefore(self.coordinator)
         self._generations = array("Q", bytes(8 * options.slots))  # of each slot
         self._first = self._next = 0  # generations: the first that is served, the next that is given
@@ -102,20 +108,17 @@ class TierCache(CPUPrefixCache):
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
-        self._questions = Questions(self.coordinator, self._stores, self._take, self._answered, options.ask_seconds)
+        self._questions = Questions(self.coordinator, stores, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
         self._refused = 0
 
-    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
-        return False  # what is written below is written with all that it hangs below
-
-    def _new_offload(self, mode: str) -> Demotion:
-        self.ancestry = HostAncestry(self.host, self.planner, self._stores.is_covered)
-        self.demotion = Demotion(self._stores, self._steps, self.ancestry, is_eager=self._is_eager)
-        return self.demotion
-
     # Questions
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is left alone: it is not open on all ranks, or pauses."""
+        return self.edge.is_off
 
     @property
     def can_be_read(self) -> bool:
@@ -124,7 +127,7 @@ class TierCache(CPUPrefixCache):
 
     @property
     def _hangs(self) -> bool:
-        oldest = next(iter(self._ledger.loads.values()), None)
+        oldest = next(iter(self.edge.ledger.loads.values()), None)
         return oldest is not None and self._now >= oldest.deadline + STALL_SECONDS
 
     def awaited(self, request: Request, host_end: int) -> float | None:
@@ -136,12 +139,12 @@ class TierCache(CPUPrefixCache):
     @property
     def load_rate(self) -> float | None:
         """Bytes a second that the slowest rank reads; None until all have measured it."""
-        return self._break_even.load_bytes_per_second if self._break_even.has_load_rate else None
+        return self.edge.break_even.load_bytes_per_second if self.edge.break_even.has_load_rate else None
 
     @property
     def queue_bytes(self) -> int:
         """Bytes of reads before anything that is requested now."""
-        return sum(load.plan.num_bytes for load in self._ledger.loads.values())
+        return sum(load.plan.num_bytes for load in self.edge.ledger.loads.values())
 
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt | None:
         """The checkpoint that resuming after `depth` chunks takes, if the tier has it."""
@@ -152,7 +155,7 @@ class TierCache(CPUPrefixCache):
     def tier_statistics(self) -> TierStatistics:
         """O(pins)."""
         return TierStatistics(
-            cache=self.statistics(),
+            cache=self.edge.statistics(),
             state=self._state(),
             mode="eager" if self._is_eager else "lazy",
             refused=self._refused,
@@ -172,12 +175,12 @@ class TierCache(CPUPrefixCache):
         has_paused = self._paused_at is not None and now >= self._paused_at + self._pause_seconds
         if has_paused and self._questions.is_back(now):
             logger.info("the tier is tried again")
-            self._paused_at, self.is_off = None, False
-            self._completion.forgive()
+            self._paused_at, self.edge.is_off = None, False
+            self.edge.forgive()
         if self._failing_since is not None and now >= self._failing_since + self._pause_seconds:
             logger.info("the tier is written again")
             self._failing_since, self.demotion.is_failing = None, False
-            self._completion.forgive()
+            self.edge.forgive()
 
     def admitted(self, id: Hashable) -> None:
         """A request has begun to compute, and needs nothing more."""
@@ -200,21 +203,21 @@ class TierCache(CPUPrefixCache):
         host_blocks = [block for copy in copies for block in copy.device_blocks]
         here = [node for node in sources if node is not None]
         pin = self.pool.pin(*here) if here and len(here) == len(sources) else None
-        self._plan_load(id, chain.keys, pin, copies, host_blocks, self._now)
+        self.edge.load(id, chain.keys, pin, copies, host_blocks, self._now)
 
     def plan(self) -> TierPlan:
         """Work of all ranks in this step."""
-        step = self.step()
+        step = self.edge.begin_step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
         asks = self._questions.take_new()
         return TierPlan(step, self._first, self._taken, asks, self._questions.told_below, self._revision)
 
-    def report_tier(self, report: TierReport) -> list[Resolved]:
+    def report(self, report: TierReport) -> list[Ended]:
         """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
         rank = report.transfers.rank
         if report.next_generation is None:
-            self.is_off = self.is_off or rank not in self._ranges
+            self.edge.is_off = self.is_off or rank not in self._ranges
         elif len(self._ranges) < self._ranks:
             self._ranges.setdefault(rank, report.next_generation)
             if len(self._ranges) == self._ranks:
@@ -222,32 +225,39 @@ class TierCache(CPUPrefixCache):
         if rank == 0 and len(self._ranges) == self._ranks and not self.demotion.is_open:
             self._take_in(report)
         for refusal in report.refused:
-            load = self._ledger.get(refusal.transfer)
+            load = self.edge.ledger.get(refusal.transfer)
             if load is not None:
                 self._refused += len(set(refusal.slots) - load.refused)
                 load.refused.update(refusal.slots)
         if rank == 0:
             self._questions.told(report.told, report.heard)
-        return self.report(report.transfers)
+        ended = []
+        for each in self.edge.report(report.transfers):
+            ended.append(each)
+            direction = each.transfer.plan.direction
+            if self.edge.has_failed_often(direction) and not self.is_off:
+                self._failed_often(direction)
+        self.edge.catch_up()
+        return ended
 
     def flush(self) -> None:
         """Write what the host has and the tier has not, beginning with what would be evicted last."""
         nodes = list(self.host.soonest_evicted())
         above = set(map(self.host.parent, nodes))  # these are written with what hangs below them, as one chain
         keys = (self.host.key(node) for node in reversed(nodes) if node not in above)
-        self.demotion.flush([key for key in keys if key is not None and not self._stores.is_covered(key)])
+        self.demotion.flush([key for key in keys if key is not None and not self.edge.stores.is_covered(key)])
 
     @property
     def has_transfers(self) -> bool:
         """Whether anything is read or written, or waits to be written as soon as it can be."""
-        return super().has_transfers or (self.demotion.is_open and not self.is_off and self.demotion.num_waiting > 0)
+        return self.edge.has_transfers or (self.demotion.is_open and not self.is_off and self.demotion.num_waiting > 0)
 
     @property
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 
     def reset(self, revision: str | None = None) -> None:
-        super().reset()
+        self.edge.reset()
         self._revision = revision
         self._found.clear()
         self._questions.reset()
@@ -258,7 +268,7 @@ class TierCache(CPUPrefixCache):
 
     def _open(self) -> None:
         """All ranks have reported: generations begin beyond what any of them has used."""
-        self.is_off = False
+        self.edge.is_off = False
         self._next = max(*self._ranges.values(), self._next)
         if self._was_reset:
             self._first = self._next
@@ -280,12 +290,12 @@ class TierCache(CPUPrefixCache):
 
     def _take(self, chain: Chain) -> None:
         """The tier has this chain already: others have stored it."""
-        store = self._stores.receive(chain, self.pool.touch(None), "others")
+        store = self.edge.stores.receive(chain, self.pool.touch(None), "others")
         if store is not None:
             for slot in (slot for node in store.nodes for slot in self.pool.all_blocks_of(node)):
                 self._generations[slot] = self._next
             self._learned += len(store.keys) - (chain.checkpoint is not None)
-            self._completion.promoted(store, True, len(store.nodes))
+            self.edge.promoted(store, True, len(store.nodes))
 
     def _state(self) -> str:
         if self.is_off or self._hangs:
@@ -299,13 +309,13 @@ class TierCache(CPUPrefixCache):
         numbers = FAILURES_IN_A_ROW, self._pause_seconds
         if direction is Direction.LOAD:
             logger.error("the tier has failed %d times in a row: it is left alone for %.0f s", *numbers)
-            self.is_off, self._paused_at = True, self._now
+            self.edge.is_off, self._paused_at = True, self._now
         elif not self.demotion.is_failing:
             logger.error("%d writes to the tier have failed in a row: for %.0f s it is only read", *numbers)
             self.demotion.is_failing, self._failing_since = True, self._now
 
     def _labelled(self, plan: TransferPlan) -> TransferPlan:
-        transfer = self._ledger.get(plan.id)
+        transfer = self.edge.ledger.get(plan.id)
         if transfer is None or plan.failed:
             return plan
         if transfer.is_cancelled:  # by a reset, perhaps: a new label would let a restart serve the old bytes

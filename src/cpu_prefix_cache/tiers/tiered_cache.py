@@ -26,7 +26,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
-from cpu_prefix_cache.messages.plan import Direction, StepPlan
+from cpu_prefix_cache.messages.plan import StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
@@ -34,11 +34,12 @@ from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST, TierOptions, TierPlan,
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.stores import Chain
 from cpu_prefix_cache.offload.transfers import Transfer
 from cpu_prefix_cache.pool.block_pool import Pin
-from cpu_prefix_cache.prefix_cache import PENDING_GRACE_SECONDS, CPUPrefixCache
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
@@ -81,8 +82,6 @@ class TieredCache(CPUPrefixCache):
     Raises ConfigurationError for a tier smaller than twice the host, and like CPUPrefixCache.
     """
 
-    _declines = False
-
     def __init__(
         self,
         planner: HybridChunkPlanner,
@@ -100,7 +99,13 @@ class TieredCache(CPUPrefixCache):
                 f"what the host has too; got {below.slots}"
             )
         super().__init__(
-            planner, device, host_blocks=host_blocks, ready_blocks=ready_blocks, options=options, engine=engine
+            planner,
+            device,
+            host_blocks=host_blocks,
+            ready_blocks=ready_blocks,
+            options=options,
+            engine=engine,
+            is_above_tier=True,
         )
         if below.offload is None and options.policy != "lru":
             below = replace(below, offload="eager")
@@ -120,9 +125,6 @@ class TieredCache(CPUPrefixCache):
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._now = 0.0
         self._tier_hit_tokens = self._asked = self._late = self._declined = 0
-
-    def _shares(self, planner: HybridChunkPlanner, offload: str) -> bool:
-        return False  # what is written below is written with all that it hangs below
 
     # Questions
 
@@ -169,7 +171,7 @@ class TieredCache(CPUPrefixCache):
         return self._now >= self._read_at + TRIAL_SECONDS
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        prefill, rate = self._break_even.prefill_tokens_per_second, self.below.load_rate
+        prefill, rate = self.edge.break_even.prefill_tokens_per_second, self.below.load_rate
         return best(candidates, prefill=prefill, rate=rate, queue_bytes=self._queue_bytes)
 
     @property
@@ -264,17 +266,18 @@ class TieredCache(CPUPrefixCache):
 
     def catch_up(self) -> None:
         super().catch_up()
-        self.below.catch_up()
+        self.below.edge.catch_up()
 
     def report_below(self, report: TierReport) -> None:
         """The tier of a rank has finished transfers."""
-        reads = [ended for ended in self.below.report_tier(report) if ended.direction is Direction.LOAD]
+        reads = [ended for ended in self.below.report(report) if not ended.transfer.is_store]
         for ended in reads:
-            store, want, blocks = self._slices.pop(ended.request_id)
-            kept = self._num_blocks(store.nodes[: ended.good]) if ended.ok and want in self._open else 0
+            load = ended.transfer
+            store, want, blocks = self._slices.pop(load.request_id)
+            kept = self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
             want.blocks += kept
             self._promoted += kept - blocks
-            self._completion.promoted(store, ended.ok, ended.good)
+            self._committed(self.edge.promoted(store, ended.ok, load.good))
         for want in list(self._open) if reads else ():
             if want.has_begun and not want.is_over:
                 self._advance(want, may_read=False)
@@ -314,18 +317,18 @@ class TieredCache(CPUPrefixCache):
 
     def check_valid(self) -> None:
         super().check_valid()
-        self.below.check_valid()
+        self.below.edge.check_valid()
         for transfer, _, _ in self._slices.values():
-            assert transfer in list(self._ledger), "a promotion was resolved before the tier had read it"
+            assert transfer in list(self.edge.ledger), "a promotion was resolved before the tier had read it"
         promoted = sum(blocks for _, _, blocks in self._slices.values()) + sum(want.blocks for want in self._open)
         assert self._unread == sum(want.unread for want in self._open), "what is to be read is miscounted"
         assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
 
     # Details
 
-    def _committed(self, store: Transfer) -> None:
-        super()._committed(store)
-        self.below.demotion.arrived(store.keys)
+    def _committed(self, stores: Sequence[Transfer]) -> None:
+        for store in stores:
+            self.below.demotion.arrived(store.keys)
 
     def _end_want(self, want: Want) -> None:
         """Its lease ends. What is being read for it goes on."""
@@ -358,7 +361,7 @@ class TieredCache(CPUPrefixCache):
         keys = want.request.keys
         resident = self.pool.resident_run(keys, 0, want.stop)
         self._keep(want, resident)
-        covered = self._stores.covered_run(keys, resident, want.stop)
+        covered = self.edge.stores.covered_run(keys, resident, want.stop)
         while covered < want.stop:
             end = covered
             if self.below.can_be_read:
@@ -384,7 +387,7 @@ class TieredCache(CPUPrefixCache):
         """Read its checkpoint, if that is not here. Whether there was room for it, and whether it is still to come."""
         keys, depth = want.request.keys, want.depth
         key = checkpoint_key(keys[depth - 1]) if depth else b""
-        if not depth or key in self._ledger.writing:
+        if not depth or key in self.edge.ledger.writing:
             return True, bool(depth)
         checkpoint = self.below.checkpoint_at(keys, depth) if self.below.can_be_read else None
         if checkpoint is None or self.pool.find(key) is not None:
@@ -411,7 +414,7 @@ class TieredCache(CPUPrefixCache):
 
     def _read(self, want: Want, chain: Chain) -> int:
         """Begin to promote as many first nodes of a chain as find room. Their number."""
-        store = self._stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
+        store = self.edge.stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
         if store is None:
             return 0
         blocks = self._num_blocks(store.nodes)

@@ -1,0 +1,199 @@
+"""Edge: every copy between a device and the host pool below it, from its plan to its end.
+
+    planned     `load`, and what the offload stores
+    moving      `begin_step` has the plans for the ranks
+    landed      `report`: every rank has copied
+    committed   a store: its chunks can be found on the host
+    resolved    and nothing is held any more; where the copy failed, its chunks are withdrawn
+
+A host cache has an edge below its engine's device, and a tier has one below the host pool.
+"""
+
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
+from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.completion import Completion
+from cpu_prefix_cache.offload.offload import Offload
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import Phase, Transfer
+from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.pool.coordinator import num_bytes
+from cpu_prefix_cache.pool.states import BlockState
+
+# A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
+# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
+PENDING_GRACE_SECONDS = 0.05
+
+
+class Ended(NamedTuple):
+    """A transfer that all ranks have reported, and the stores whose chunks can be found since then."""
+
+    transfer: Transfer
+    ok: bool
+    committed: Sequence[Transfer]
+
+
+class Edge:
+    """The copies of the ledger of `stores`. `offload` decides what is stored; `running` are the requests that have not
+    ended, which may still use what they stored; `break_even` knows the rate of the link.
+
+    While it `is_off` nothing is stored.
+    """
+
+    def __init__(
+        self,
+        stores: StorePlanner,
+        offload: Offload,
+        break_even: BreakEven,
+        *,
+        running: Container[Hashable] = (),
+    ) -> None:
+        self.pool, self.device, self.ledger = stores.pool, stores.device, stores.ledger
+        self.stores, self.offload, self.break_even = stores, offload, break_even
+        self.epoch = 0
+        self.is_off = False
+        self._completion = Completion(self.pool, self.ledger, self.device, offload, running)
+        self._ready: dict[int, int] = {}  # rank -> host blocks it has prepared
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any transfer is planned or in flight."""
+        return len(self.ledger) > 0
+
+    def has_failed_often(self, direction: Direction) -> bool:
+        """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
+        return self._completion.has_failed_often(direction)
+
+    def statistics(
+        self, *, running: int = 0, work: int = 0, hit_tokens: int = 0, union_misses: int = 0
+    ) -> CacheStatistics:
+        """Counts of the pool and of all copies, with those of the cache that has this edge. O(pins)."""
+        loading = len(self.ledger.loads)
+        return CacheStatistics(
+            pool=self.pool.statistics(),
+            running=running,
+            storing=len(self.ledger) - loading,
+            loading=loading,
+            store_refusals=self.stores.refusals,
+            store_declined=self.stores.declined,
+            lost_before_store=self.offload.lost,
+            remembered=self.offload.remembered,
+            work=work + self.offload.work,
+            hit_tokens=hit_tokens,
+            union_misses=union_misses,
+            **self._completion.counts,
+        )
+
+    def load(
+        self,
+        request_id: Hashable,
+        keys: Sequence[bytes],
+        pin: Pin | None,
+        copies: Sequence[GroupCopy],
+        device_blocks: Sequence[int],
+        now: float,
+        before: Sequence[Transfer] = (),
+    ) -> Transfer:
+        """Plan the load of the chunks with these keys, and of a checkpoint. `pin` is on the last of the chunks, if it
+        has any, and on the checkpoint; None: they are gone. It follows the stores `before`.
+        """
+        planner = self.stores.planner
+        carried = num_bytes(planner, copies)
+        after = tuple(store.id for store in before)
+        transfer = Transfer(
+            self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
+            keys,
+            (),
+            hold=self.device.hold(device_blocks),
+            held_blocks=len(device_blocks),
+            pin=pin,
+            request_id=request_id,
+            deadline=now + 2 * carried / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
+        )
+        self.ledger.add(transfer)
+        read = {block for copy in copies for block in copy.host_blocks} if before else set()
+        for store in before:
+            if not read.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
+                store.plan = store.plan._replace(after=(transfer.id,))
+                store.follows.append(transfer)
+                transfer.followers.append(store)
+        return transfer
+
+    def begin_step(self) -> StepPlan:
+        """Plan the stores of this step. The plan of all that moves from now on."""
+        if self.is_off:
+            self.offload.invalidated()  # blocks that leave the device are not stored
+        else:
+            self.offload.plan()
+        plans, cancelled = self.ledger.launch()
+        return StepPlan(self.epoch, plans, cancelled, self.ledger.resolved_below, self.ledger.take_resolved())
+
+    def catch_up(self) -> None:
+        """Do what would have delayed the step's plan."""
+        if not self.is_off:
+            self.offload.catch_up()
+
+    def report(self, report: RankReport) -> Iterator[Ended]:
+        """A rank has finished transfers. Ends those for which it was the last rank, one at each step of the iterator.
+
+        Raises MisuseError for a rank that does not exist.
+        """
+        if not 0 <= report.rank < self.ledger.ranks:
+            raise MisuseError(f"rank {report.rank} reported, but there are {self.ledger.ranks} ranks")
+        if report.ready_blocks is not None and report.ready_blocks != self._ready.get(report.rank):
+            self._ready[report.rank] = report.ready_blocks
+            if len(self._ready) == self.ledger.ranks:
+                self.pool.grow(min(self._ready.values()))
+        if report.load_bytes_per_second is not None:
+            self.break_even.loads_at(report.rank, report.load_bytes_per_second)
+        for id in report.late:
+            self._completion.late(id)
+        landed = list(self.ledger.report(report.rank, report.failed, done=False))
+        landed += self.ledger.report(report.rank, report.done, done=True)
+        for transfer in landed:
+            ok = transfer.succeeded
+            yield Ended(transfer, ok, self._completion.land(transfer))
+
+    def promoted(self, store: Transfer, ok: bool, good: int) -> Sequence[Transfer]:
+        """The edge below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
+        whose chunks can be found since then.
+        """
+        return self._completion.promoted(store, ok, good)
+
+    def invalidated(self, device_blocks: Iterable[int]) -> None:
+        """These device blocks hold wrong bytes: stores that read them register nothing (rule 13), and a load whose hit
+        was found before saves nothing.
+        """
+        self.offload.invalidated()
+        self._completion.cancel_stores_from(device_blocks)
+
+    def forgive(self) -> None:
+        """After a pause: one more failure is enough for `has_failed_often`."""
+        self._completion.forgive()
+
+    def reset(self) -> None:
+        """Nothing on the host may be used again. What is in flight resolves and registers nothing (rule 13)."""
+        self.epoch += 1
+        self._completion.cancel_all()
+        self.pool.reset()
+        self.offload.reset()
+
+    def check_valid(self) -> None:
+        """Assert that the transfers and the pool agree. For tests: O(blocks)."""
+        self.pool.check_valid()
+        writing = [chunk for transfer in self.ledger if transfer.is_store for chunk in transfer.nodes]
+        assert len(set(writing)) == len(writing), "a block is written by two stores"
+        for node in writing:
+            assert self.pool.state(node) in (BlockState.WRITING, BlockState.RETIRED), "a store lost its blocks"
+        for key, transfer in self.ledger.writing.items():
+            assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 12)"
+            assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"
+        for transfer in self.ledger:
+            for key in transfer.keys if transfer.is_store and not transfer.is_cancelled else ():
+                assert self.ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 12)"
+            if transfer.phase is Phase.LANDED:
+                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 10)"
