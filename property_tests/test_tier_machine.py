@@ -523,7 +523,7 @@ class WithTier(PrefixCacheMachine):
         self.listener = Listener()
         self.resolved_below = 0
         self.new_cache()
-        self.cache.epoch = self.epoch
+        self.cache.edge.epoch = self.epoch
         self.shut = {rank for rank in shut if rank in self.ranks}
         for _ in range(told):
             self.the_tier_ends()
