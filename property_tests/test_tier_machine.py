@@ -437,8 +437,8 @@ class WithTier(PrefixCacheMachine):
         before = {transfer.id for transfer in ledger}
         planned = {
             (slot, self.cache.below._generations[slot])
-            for transfer in ledger
-            if transfer.phase is Phase.PLANNED and not transfer.is_store
+            for transfer in ledger.loads.values()
+            if transfer.phase is Phase.PLANNED
             for copy in transfer.plan.copies
             for slot in copy.host_blocks
         }

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cpu_prefix_cache import Direction
-from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, TransferLedger
 
 
 class Ledger(TransferLedger):
@@ -19,7 +19,11 @@ class Ledger(TransferLedger):
         return [each.id for each in self.report(rank, [transfer.id for transfer in transfers], done)]
 
     def _new(self, direction, keys, follows):
-        transfer = Transfer(self.new_plan(direction, (), 0), keys, range(len(keys)), hold=None, follows=list(follows))
+        plan = self.new_plan(direction, (), 0)
+        if direction is Direction.LOAD:
+            transfer = LoadTransfer(plan, keys, hold=None, request_id=None)
+        else:
+            transfer = StoreTransfer(plan, keys, nodes=range(len(keys)), hold=None, follows=list(follows))
         self.add(transfer)
         return transfer
 

@@ -203,7 +203,7 @@ def test_bad_blocks_are_looked_for_only_when_there_are_some():
     fleet = Fleet(16, "eager", 500, 500)
 
     class Never:
-        def __iter__(self):
+        def stores(self):
             raise AssertionError("all transfers were gone through for nothing")
 
     fleet.cache.edge._completion._ledger = Never()

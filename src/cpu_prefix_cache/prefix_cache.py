@@ -36,7 +36,7 @@ from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
-from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge
+from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge, Ended
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.late import Late
 from cpu_prefix_cache.offload.lazy import MARGIN, Lazy
@@ -44,7 +44,7 @@ from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -347,12 +347,8 @@ class CPUPrefixCache:
         """
         resolved = []
         for ended in self.edge.report(report):
-            transfer = ended.transfer
-            direction = transfer.plan.direction
-            running = self._running.get(transfer.request_id)
-            if running is not None and running.load is transfer:
-                running.load = None
-            resolved.append(Resolved(transfer.id, direction, transfer.request_id, ended.ok, transfer.good))
+            resolved.append(self._resolved(ended))
+            direction = ended.transfer.plan.direction
             self._committed(ended.committed)
             if self.edge.has_failed_often(direction) and not self.is_off:
                 logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
@@ -421,10 +417,19 @@ class CPUPrefixCache:
             return Eager(stores)
         return Late(stores) if self.pool.is_shared else Lazy(stores, self._steps, lambda: self._running)
 
-    def _committed(self, stores: Sequence[Transfer]) -> None:
+    def _resolved(self, ended: Ended) -> Resolved:
+        transfer = ended.transfer
+        if not isinstance(transfer, LoadTransfer):
+            return Resolved(transfer.id, Direction.STORE, None, ended.ok)
+        running = self._running.get(transfer.request_id)
+        if running is not None and running.load is transfer:
+            running.load = None
+        return Resolved(transfer.id, Direction.LOAD, transfer.request_id, ended.ok, transfer.good)
+
+    def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         """The chunks of these stores can be found from now on."""
 
-    def _loading(self, request: Request, n0: int) -> Transfer | None:
+    def _loading(self, request: Request, n0: int) -> LoadTransfer | None:
         """The load that brings enough from `n0` on to be waited for. Found by two keys, and not by all of the prompt: a
         convoy of prompts on one prefix is looked up in each step, while threads of the same process copy.
         """
@@ -437,7 +442,7 @@ class CPUPrefixCache:
         first = self.edge.ledger.loading.get(keys[n0 // grid])
         return None if first is None or self.edge.ledger.loading.get(keys[end - 1]) is not first else first
 
-    def _arriving(self, request: Request, boundary: int) -> Transfer | None:
+    def _arriving(self, request: Request, boundary: int) -> StoreTransfer | None:
         """The store of the chunk at `boundary`, which has left the device, if enough is in flight to wait for."""
         at = boundary // self.planner.grid_tokens
         stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
@@ -448,7 +453,9 @@ class CPUPrefixCache:
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens
         return store if is_enough and all(map(self.edge.stores.is_covered, request.keys[at:end])) else None
 
-    def _awaited(self, request: Request, n0: int, boundary: int, arriving: Transfer | None, now: float) -> float | None:
+    def _awaited(
+        self, request: Request, n0: int, boundary: int, arriving: StoreTransfer | None, now: float
+    ) -> float | None:
         """The deadline of the transfer that a load of tokens [n0, boundary) waits for."""
         if arriving is not None:
             arriving.deadline = arriving.deadline or now + STORE_SECONDS

@@ -249,7 +249,7 @@ def test_a_write_that_was_planned_before_a_reset_and_goes_out_after_it_writes_no
     engine.host_has("abc")
     engine.cache.step()
     engine.cache.below.demotion.plan()
-    assert any(each.is_store for each in engine.cache.below.edge.ledger)
+    assert any(engine.cache.below.edge.ledger.stores())
     engine.cache.reset()
     plan = engine.cache.plan_below()
     stores = [each for each in plan.step.transfers if each.direction is Direction.STORE]

@@ -164,7 +164,7 @@ def test_a_state_is_stored_when_the_step_with_its_copy_was_launched():
     seq = engine.add(PROMPT, 6)
     engine.step()
     assert seq.num_cached_tokens == 32 and engine.kept == 0
-    assert not any(each.is_store for each in engine.connector.cache.edge.ledger if each.pieces)
+    assert not any(each.pieces for each in engine.connector.cache.edge.ledger.stores())
     engine.step()
     assert engine.kept == 1 and statistics(engine).checkpoints_stored == 0
     engine.run()
@@ -211,7 +211,7 @@ def test_a_state_is_not_stored_twice():
         engine.add([*PROMPT, at], 2)
     for _ in range(12):
         engine.step()
-    stores = [each for each in engine.connector.cache.edge.ledger if each.pieces]
+    stores = [each for each in engine.connector.cache.edge.ledger.stores() if each.pieces]
     assert len(stores) == 1
     mute.speak()
     engine.run()

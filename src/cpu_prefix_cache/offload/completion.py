@@ -15,7 +15,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.transfers import Phase, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
@@ -50,14 +50,14 @@ class Completion:
         self._failures_in_a_row = Counter[Direction]()
         self.counts = dict.fromkeys(COUNTED, 0)
 
-    def land(self, transfer: Transfer) -> Sequence[Transfer]:
+    def land(self, transfer: Transfer) -> Sequence[StoreTransfer]:
         """All ranks have reported. The stores whose chunks can be found since then."""
         self._count_in_a_row(transfer)
         self._device.release(transfer.hold)
-        if transfer.is_store:
+        if isinstance(transfer, StoreTransfer):
             self._offload.landed(transfer)
             return self._complete_stores([transfer])
-        return self._complete_load(transfer)
+        return self._complete_load(self._ledger.loads[transfer.id])
 
     def has_failed_often(self, direction: Direction) -> bool:
         """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
@@ -68,7 +68,7 @@ class Completion:
         for direction, failures in self._failures_in_a_row.items():
             self._failures_in_a_row[direction] = min(failures, FAILURES_IN_A_ROW - 1)
 
-    def promoted(self, store: Transfer, ok: bool, good: int) -> Sequence[Transfer]:
+    def promoted(self, store: StoreTransfer, ok: bool, good: int) -> Sequence[StoreTransfer]:
         """The tier below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
         whose chunks can be found since then.
         """
@@ -86,11 +86,11 @@ class Completion:
 
     def late(self, id: int) -> None:
         """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
-        transfer = self._ledger.get(id)
-        if transfer is not None and not transfer.is_store and not transfer.is_cancelled:
+        load = self._ledger.loads.get(id)
+        if load is not None and not load.is_cancelled:
             self.counts["loads_failed"] += 1
-            self._withdraw_sources(transfer)
-            self._cancel(transfer)
+            self._withdraw_sources(load)
+            self._cancel(load)
 
     def cancel_all(self) -> None:
         """Cancel every transfer."""
@@ -102,19 +102,19 @@ class Completion:
         bad = set(device_blocks)
         if not bad:
             return
-        for transfer in list(self._ledger):
-            sources = (block for copy in transfer.plan.copies for block in copy.device_blocks)
-            if transfer.is_store and not bad.isdisjoint(sources):
-                self._cancel(transfer)
+        for store in list(self._ledger.stores()):
+            if not bad.isdisjoint(block for copy in store.plan.copies for block in copy.device_blocks):
+                self._cancel(store)
 
     def _count_in_a_row(self, transfer: Transfer) -> None:
-        is_exchange = transfer.is_store and not all(each.is_store for each in transfer.follows)  # its load counts
+        follows = transfer.follows if isinstance(transfer, StoreTransfer) else ()
+        is_exchange = any(isinstance(each, LoadTransfer) for each in follows)  # its load counts
         if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange:
             direction = transfer.plan.direction
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
 
-    def _complete_load(self, load: Transfer) -> Sequence[Transfer]:
+    def _complete_load(self, load: LoadTransfer) -> Sequence[StoreTransfer]:
         self._ledger.remove(load)
         for id in load.plan.after if not load.succeeded else ():  # else these stores have ended
             store = self._ledger.get(id)
@@ -134,7 +134,7 @@ class Completion:
             store.follows.remove(load)
         return self._complete_stores(load.followers)
 
-    def _good(self, load: Transfer) -> int:
+    def _good(self, load: LoadTransfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
         if load.refused:
             for good, node in enumerate(self._sources(load)):
@@ -143,14 +143,14 @@ class Completion:
                     return good
         return len(load.keys) + (load.pin is not None and load.pin.blocks[-1] in self._pool.checkpoints)
 
-    def _sources(self, load: Transfer) -> list[int]:
+    def _sources(self, load: LoadTransfer) -> list[int]:
         """The nodes that a load reads, parents first; none if it was planned as failed."""
         if load.pin is None:
             return []
         first, *apart = load.pin.blocks  # a checkpoint that does not hang below the last chunk comes after it
         return [*self._pool.path(first, len(load.keys) + (first in self._pool.checkpoints)), *apart]
 
-    def _withdraw_sources(self, load: Transfer) -> None:
+    def _withdraw_sources(self, load: LoadTransfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""
         here = [node for node in self._sources(load) if self._pool.key(node) is not None]
         for node in here[:1]:
@@ -161,9 +161,9 @@ class Completion:
             self._pool.withdraw(node)
             self._cancel_orphans()
 
-    def _complete_stores(self, landed: Sequence[Transfer]) -> Sequence[Transfer]:
+    def _complete_stores(self, landed: Sequence[StoreTransfer]) -> Sequence[StoreTransfer]:
         """Commit or abort stores that have landed, each before those that follow it. Those that were committed."""
-        waiting, committed = [*reversed(landed)], list[Transfer]()
+        waiting, committed = [*reversed(landed)], list[StoreTransfer]()
         while waiting:
             store = waiting.pop()
             if store.follows or store.phase is not Phase.LANDED:
@@ -187,7 +187,7 @@ class Completion:
             waiting += store.followers
         return committed
 
-    def _commit(self, store: Transfer) -> bool:
+    def _commit(self, store: StoreTransfer) -> bool:
         """Make the chunks of a store findable, if their parent still is (rule 3)."""
         parent = self._pool.root if store.parent_key is None else self._offload.place(store.parent_key)
         if parent is None:
@@ -203,7 +203,7 @@ class Completion:
             self._pool.resume_points.may_be_useless(store.nodes[-1])
         return True
 
-    def _pin_parent(self, store: Transfer) -> None:
+    def _pin_parent(self, store: StoreTransfer) -> None:
         """A store that followed the one of its parent pins the parent, now that it is committed."""
         parent = None if store.parent_key is None else self._pool.place(store.parent_key)
         if parent is not None:
@@ -211,11 +211,11 @@ class Completion:
 
     def _cancel_orphans(self) -> None:
         """Cancel the stores below withdrawn chunks: another store of the same chunks may come before they land."""
-        for transfer in list(self._ledger):
-            if transfer.is_store and transfer.pin is not None and not self._pool.is_placed(transfer.pin.blocks[0]):
-                self._cancel(transfer)
+        for store in list(self._ledger.stores()):
+            if store.pin is not None and not self._pool.is_placed(store.pin.blocks[0]):
+                self._cancel(store)
 
     def _cancel(self, transfer: Transfer) -> None:
         for cancelled in self._ledger.cancel(transfer):
-            if cancelled.is_store:
+            if isinstance(cancelled, StoreTransfer):
                 self._pool.retire(cancelled.nodes)

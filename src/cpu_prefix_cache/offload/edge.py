@@ -19,7 +19,7 @@ from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import Completion
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import Phase, Transfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, Transfer
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import num_bytes
 from cpu_prefix_cache.pool.states import BlockState
@@ -34,7 +34,7 @@ class Ended(NamedTuple):
 
     transfer: Transfer
     ok: bool
-    committed: Sequence[Transfer]
+    committed: Sequence[StoreTransfer]
 
 
 class Edge:
@@ -96,20 +96,18 @@ class Edge:
         copies: Sequence[GroupCopy],
         device_blocks: Sequence[int],
         now: float,
-        before: Sequence[Transfer] = (),
-    ) -> Transfer:
+        before: Sequence[StoreTransfer] = (),
+    ) -> LoadTransfer:
         """Plan the load of the chunks with these keys, and of a checkpoint. `pin` is on the last of the chunks, if it
         has any, and on the checkpoint; None: they are gone. It follows the stores `before`.
         """
         planner = self.stores.planner
         carried = num_bytes(planner, copies)
         after = tuple(store.id for store in before)
-        transfer = Transfer(
+        transfer = LoadTransfer(
             self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
             keys,
-            (),
             hold=self.device.hold(device_blocks),
-            held_blocks=len(device_blocks),
             pin=pin,
             request_id=request_id,
             deadline=now + 2 * carried / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
@@ -158,7 +156,7 @@ class Edge:
             ok = transfer.succeeded
             yield Ended(transfer, ok, self._completion.land(transfer))
 
-    def promoted(self, store: Transfer, ok: bool, good: int) -> Sequence[Transfer]:
+    def promoted(self, store: StoreTransfer, ok: bool, good: int) -> Sequence[StoreTransfer]:
         """The edge below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
         whose chunks can be found since then.
         """
@@ -185,15 +183,16 @@ class Edge:
     def check_valid(self) -> None:
         """Assert that the transfers and the pool agree. For tests: O(blocks)."""
         self.pool.check_valid()
-        writing = [chunk for transfer in self.ledger if transfer.is_store for chunk in transfer.nodes]
+        writing = [chunk for store in self.ledger.stores() for chunk in store.nodes]
         assert len(set(writing)) == len(writing), "a block is written by two stores"
         for node in writing:
             assert self.pool.state(node) in (BlockState.WRITING, BlockState.RETIRED), "a store lost its blocks"
-        for key, transfer in self.ledger.writing.items():
+        for key, store in self.ledger.writing.items():
             assert not isinstance(key, bytes) or self.pool.find(key) is None, "a chunk is stored twice (rule 12)"
-            assert not transfer.is_cancelled, "a store that will register nothing stands in the way of another"
+            assert not store.is_cancelled, "a store that will register nothing stands in the way of another"
+        for store in self.ledger.stores():
+            for key in store.keys if not store.is_cancelled else ():
+                assert self.ledger.writing.get(key) is store, "a chunk is stored twice at once (rule 12)"
         for transfer in self.ledger:
-            for key in transfer.keys if transfer.is_store and not transfer.is_cancelled else ():
-                assert self.ledger.writing.get(key) is transfer, "a chunk is stored twice at once (rule 12)"
-            if transfer.phase is Phase.LANDED:
-                assert transfer.follows, f"transfer {transfer.id} landed and was not resolved (rule 10)"
+            waits = isinstance(transfer, StoreTransfer) and transfer.follows
+            assert waits or transfer.phase is not Phase.LANDED, f"transfer {transfer.id} was not resolved (rule 10)"

@@ -30,7 +30,7 @@ from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.parents import Links, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 MOST_REMEMBERED = 4  # times what the device holds
 
@@ -93,7 +93,7 @@ class Late(Offload):
         parent = self._pool.root if above is None else self._pool.place(above)
         return None if parent is None else self._pool.outline(keys, parent)
 
-    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[Transfer]:
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> list[StoreTransfer]:
         filled = set(device_blocks)
         self._take()
         leaving = {key: blocks for key, blocks in self._taken.items() if not filled.isdisjoint(blocks)}
@@ -125,7 +125,7 @@ class Late(Offload):
         leaving: Mapping[bytes, Sequence[int]],
         device_blocks: Sequence[int] = (),
         read: Sequence[int | None] = (),
-    ) -> list[Transfer]:
+    ) -> list[StoreTransfer]:
         """Store those of the chunks `leaving` that are not covered. A load that fills `device_blocks` and reads the
         host chunks `read` follows the stores; compute follows those that read other blocks too.
         """
@@ -138,7 +138,7 @@ class Late(Offload):
         filled = set(device_blocks)
         overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)} if filled else {}
         into = partners(overwritten, device_blocks, read)
-        stores, gone, left = list[Transfer](), Links(), set(sources)
+        stores, gone, left = list[StoreTransfer](), Links(), set(sources)
         for key in sources:
             if key in left:
                 links, is_whole = self._parents.take_run(key, left)
@@ -158,10 +158,10 @@ class Late(Offload):
         sources: Mapping[bytes, Sequence[int]],
         overwritten: Container[bytes],
         into: Mapping[bytes, int],
-    ) -> list[Transfer]:
+    ) -> list[StoreTransfer]:
         """Store a run of chunks right above one another, given from the deepest up, as far as the host takes it."""
         keys = [*reversed(links)]
-        stores, left, stop = list[Transfer](), len(keys), None
+        stores, left, stop = list[StoreTransfer](), len(keys), None
         for chain in self._parts(Chain(links[keys[0]], keys), overwritten, into):
             store, stop = self._store(chain, sources, overwritten, into)
             if store is not None:
@@ -189,7 +189,7 @@ class Late(Offload):
         sources: Mapping[bytes, Sequence[int]],
         overwritten: Container[bytes],
         into: Mapping[bytes, int],
-    ) -> tuple[Transfer | None, Stop | None]:
+    ) -> tuple[StoreTransfer | None, Stop | None]:
         """Store the chain, whose chunks are all `overwritten` by a load, or all by compute. Those of `into` take blocks
         of host chunks that the load reads.
         """

@@ -42,7 +42,7 @@ from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 # Of whole prompts, what is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With
 # 1, `adaptive` on a small host stores more than eager; with 1.6, a large one loses hits (docs/policies.md).
@@ -126,11 +126,11 @@ class Lazy(Eager):
             for block in blocks or ():
                 self._front.pop(block, None)
 
-    def landed(self, transfer: Transfer) -> None:
+    def landed(self, transfer: StoreTransfer) -> None:
         if transfer.owner is None and not transfer.succeeded:
             self._front.clear()  # some of it may not be covered
 
-    def committed(self, store: Transfer) -> None:
+    def committed(self, store: StoreTransfer) -> None:
         self._parents.saved(store.keys)
         self._settled.update(store.keys)
 
@@ -249,7 +249,7 @@ class Lazy(Eager):
 
     # Stores
 
-    def _store(self, key: bytes, held: int) -> tuple[Transfer | None, Stop | None]:
+    def _store(self, key: bytes, held: int) -> tuple[StoreTransfer | None, Stop | None]:
         """Plan the store of this chunk or checkpoint and of what is missing above. The transfer, and what stopped it.
 
         `held` are the device blocks that stores hold.

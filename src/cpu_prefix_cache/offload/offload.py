@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 
 class Offload:
@@ -50,10 +50,10 @@ class Offload:
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         """The first `chunks` chunks with these keys were used again on the device: they wait no longer."""
 
-    def landed(self, transfer: Transfer) -> None:
+    def landed(self, transfer: StoreTransfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
 
-    def committed(self, store: Transfer) -> None:
+    def committed(self, store: StoreTransfer) -> None:
         """Note that what this store has written can be found on the host now."""
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class Offload:
         """The node of the chunk with this key, below which something is to be committed at once."""
         return self._pool.place(key)
 
-    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[Transfer]:
+    def save(self, device_blocks: Sequence[int], read: Sequence[int | None] = ()) -> Sequence[StoreTransfer]:
         """Store what these blocks, the destinations of a load, held until they were handed out. Stores that it must
         follow.
 

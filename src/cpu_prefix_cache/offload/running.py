@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Running:
     confirmed: int = 0
     due: int = 0  # the next step in which it may have crossed a boundary; 0: none
     decodes: bool = False  # when it was reported last
-    load: Transfer | None = None
+    load: LoadTransfer | None = None
 
     @property
     def id(self) -> Hashable:

@@ -19,7 +19,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
@@ -147,7 +147,7 @@ class StorePlanner:
         owner: Hashable | None = None,
         left: Mapping[bytes, Sequence[int]] | None = None,
         read: Sequence[int] = (),
-    ) -> tuple[Transfer | None, Stop | None]:
+    ) -> tuple[StoreTransfer | None, Stop | None]:
         """Plan a store of `chain`, for the request `owner`, or of what waits on the device if there is none.
 
         Of chunks that have left the device, `left` has the blocks. They are not held: the ranks read them before
@@ -180,10 +180,10 @@ class StorePlanner:
             return None, stop
         copied = self._copied(part, nodes, sources)
         held = copied.device_blocks if left is None else ()
-        transfer = Transfer(
+        transfer = StoreTransfer(
             self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
             keys[: len(nodes)],
-            nodes,
+            nodes=nodes,
             hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
             held_blocks=len(held),
             pin=pin,
@@ -196,7 +196,7 @@ class StorePlanner:
         self.ledger.add(transfer)
         return transfer, stop
 
-    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Transfer | None:
+    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> StoreTransfer | None:
         """Host blocks for as many first nodes of a chain as find room: their bytes come from the tier below, and not
         from the device. None, if none do.
         """
@@ -209,10 +209,10 @@ class StorePlanner:
         if not nodes:
             self._unpin(pin)
             return None
-        transfer = Transfer(
+        transfer = StoreTransfer(
             self.ledger.new_plan(Direction.STORE, (), 0),
             keys[: len(nodes)],
-            nodes,
+            nodes=nodes,
             hold=self.device.hold(()),
             pin=pin,
             touch=touch,

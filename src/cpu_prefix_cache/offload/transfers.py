@@ -38,40 +38,46 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`. Keys are those at planning time (rule 13)."""
+    """A copy that is planned or moving, as a StoreTransfer or a LoadTransfer. Keys are those at planning (rule 13)."""
 
     plan: TransferPlan
     keys: Sequence[bytes]
-    nodes: Sequence[int]
     hold: Any  # on its device blocks, until it has landed (rule 11)
-    held_blocks: int = 0  # how many these are
     pin: Pin | None = None  # a load's deepest chunk; the cached chunk that a store hangs below
-    touch: Any = None  # a store's: the use its chunks belong to
-    parent_key: bytes | None = None  # a store's: the chunk it hangs below, None for the root
-    pieces: Sequence[Hashable] = ()  # a store's: the keys of the pieces it writes for its checkpoint
-    owner: Hashable | None = None  # a store's: the request it was planned for; None: lazy stores blocks that wait
-    follows: list["Transfer"] = field(default_factory=list)
-    followers: list["Transfer"] = field(default_factory=list)
-    is_promotion: bool = False  # a store whose bytes come from the tier below, not from the device: no rank gets it
-    request_id: Hashable | None = None  # of a load
-    refused: set[int] = field(default_factory=set)  # refused slots of a load from a tier
-    good: int = 0  # number of nodes, from the first on, that a successful load read right
-    deadline: float = 0.0  # seconds until which other requests wait for a load (rule 12)
+    deadline: float = 0.0  # seconds until which other requests wait for it (rule 12)
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
+    followers: list["StoreTransfer"] = field(default_factory=list)
 
     @property
     def id(self) -> int:
         return self.plan.id
 
     @property
-    def is_store(self) -> bool:
-        return self.plan.direction is Direction.STORE
-
-    @property
     def succeeded(self) -> bool:
         return not self.is_cancelled and all(self.reports.values())
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreTransfer(Transfer):
+    """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`."""
+
+    nodes: Sequence[int]
+    held_blocks: int = 0  # device blocks that its hold has
+    touch: Any = None  # the use that its chunks belong to
+    parent_key: bytes | None = None  # of the chunk it hangs below, None for the root
+    pieces: Sequence[Hashable] = ()  # the keys of the pieces it writes for its checkpoint
+    owner: Hashable | None = None  # the request it was planned for; None: lazy stores blocks that wait
+    follows: list[Transfer] = field(default_factory=list)  # to be committed after these
+    is_promotion: bool = False  # its bytes come from the tier below, not from the device: no rank gets it
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadTransfer(Transfer):
+    request_id: Hashable | None
+    refused: set[int] = field(default_factory=set)  # slots of a tier whose bytes were refused
+    good: int = 0  # number of nodes, from the first on, that a successful load read right
 
 
 class TransferLedger:
@@ -86,12 +92,12 @@ class TransferLedger:
         self.ranks = ranks
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
-        self.loads: dict[int, Transfer] = {}  # the loads among them
+        self.loads: dict[int, LoadTransfer] = {}  # the loads among them
         self._planned: list[Transfer] = []
         self._cancelled: list[int] = []
         self._resolved: list[int] = []  # since the last plan
-        self.writing: dict[Hashable, Transfer] = {}  # by the keys of chunks, checkpoints, and pieces
-        self.loading: dict[bytes, Transfer] = {}
+        self.writing: dict[Hashable, StoreTransfer] = {}  # by the keys of chunks, checkpoints, and pieces
+        self.loading: dict[bytes, LoadTransfer] = {}
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(self._open.values())
@@ -104,8 +110,11 @@ class TransferLedger:
 
     def held_by_walk(self) -> int:
         """How many device blocks the stores of lazy hold. O(open)."""
-        stores = [each for each in self if each.is_store and each.owner is None and each.phase is not Phase.LANDED]
-        return sum(each.held_blocks for each in stores)
+        walked = (each for each in self.stores() if each.owner is None and each.phase is not Phase.LANDED)
+        return sum(each.held_blocks for each in walked)
+
+    def stores(self) -> Iterator[StoreTransfer]:
+        return (each for each in self if isinstance(each, StoreTransfer))
 
     @property
     def num_resolved(self) -> int:
@@ -134,19 +143,18 @@ class TransferLedger:
 
     def add(self, transfer: Transfer) -> None:
         self._open[transfer.id] = transfer
-        if transfer.is_promotion:
-            transfer.phase = Phase.MOVING
-        else:
-            self._planned.append(transfer)
-        if transfer.is_store:
-            self.writing.update(dict.fromkeys(transfer.keys, transfer))
-            self.writing.update(dict.fromkeys(transfer.pieces, transfer))
-        else:
+        if isinstance(transfer, StoreTransfer):
+            self.writing.update(dict.fromkeys((*transfer.keys, *transfer.pieces), transfer))
+            for followed in transfer.follows:
+                followed.followers.append(transfer)
+            if transfer.is_promotion:
+                transfer.phase = Phase.MOVING
+                return
+        elif isinstance(transfer, LoadTransfer):
             self.loads[transfer.id] = transfer
             for key in transfer.keys:
                 self.loading.setdefault(key, transfer)  # other requests wait for the first (rule 12)
-        for followed in transfer.follows:
-            followed.followers.append(transfer)
+        self._planned.append(transfer)
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids of loads that are not to be started any more."""
@@ -182,7 +190,7 @@ class TransferLedger:
     def cancel(self, transfer: Transfer) -> list[Transfer]:
         """Cancel a transfer and the stores that follow it. Those that were not cancelled before."""
         cancelled = []
-        waiting = [transfer]
+        waiting: list[Transfer] = [transfer]
         while waiting:
             each = waiting.pop()
             waiting += each.followers
@@ -190,11 +198,11 @@ class TransferLedger:
                 each.is_cancelled = True
                 self._forget_keys(each)
                 cancelled.append(each)
-                if not each.is_store:
+                if isinstance(each, LoadTransfer):
                     self._cancelled.append(each.id)
         return cancelled
 
-    def shorten(self, store: Transfer, count: int) -> None:
+    def shorten(self, store: StoreTransfer, count: int) -> None:
         """Only the first `count` nodes of a store will be committed. Its followers look for their parent then."""
         for key in chain(store.keys[count:], store.pieces):
             if self.writing.get(key) is store:
@@ -210,7 +218,13 @@ class TransferLedger:
         self._forget_keys(transfer)
 
     def _forget_keys(self, transfer: Transfer) -> None:
-        moving: dict[Any, Transfer] = self.writing if transfer.is_store else self.loading
-        for key in chain(transfer.keys, transfer.pieces):
-            if moving.get(key) is transfer:
-                del moving[key]
+        if isinstance(transfer, StoreTransfer):
+            _drop(self.writing, transfer, (*transfer.keys, *transfer.pieces))
+        elif isinstance(transfer, LoadTransfer):
+            _drop(self.loading, transfer, transfer.keys)
+
+
+def _drop(moving: dict[Any, Any], transfer: Transfer, keys: Iterable[Hashable]) -> None:
+    for key in keys:
+        if moving.get(key) is transfer:
+            del moving[key]

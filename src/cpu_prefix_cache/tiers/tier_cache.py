@@ -38,7 +38,7 @@ from cpu_prefix_cache.offload.edge import Edge, Ended
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import MARGIN
 from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.offload.transfers import Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -225,7 +225,7 @@ class TierCache:
         if rank == 0 and len(self._ranges) == self._ranks and not self.demotion.is_open:
             self._take_in(report)
         for refusal in report.refused:
-            load = self.edge.ledger.get(refusal.transfer)
+            load = self.edge.ledger.loads.get(refusal.transfer)
             if load is not None:
                 self._refused += len(set(refusal.slots) - load.refused)
                 load.refused.update(refusal.slots)
@@ -344,7 +344,7 @@ class TierCache:
     def _labels(self, transfer: Transfer, copy: GroupCopy) -> Iterator[Label]:
         piece = self.planner.pieces[copy.group]
         if piece.in_chunk:
-            parents = [transfer.parent_key or b"", *transfer.keys]
+            parents = [_parent_key(transfer), *transfer.keys]
             for at, slot in enumerate(copy.host_blocks):
                 chunk, place = divmod(at, piece.host_blocks)
                 yield Label(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK, self._generations[slot])
@@ -356,9 +356,9 @@ class TierCache:
 
     def _boundary_key(self, transfer: Transfer) -> bytes:
         """Key of the chunk at whose end the checkpoint is that is stored. No load needs it."""
-        if not transfer.is_store:
+        if isinstance(transfer, LoadTransfer):
             return b""
-        return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.parent_key or b""
+        return transfer.keys[-2] if len(transfer.keys) > 1 else _parent_key(transfer)
 
     def _piece_key(self, slot: int) -> tuple[bytes, int, int]:
         key = self.pool.checkpoints.key_of(slot)
@@ -366,3 +366,8 @@ class TierCache:
             raise TypeError(f"the piece in slot {slot} has the key {key!r}")
         chunk, group, block = key
         return chunk, group, block
+
+
+def _parent_key(transfer: Transfer) -> bytes:
+    """Key of the chunk that a store hangs below. No load needs it."""
+    return (transfer.parent_key or b"") if isinstance(transfer, StoreTransfer) else b""

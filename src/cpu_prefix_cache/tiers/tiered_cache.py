@@ -37,7 +37,7 @@ from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.stores import Chain
-from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
@@ -113,7 +113,7 @@ class TieredCache(CPUPrefixCache):
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
-        self._slices: dict[Any, tuple[Transfer, Want, int]] = {}  # promotions in flight by id, and their blocks
+        self._slices: dict[Any, tuple[StoreTransfer, Want, int]] = {}  # promotions in flight by id, and their blocks
         self._unread = 0  # bytes that wants which are not over have still to ask for
         self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
@@ -270,15 +270,18 @@ class TieredCache(CPUPrefixCache):
 
     def report_below(self, report: TierReport) -> None:
         """The tier of a rank has finished transfers."""
-        reads = [ended for ended in self.below.report(report) if not ended.transfer.is_store]
-        for ended in reads:
+        has_read = False
+        for ended in self.below.report(report):
             load = ended.transfer
+            if not isinstance(load, LoadTransfer):
+                continue
+            has_read = True
             store, want, blocks = self._slices.pop(load.request_id)
             kept = self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
             want.blocks += kept
             self._promoted += kept - blocks
             self._committed(self.edge.promoted(store, ended.ok, load.good))
-        for want in list(self._open) if reads else ():
+        for want in list(self._open) if has_read else ():
             if want.has_begun and not want.is_over:
                 self._advance(want, may_read=False)
 
@@ -326,7 +329,7 @@ class TieredCache(CPUPrefixCache):
 
     # Details
 
-    def _committed(self, stores: Sequence[Transfer]) -> None:
+    def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         for store in stores:
             self.below.demotion.arrived(store.keys)
 
