@@ -23,6 +23,8 @@ USED_AGAIN = [
     ("aaaa", 1, False),
 ]
 
+# Of the front only held blocks are left, and others wait; when the stores land, the first of them are handed out.
+ALL_HELD = [(prompt, 1, prompt == "a") for prompt in ("b", "ca", "da", "ba", "aa", "a", "ea")]
 # In the last step one block of the front is used and another comes to wait: as many wait as before.
 ONE_CAME_AND_ONE_WENT = [("c", 1, False), ("baaa", 1, False), ("a", 1, True), ("a", 1, False), ("c", 1, False)]
 
@@ -87,6 +89,7 @@ class LazyEngine:
 @given(width=st.sampled_from([1, 2, 4]), slots=st.integers(8, 40), story=STORY)
 @example(width=1, slots=13, story=USED_AGAIN)
 @example(width=1, slots=9, story=ONE_CAME_AND_ONE_WENT)
+@example(width=1, slots=8, story=ALL_HELD)
 def test_chunks_that_leave_next_are_on_the_host_or_in_flight(width: int, slots: int, story: list[Any]) -> None:
     """With room on the host and no limit to a step, whatever was used again in between, and however it was copied."""
     engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)

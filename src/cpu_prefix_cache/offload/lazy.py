@@ -177,7 +177,9 @@ class Lazy(Eager):
             return
         unseen, first = self._read_before(self._ahead())
         self._drop_handed_out(first)
-        if unseen:
+        if first is None:  # all of the front is held, and will wait where it did, before these
+            self._cover(unseen)
+        elif unseen:
             front, self._front = self._front, {}
             self._cover(unseen)
             self._front |= front
