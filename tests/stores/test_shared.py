@@ -252,8 +252,9 @@ def test_faulty_tiers_are_refused_in_a_sentence():
         SharedTier(MemoryStore(), model="tiny", revision="1", hash="xxh3")
     with pytest.raises(ConfigurationError, match="lazy or eager"):
         SharedTier(MemoryStore(), model="tiny", revision="1", offload="both")
-    with pytest.raises(ConfigurationError, match="ask_seconds of a tier is a number of seconds above 0"):
-        SharedTier(MemoryStore(), model="tiny", revision="1", ask_seconds=0)
+    for seconds in (0, True, float("inf"), float("nan")):  # no lock can be waited for with the last two
+        with pytest.raises(ConfigurationError, match="ask_seconds of a tier is a number of seconds above 0"):
+            SharedTier(MemoryStore(), model="tiny", revision="1", ask_seconds=seconds)
 
 
 class Halting(MemoryStore):

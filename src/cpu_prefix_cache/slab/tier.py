@@ -8,6 +8,7 @@
 Knows no torch, so that the process that decides can read it, too.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def check_option(name: str, value: object, is_right: bool, words: str) -> None:
 
 
 def is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_hash(name: str) -> None:
