@@ -11,11 +11,8 @@ from statistics import median
 import torch
 
 from connector.transformers import Generation, PrefixCachedGenerator
-from cpu_prefix_cache import CacheStatistics
-from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event
-from cpu_prefix_cache.memory.parts import block_bytes
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy
+from cpu_prefix_cache.copying import Copier, Event, block_bytes
+from cpu_prefix_cache.deciding import CacheStatistics, Direction, GroupCopy
 
 # In standard deviations of the logits. Two correct float32 runs with the same prefill cuts differ by 1e-6; with one
 # zeroed block of 16 tokens among 3,500 they differ by 1e-2 and more.

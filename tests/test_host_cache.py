@@ -12,19 +12,17 @@ from threading import Semaphore
 import pytest
 import torch
 
-from cpu_prefix_cache import (
-    ChainHasher,
+from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError
+from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
-    ConfigurationError,
     Direction,
     HybridChunkPlanner,
     KVCacheCoordinator,
-    MisuseError,
     PooledDevice,
     PrefixGroup,
     WindowGroup,
 )
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.host_cache import HostCache, Loading, Run, Wait
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, states
 from cpu_prefix_cache.memory import arena, registration

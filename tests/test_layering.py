@@ -18,11 +18,12 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "offload": {"messages", "model", "pool"},
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
+    "deciding": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},
 }
 BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"}
-OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
+OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "slab": {"copier", "memory", "messages", "model"},
@@ -30,6 +31,8 @@ OTHERS = {  # rooms of what copies, of both halves together, of the tests of oth
     "stores": {"messages", "model", "slab"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
+    "copying": {"copier", "memory", "model", "slab"},
+    "tier": {"messages", "slab", "stores"},
     "testing": {"messages", "offload", "stores"},
     "tools.cli": {"messages", "tools.bench", "tools.replay"},
 }
@@ -80,6 +83,10 @@ def test_nothing_in_the_library_or_a_connector_imports_the_tools():
     tools, source = f"{HOME.name}.tools", HOME.parent.rglob("*.py")
     importers = {file for file in source if any(f"{name}.".startswith(f"{tools}.") for name in imports(file))}
     assert importers and importers <= set(TOOLS)
+
+
+def test_no_room_imports_the_public_face():
+    assert not {"copying", "deciding", "testing", "tier"} & set().union(*MAY_IMPORT.values(), *OTHERS.values())
 
 
 def test_the_table_lists_every_room():
@@ -150,8 +157,9 @@ def test_the_library_knows_no_engine(file):
     assert not {name.split(".")[0] for name in imports(file)} & ENGINES
 
 
-def test_importing_the_library_imports_no_torch():
-    program = "import sys, cpu_prefix_cache; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+@pytest.mark.parametrize("name", ["cpu_prefix_cache", "cpu_prefix_cache.deciding", "cpu_prefix_cache.tier"])
+def test_importing_what_decides_imports_no_torch(name):
+    program = f"import sys, {name}; print(sorted({{'torch', 'triton', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from connector.multi.chooser import Chooser, Count
-from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from tests.faults import MeddlingCopier
 from tests_vllm.real_cache import CachedEngine, Copies
 

@@ -16,7 +16,8 @@ The controls below each kind of hit damage one piece of one group: at least 7 of
 
 import pytest
 
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, WindowGroup
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES
+from cpu_prefix_cache.deciding import Direction, GroupCopy, WindowGroup
 from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
 from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from cpu_prefix_cache import OFFLOAD_MODES, Direction
+from cpu_prefix_cache import OFFLOAD_MODES
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model

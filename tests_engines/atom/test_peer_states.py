@@ -13,7 +13,7 @@ if WHY_NOT_REAL:
 
 from atom.model_engine.sequence import SequenceStatus
 
-from cpu_prefix_cache import Direction
+from cpu_prefix_cache.deciding import Direction
 from tests.faults import MeddlingCopier
 from tests_engines.atom.test_peer_cases import Mute
 from tests_engines.atom.test_states import (

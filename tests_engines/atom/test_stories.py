@@ -16,7 +16,8 @@ from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 import connector.atom.worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
-from cpu_prefix_cache import ConfigurationError, Direction, MisuseError
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import Direction
 from tests.faults import MeddlingCopier
 from tests.troubled_copiers import COPIERS, LateCopier
 from tests_engines.atom import mends
