@@ -29,7 +29,7 @@ from cpu_prefix_cache.memory import arena, registration
 from cpu_prefix_cache.memory.parts import Role, blocks_first
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
-from tests.faults import CorruptingCopier, MeddlingCopier
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.poison import poison
 from tests.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.sinks import SinkGroup

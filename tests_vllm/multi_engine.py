@@ -14,7 +14,7 @@ from pathlib import Path
 from connector.multi.chooser import Chooser, Count
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.deciding import Direction, GroupCopy
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_vllm.real_cache import CachedEngine, Copies
 
 MULTI = "CPUPrefixCacheMultiConnector"

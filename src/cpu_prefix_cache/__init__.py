@@ -4,7 +4,7 @@
     cpu_prefix_cache.deciding    the deciding half, for an engine whose scheduler is a process of its own
     cpu_prefix_cache.copying     the copying half, for its ranks
     cpu_prefix_cache.tier        a tier below host memory, and stores of one's own
-    cpu_prefix_cache.testing     checks of a device and of a store, for their authors
+    cpu_prefix_cache.testing     checks of a device and of a store, for their authors; copiers with faults
 
 These five are public, each as far as its `__all__`. All other modules are private: they change without notice.
 

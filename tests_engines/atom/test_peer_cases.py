@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_engines.atom.source import WHY_NOT_REAL
 
 if WHY_NOT_REAL:

@@ -14,7 +14,7 @@ if WHY_NOT_REAL:
 from atom.model_engine.sequence import SequenceStatus
 
 from cpu_prefix_cache.deciding import Direction
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_engines.atom.test_peer_cases import Mute
 from tests_engines.atom.test_states import (
     FailingLoads,
