@@ -208,12 +208,12 @@ def test_chunks_that_the_device_evicted_come_back_byte_for_byte(offload, threads
         engine.steps(id)
         engine.ends(id)
         engine.steps()
-        engine.host.wait()
+        engine.host.drain()
     assert engine.blocks.find(keys_of("abcd")[1]) is None
     assert engine.starts(id, "abcd") == Loading(0, 16)
     assert not any(engine.right(id))
     engine.host.begin_step()
-    assert engine.resumes(engine.host.wait()) == [(id, 16)]
+    assert engine.resumes(engine.host.drain()) == [(id, 16)]
     assert all(engine.right(id))
     engine.ends(id)
     engine.rests()
@@ -318,7 +318,7 @@ def test_after_the_deadline_it_loads_its_own_copy():
     engine.host.begin_step()
     copier.loads[1].until_passed()
     assert not any(engine.right("r")) and all(engine.right("s"))
-    assert sorted(engine.resumes(engine.host.wait())) == [("r", 16), ("s", 16)]
+    assert sorted(engine.resumes(engine.host.drain())) == [("r", 16), ("s", 16)]
     assert all(engine.right("r"))
     for id in ("r", "s"):
         engine.ends(id)
@@ -592,7 +592,7 @@ def loaded_by_hybrid(n0, **options):
     engine.host.end("r", 16)
     while engine.host.is_busy:
         engine.host.begin_step()
-        engine.host.wait()
+        engine.host.drain()
     engine.pool.reset()
     for tensor in engine.tensors:
         tensor.fill_(POISON)
@@ -749,7 +749,7 @@ def test_after_a_reset_nothing_is_found_and_running_loads_fail():
     engine.starts("r", "abcd")
     engine.steps()
     engine.host.reset()
-    assert engine.resumes(engine.host.wait()) == [("r", 0)]
+    assert engine.resumes(engine.host.drain()) == [("r", 0)]
     engine.ends("r")
     assert engine.starts("s", "abcd") == Run()
     engine.steps("s")

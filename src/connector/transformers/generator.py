@@ -836,7 +836,7 @@ def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
     try:
         host.begin_step()
     finally:  # also after an interrupt, wait for the transfers and resolve them
-        ended = host.wait()
+        ended = host.drain()
     return ended
 
 
