@@ -25,8 +25,8 @@ import torch
 import codec_reference
 from codec_kernels_triton import Coder
 from common import print_environment
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.triton_staging import INTERPRETED, launchers, tiling_for
+from cpu_prefix_cache.deciding import Direction
 
 KIB = 1 << 10
 MIB = 1 << 20

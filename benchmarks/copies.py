@@ -27,9 +27,9 @@ import triton
 
 from common import percentile, print_environment
 from copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
-from cpu_prefix_cache import Direction, TransferPlan
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, TransferPlan
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan

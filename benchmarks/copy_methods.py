@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import CudaEvent, Event
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.cuda import STREAM_ORDER
 from cpu_prefix_cache.memory.driver import accelerator_driver

@@ -33,8 +33,8 @@ from pathlib import Path
 from statistics import median
 
 from common import percentile, print_environment
-from cpu_prefix_cache import (
-    POLICIES,
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
     HybridChunkPlanner,

@@ -8,7 +8,7 @@ layers, heads and dimensions are those in the `config.json` of the published che
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
+from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, Piece
 from cpu_prefix_cache.model.report import conversation_bytes, describe, everything_bytes, group_waste
 

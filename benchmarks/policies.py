@@ -21,7 +21,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from common import print_environment
-from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.tools.replay.one_tier import serve
 from cpu_prefix_cache.tools.replay.outcome import Tally
 from cpu_prefix_cache.tools.replay.traces import TraceRequest, read_traces

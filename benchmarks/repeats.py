@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction import kinds
 from cpu_prefix_cache.tools.replay.one_tier import serve
 from cpu_prefix_cache.tools.replay.outcome import Tally

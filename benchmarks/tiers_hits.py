@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cpu_prefix_cache import BlockPool
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.slab.namespace import namespace_of

@@ -27,7 +27,7 @@ import redis
 
 from benchmarks.common import print_environment
 from cpu_prefix_cache.stores.opening import open_store
-from cpu_prefix_cache.tools.bench.slot_rates import Run
+from cpu_prefix_cache.tools.bench.slot_rates import TimedRun
 from cpu_prefix_cache.tools.bench.store_rates import StoreUnderTest
 from tests_stores.servers import RedisServer
 
@@ -43,7 +43,7 @@ Calls = dict[str, Call]  # put and get
 
 
 def ours(store: StoreUnderTest) -> dict[str, Calls]:
-    def seen(run: Run) -> dict[str, Any]:
+    def seen(run: TimedRun) -> dict[str, Any]:
         return run._asdict()
 
     return {

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache import Group, HybridChunkPlanner
+from cpu_prefix_cache.deciding import Group, HybridChunkPlanner
 from cpu_prefix_cache.model.report import conversation_bytes
 from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token, read_model
 

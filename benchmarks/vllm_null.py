@@ -5,7 +5,7 @@ from typing import Any
 
 from connector.vllm import CPUPrefixCacheConnector
 from connector.vllm.messages import StepMetadata, WorkerReports
-from cpu_prefix_cache import RankReport
+from cpu_prefix_cache.deciding import RankReport
 
 
 class NullCopies:

@@ -31,7 +31,7 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleC
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.vllm.messages import StepMetadata, WorkerReports
-from cpu_prefix_cache import Direction, RankReport
+from cpu_prefix_cache.deciding import Direction, RankReport
 
 BLOCK = 16
 MAX_MODEL_LEN = 40_960

@@ -136,7 +136,7 @@ class Engine:
         for request, tokens in batch:
             self._compute(request, tokens)
         computed = ((request.id, request.computed) for request, _ in batch)
-        ended = self.host.end_step(computed) if batch else self.host.wait()
+        ended = self.host.end_step(computed) if batch else self.host.drain()
         for id, resume_at in ended:
             self._resume(self.loading.pop(id), resume_at)
         finished = [request for request, _ in batch if len(request.tokens) == request.end]

@@ -8,9 +8,8 @@ import torch
 
 from builtin_models import ARCHITECTURES
 from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, ConfigurationError
-from cpu_prefix_cache.eviction import policy_of
-from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.stores.dialect import parse_tier
+from cpu_prefix_cache.deciding import parse_bytes, policy_of
+from cpu_prefix_cache.tier import parse_tier
 from offline_generation_report import check_json
 
 PIECES = {  # --corrupt -> the kinds of group that have such a piece

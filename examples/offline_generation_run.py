@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from connector.transformers import ModelPast, PrefixCachedGenerator, groups_of
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier.base import Copier
-from offline_generation_checks import Check, CorruptingCopier, Round, check, summary
+from cpu_prefix_cache.copying import Copier
+from cpu_prefix_cache.testing import CorruptingCopier
+from offline_generation_checks import Check, Round, check, summary
 from offline_generation_inputs import Prompt, load_model, prompts_of, read_prompts
 from offline_generation_options import PIECES, read_options
 from offline_generation_report import (

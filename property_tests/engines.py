@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     BlockPool,
     CacheOptions,
     EngineSteps,

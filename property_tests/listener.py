@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cpu_prefix_cache import BoundariesStored, BoundaryEvent
+from cpu_prefix_cache.deciding import BoundariesStored, BoundaryEvent
 
 
 class Listener:

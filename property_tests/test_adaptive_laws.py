@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import BlockPool, PoolExhausted
+from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.eviction import survival
 from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.buckets import Buckets

@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import BlockPool, MisuseError, PoolExhausted
+from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.index import nearest_checkpoint
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.states import BlockState

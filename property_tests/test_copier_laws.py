@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Direction, GroupCopy, Piece, PrefixGroup
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
+from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup
 from tests.copier.simulated import simulated_copier
 from tests.simulated_driver import SimulatedDriver
 from tests.simulated_streams import SimulatedStreams

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 import batching_engine
 from cpu_prefix_cache.messages.plan import Direction
+from cpu_prefix_cache.testing import MeddlingCopier
 from radix_engine import engine as radix_engine
 from radix_engine import host as radix_host
-from tests.faults import MeddlingCopier
 from tests.poison import poison
 from tiny_model import TinyModel, answer_alone
 

@@ -5,7 +5,8 @@ from unittest import mock
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction import ghosts as ghosts_module
 from cpu_prefix_cache.eviction.ghosts import Ghosts
 from cpu_prefix_cache.eviction.rings import members

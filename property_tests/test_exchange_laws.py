@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests.copier.bench import Shapes
-from tests.faults import MeddlingCopier
 from tests.threads import eventually
 
 LOAD = 100  # its id; those of the stores are numbers from 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
     CPUPrefixCache,
     Direction,

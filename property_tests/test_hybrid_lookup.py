@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
     Group,
     HybridChunkPlanner,

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, RankReport, Request
+from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, RankReport, Request
 from property_tests.engines import PoolSlots, QueueSlots, cache_options
 from property_tests.strategies import chain
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PrefixGroup
+from cpu_prefix_cache.deciding import BlockPool, HybridChunkPlanner, KVCacheCoordinator, PrefixGroup
 from property_tests.model import longest_boundary
 from property_tests.strategies import chain, forests, positions, prompts
 

@@ -14,15 +14,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import (
-    ChunkLocalGroup,
-    ConfigurationError,
-    Group,
-    HybridChunkPlanner,
-    PrefixGroup,
-    StateGroup,
-    WindowGroup,
-)
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
 from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 from tests.sinks import SinkGroup

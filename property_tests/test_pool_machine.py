@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
+from cpu_prefix_cache import POLICIES, MisuseError
+from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.pool.states import BlockState
 from property_tests.listener import Listener

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import POLICIES, BlockPool
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import BlockState

@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import (
-    POLICIES,
+from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache.deciding import (
     Direction,
     EngineSteps,
     HybridChunkPlanner,

@@ -6,7 +6,7 @@ The model keeps names: a chunk is hit if a request is given it or anything below
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import HybridChunkPlanner, KVCacheCoordinator, PrefixGroup, StateGroup
+from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, PrefixGroup, StateGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from property_tests.strategies import chain, prompts

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Ask, Found, TierPlan, Told
 

@@ -6,7 +6,7 @@ It is all that an engine with such layers would write. What it needs has a hole,
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cpu_prefix_cache import Group
+from cpu_prefix_cache.deciding import Group
 
 
 @dataclass(frozen=True, kw_only=True)

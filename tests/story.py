@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
     Hit,

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpu_prefix_cache import BlockPool, ConfigurationError, MisuseError, PoolExhausted
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.states import BlockState

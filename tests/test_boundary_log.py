@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     BlockPool,
     BoundariesRemoved,
     BoundariesStored,

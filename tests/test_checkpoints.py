@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache import (
-    POLICIES,
+from cpu_prefix_cache import POLICIES, ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import (
     BlockPool,
     ChunkLocalGroup,
-    ConfigurationError,
     CPUPrefixCache,
     Hit,
     HybridChunkPlanner,
     KVCacheCoordinator,
     Miss,
-    MisuseError,
     PooledDevice,
     PoolExhausted,
     PrefixGroup,

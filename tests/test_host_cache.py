@@ -12,26 +12,24 @@ from threading import Semaphore
 import pytest
 import torch
 
-from cpu_prefix_cache import (
-    ChainHasher,
+from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError
+from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
-    ConfigurationError,
     Direction,
     HybridChunkPlanner,
     KVCacheCoordinator,
-    MisuseError,
     PooledDevice,
     PrefixGroup,
     WindowGroup,
 )
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.host_cache import HostCache, Loading, Run, Wait
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, states
 from cpu_prefix_cache.memory import arena, registration
 from cpu_prefix_cache.memory.parts import Role, blocks_first
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
-from tests.faults import CorruptingCopier, MeddlingCopier
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.poison import poison
 from tests.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.sinks import SinkGroup
@@ -210,12 +208,12 @@ def test_chunks_that_the_device_evicted_come_back_byte_for_byte(offload, threads
         engine.steps(id)
         engine.ends(id)
         engine.steps()
-        engine.host.wait()
+        engine.host.drain()
     assert engine.blocks.find(keys_of("abcd")[1]) is None
     assert engine.starts(id, "abcd") == Loading(0, 16)
     assert not any(engine.right(id))
     engine.host.begin_step()
-    assert engine.resumes(engine.host.wait()) == [(id, 16)]
+    assert engine.resumes(engine.host.drain()) == [(id, 16)]
     assert all(engine.right(id))
     engine.ends(id)
     engine.rests()
@@ -320,7 +318,7 @@ def test_after_the_deadline_it_loads_its_own_copy():
     engine.host.begin_step()
     copier.loads[1].until_passed()
     assert not any(engine.right("r")) and all(engine.right("s"))
-    assert sorted(engine.resumes(engine.host.wait())) == [("r", 16), ("s", 16)]
+    assert sorted(engine.resumes(engine.host.drain())) == [("r", 16), ("s", 16)]
     assert all(engine.right("r"))
     for id in ("r", "s"):
         engine.ends(id)
@@ -594,7 +592,7 @@ def loaded_by_hybrid(n0, **options):
     engine.host.end("r", 16)
     while engine.host.is_busy:
         engine.host.begin_step()
-        engine.host.wait()
+        engine.host.drain()
     engine.pool.reset()
     for tensor in engine.tensors:
         tensor.fill_(POISON)
@@ -751,7 +749,7 @@ def test_after_a_reset_nothing_is_found_and_running_loads_fail():
     engine.starts("r", "abcd")
     engine.steps()
     engine.host.reset()
-    assert engine.resumes(engine.host.wait()) == [("r", 0)]
+    assert engine.resumes(engine.host.drain()) == [("r", 0)]
     engine.ends("r")
     assert engine.starts("s", "abcd") == Run()
     engine.steps("s")

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from batching_engine import BLOCK_TOKENS, Engine, Request, prompts
-from cpu_prefix_cache import ChainHasher, ConfigurationError, FileTier, MisuseError, SharedTier, TierUnavailable
+from cpu_prefix_cache import ChainHasher, ConfigurationError, FileTier, MisuseError, SharedTier
 from cpu_prefix_cache.memory import claims
 from cpu_prefix_cache.slab import allocation, opening
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.stores import opening as stores_opening
 from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.tier import TierUnavailable
 from tests.troubled_copiers import COPIERS
 from tiny_model import answer_alone
 

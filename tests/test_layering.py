@@ -18,11 +18,12 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "offload": {"messages", "model", "pool"},
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
+    "deciding": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},
 }
 BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"}
-OTHERS = {  # rooms of what copies, of both halves together, of the tests of others, and the command
+OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the tests of others, and the command
     "memory": {"messages"},
     "copier": {"memory", "messages", "model"},
     "slab": {"copier", "memory", "messages", "model"},
@@ -30,7 +31,9 @@ OTHERS = {  # rooms of what copies, of both halves together, of the tests of oth
     "stores": {"messages", "model", "slab"},
     "kv_layout": {"memory", "messages", "model"},
     "host_cache": BOTH,
-    "testing": {"messages", "offload", "stores"},
+    "copying": {"copier", "memory", "model", "slab"},
+    "tier": {"messages", "slab", "stores"},
+    "testing": {"copier", "memory", "messages", "offload", "stores"},
     "tools.cli": {"messages", "tools.bench", "tools.replay"},
 }
 EVERYTHING = sorted(HOME.rglob("*.py"))
@@ -82,6 +85,10 @@ def test_nothing_in_the_library_or_a_connector_imports_the_tools():
     assert importers and importers <= set(TOOLS)
 
 
+def test_no_room_imports_the_public_face():
+    assert not {"copying", "deciding", "testing", "tier"} & set().union(*MAY_IMPORT.values(), *OTHERS.values())
+
+
 def test_the_table_lists_every_room():
     assert set(map(room, IN_ROOMS)) == {*MAY_IMPORT, *OTHERS}
 
@@ -99,10 +106,10 @@ def test_rooms_do_not_import_in_a_circle():
     assert not is_free_of_circles({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
-def test_one_room_alone_imports_both_halves():
+def test_one_room_alone_imports_both_halves():  # of `testing` each file one of them
     halves = {"copier", "memory", "slab"}, {"offload", "pool", "prefix_cache", "tiers"}
     both = {name for name, below in {**MAY_IMPORT, **OTHERS}.items() if all(below & half for half in halves)}
-    assert both == {"host_cache"}
+    assert both - {"testing"} == {"host_cache"}
 
 
 @pytest.mark.parametrize("file", DECIDES, ids=name_of)
@@ -150,8 +157,9 @@ def test_the_library_knows_no_engine(file):
     assert not {name.split(".")[0] for name in imports(file)} & ENGINES
 
 
-def test_importing_the_library_imports_no_torch():
-    program = "import sys, cpu_prefix_cache; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+@pytest.mark.parametrize("name", ["cpu_prefix_cache", "cpu_prefix_cache.deciding", "cpu_prefix_cache.tier"])
+def test_importing_what_decides_imports_no_torch(name):
+    program = f"import sys, {name}; print(sorted({{'torch', 'triton', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -48,12 +48,12 @@ def test_two_loads_into_the_same_blocks(strict):
     engine.host.begin_step()
     if strict:
         refuses(engine, "s", "wxyz", "being filled by the load of request 'r'", lambda blocks: engine.tables["r"])
-        engine.host.wait()
+        engine.host.drain()
         assert all(engine.right("r"))
         return
     assert engine.starts("s", "wxyz", table=lambda blocks: engine.tables["r"]) == Loading(0, 16)
     engine.host.begin_step()
-    assert engine.host.wait() == [("r", 16), ("s", 16)]
+    assert engine.host.drain() == [("r", 16), ("s", 16)]
     assert not any(engine.right("r"))
 
 
@@ -64,7 +64,7 @@ def test_blocks_of_an_aborted_load_that_still_moves():
     filled = engine.tables["r"]
     engine.ends("r")
     refuses(engine, "s", "wxyz", "being filled by the load of request 'r'", lambda blocks: filled)
-    engine.host.wait()
+    engine.host.drain()
     assert engine.starts("s", "wxyz") == Loading(0, 16)
 
 
@@ -278,7 +278,7 @@ CALLS = {
     "start": lambda host: host.start("s", keys_of("a"), GRID + 1, 0, [0]),
     "begin_step": lambda host: host.begin_step(),
     "end_step": lambda host: host.end_step({}),
-    "wait": lambda host: host.wait(),
+    "drain": lambda host: host.drain(),
     "end": lambda host: host.end("r", 0),
     "boundaries": lambda host: host.boundaries("r"),
     "reset": lambda host: host.reset(),

@@ -5,15 +5,14 @@ from unittest import mock
 
 import pytest
 
-from cpu_prefix_cache import (
-    POLICIES,
+from cpu_prefix_cache import POLICIES, MisuseError
+from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
     EngineSteps,
     Hit,
     HybridChunkPlanner,
     Miss,
-    MisuseError,
     Pending,
     PooledDevice,
     PrefixGroup,

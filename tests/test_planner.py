@@ -2,15 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache import (
-    ChunkLocalGroup,
-    ConfigurationError,
-    Group,
-    HybridChunkPlanner,
-    PrefixGroup,
-    StateGroup,
-    WindowGroup,
-)
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, PieceAt
 from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 

@@ -2,15 +2,14 @@
 
 import pytest
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import (
     BlockPool,
-    ConfigurationError,
     CPUPrefixCache,
     Direction,
     Hit,
     HybridChunkPlanner,
     Miss,
-    MisuseError,
     Pending,
     PooledDevice,
     RankReport,
@@ -924,7 +923,7 @@ def test_settled_transfers_need_not_be_reported_again():
 
 def test_a_device_of_several_groups_has_destinations_group_by_group():
     """O8.19: chunk by chunk on the host, group by group in the plan."""
-    from cpu_prefix_cache import KVCacheCoordinator, PrefixGroup
+    from cpu_prefix_cache.deciding import KVCacheCoordinator, PrefixGroup
 
     draft = PrefixGroup(name="draft", block_tokens=2, block_bytes=300_000)
     target = PrefixGroup(name="target", block_tokens=4, block_bytes=1_200_000)

@@ -2,14 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache import (
-    ChainHasher,
-    CPUPrefixCache,
-    EngineSteps,
-    HybridChunkPlanner,
-    PrefixGroup,
-    Request,
-)
+from cpu_prefix_cache import ChainHasher
+from cpu_prefix_cache.deciding import CPUPrefixCache, EngineSteps, HybridChunkPlanner, PrefixGroup, Request
 from cpu_prefix_cache.messages.plan import RankReport
 from property_tests.engines import cache_options
 from tests.small_engine import SmallEngine

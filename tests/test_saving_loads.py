@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     CPUPrefixCache,
     Direction,
     EngineSteps,

@@ -1,6 +1,6 @@
 """The meaning of each count, from 0, and where it is a level, back to 0."""
 
-from cpu_prefix_cache import RankReport
+from cpu_prefix_cache.deciding import RankReport
 from tests.story import GRID, Engine
 
 

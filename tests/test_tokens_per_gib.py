@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tokens_per_gib import GIB, KIB, MIB, MODELS, groups_of, table, tokens_in_a_gib
-from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from cpu_prefix_cache import Direction
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, TransferLedger
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from connector.vllm import CPUPrefixCacheConnector, worker
-from tests.faults import CorruptingCopier, damaging
+from cpu_prefix_cache.testing import CorruptingCopier
+from tests.faults import damaging
 
 __all__ = ["CPUPrefixCacheConnector"]
 NAME, DRAFTER = "DAMAGED", "drafter"

@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from cpu_prefix_cache import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.deciding import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import StepPlan
 from tests.copier.bench import POISON, shapes_of

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from cpu_prefix_cache import Direction, GroupCopy, MisuseError
+from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from tests.copier.bench import POISON
 from tests_gpu.stage import Stage, plan_of, wait_for
 

@@ -11,11 +11,11 @@ The host region is poisoned before each store. A copier that forgets either wait
 import pytest
 import torch
 
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction
 from tests.copier.bench import POISON
 from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan

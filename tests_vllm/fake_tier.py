@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cpu_prefix_cache import Direction, RankReport
+from cpu_prefix_cache.deciding import Direction, RankReport
 from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
 
 SPOILT = "spoilt"

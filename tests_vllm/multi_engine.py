@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from connector.multi.chooser import Chooser, Count
-from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.deciding import Direction, GroupCopy
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_vllm.real_cache import CachedEngine, Copies
 
 MULTI = "CPUPrefixCacheMultiConnector"

@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import connector.vllm.worker as worker_module
 from connector.vllm import CPUPrefixCacheConnector
-from cpu_prefix_cache import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from tests.faults import damaging
 from tests_vllm.models import MODELS, some_tokens

@@ -14,7 +14,6 @@ from connector.vllm import CPUPrefixCacheConnector
 from connector.vllm.messages import WorkerReports
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.offload import prefill_rate
 from tests_vllm.engine import (
     AT_ONCE,
     ATTENTION,
@@ -133,7 +132,7 @@ def test_steps_are_timed_beside_copies_that_are_late(start, asynchronous):
     engine = start(offload="eager", device_blocks=80, slowest=6, asynchronous=asynchronous)
     taken = []
     engine.half.cache.prefilled = lambda tokens, seconds: taken.append(tokens)
-    with patch.object(prefill_rate, "MIN_TIMED_TOKENS", 20):
+    with patch("connector.vllm.scheduler.MIN_TIMED_TOKENS", 20):
         for prompt in range(40):
             engine.submit([900 + prompt] * 20, max_tokens=1)
             for _ in range(prompt % 7):

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.block_pool import BlockPool
 
 from connector.vllm.events import block_events
-from cpu_prefix_cache import BoundariesRemoved, BoundariesStored
+from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests_vllm import engine as engines
 from tests_vllm.engine import BLOCK, Engine, full, one_group, state, vllm_config, window

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from connector.vllm.device import VllmDevice
 from connector.vllm.pool_view import PoolView
-from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 
 
 class Queue:

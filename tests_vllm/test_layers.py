@@ -21,7 +21,8 @@ from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import group_rows
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests_vllm.engine import vllm_config
 from tests_vllm.planning import kv_cache_configs
 

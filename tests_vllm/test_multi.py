@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from cpu_prefix_cache import ConfigurationError, Direction
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction
 from tests_vllm.models import some_tokens
 from tests_vllm.multi_children import LosingConnector, SavingConnector
 from tests_vllm.multi_engine import BROKEN, FROZEN, SAVING, ChoosingEngine, Clock, example, of_tests

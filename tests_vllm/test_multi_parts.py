@@ -16,7 +16,7 @@ from connector.vllm.multi import CPUPrefixCacheMultiConnector
 from connector.vllm.multi.messages import TimedWorkerMetadata
 from connector.vllm.multi.metrics import OWN, ChoiceCounts, ChoiceStats
 from connector.vllm.multi.steps import Steps
-from cpu_prefix_cache import RankReport
+from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 from cpu_prefix_cache_vllm import register
 from tests_vllm.contract import members, methods

@@ -14,7 +14,8 @@ from connector.vllm import worker as worker_module
 from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import claims, limits, mapping
 from tests_vllm.engine import BLOCK, latent, one_group, vllm_config
 from tests_vllm.two_processes import said_by
@@ -60,7 +61,7 @@ def begins(rank, folder, file, told, cannot=1):
     if rank == cannot == 1:
         mapping.check_fits = regions.check_fits = refuse
     if rank == cannot == 0:
-        mapping.make_shared = refuse
+        regions.make_shared = refuse
     group = latent()
     try:
         half(folder, group, 2, rank).register_kv_caches(latent_caches(group))

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 import connector.vllm.worker as worker_module
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, differences

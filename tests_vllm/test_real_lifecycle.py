@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Direction
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of, ours
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
 

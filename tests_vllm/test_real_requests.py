@@ -10,10 +10,9 @@ from unittest.mock import patch
 import pytest
 
 import connector.vllm.worker as worker_module
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.offload import prefill_rate
+from cpu_prefix_cache.deciding import Direction
 from tests_vllm.models import MODELS, save_long_llama, some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences
@@ -319,7 +318,8 @@ def test_by_default_loads_that_take_longer_than_computing_are_not_made():
 
     with (
         patch.object(worker_module, "CopyWorker", SlowLink),
-        patch.object(prefill_rate, "MIN_TIMED_TOKENS", 64),
+        patch("connector.vllm.scheduler.MIN_TIMED_TOKENS", 64),
+        patch("cpu_prefix_cache.offload.prefill_rate.MIN_TIMED_TOKENS", 64),
         CachedEngine(folder_of("llama"), offload="eager") as engine,
     ):
         engine.answer([PROMPT])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from cpu_prefix_cache import Direction
+from cpu_prefix_cache.deciding import Direction
 from tests_vllm.models import MODELS
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, TOLERANCE, cold_answers, differences

@@ -17,7 +17,8 @@ from connector.vllm.rank_tier import Onlooker
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
 from connector.vllm.worker import WorkerHalf
-from cpu_prefix_cache import ConfigurationError, Direction, FileTier, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError, FileTier
+from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport

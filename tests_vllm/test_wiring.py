@@ -52,7 +52,7 @@ known = set(sys.modules)
 
 
 HEAVY = """
-LIGHT = {"cpu_prefix_cache.memory", "cpu_prefix_cache.memory.parts"}
+LIGHT = {"cpu_prefix_cache.memory", "cpu_prefix_cache.memory.layout_version"}
 HEAVY = ("connector.vllm.worker", "cpu_prefix_cache.copier", "cpu_prefix_cache.memory", "triton")
 print(sorted(name for name in new() - LIGHT if name.startswith(HEAVY)))
 """

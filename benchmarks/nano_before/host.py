@@ -7,17 +7,9 @@ to which request. It goes with the same patch of the engine as `examples/nano_vl
 import time
 from types import SimpleNamespace
 
-from cpu_prefix_cache import (
-    CPUPrefixCache,
-    Direction,
-    Hit,
-    HybridChunkPlanner,
-    Pending,
-    PrefixGroup,
-    Request,
-)
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, Hit, HybridChunkPlanner, Pending, PrefixGroup, Request
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical
 

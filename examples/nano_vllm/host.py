@@ -58,7 +58,7 @@ class Host:
     def end_step(self, seqs):
         """Sequences whose loads have ended compute from there. Those that wait for another's load look up again."""
         computed = ((seq.seq_id, seq.num_cached_tokens) for seq in seqs)
-        ended = dict(self.cache.end_step(computed) if seqs else self.cache.wait())
+        ended = dict(self.cache.end_step(computed) if seqs else self.cache.drain())
         for seq in [seq for seq in self.scheduler.loading if seq.seq_id in ended or not seq.block_table]:
             seq.num_scheduled_tokens = ended.get(seq.seq_id, 0) - seq.num_cached_tokens
             self.manager.hash_blocks(seq)

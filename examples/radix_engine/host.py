@@ -74,7 +74,7 @@ class Host(HostCache):
 
     def stepped(self, requests):
         computed = [(request.id, request.kept * self.size) for request in requests]
-        for id, resume_at in self.end_step(computed) if requests else self.wait():
+        for id, resume_at in self.end_step(computed) if requests else self.drain():
             request = self.engine.loading.pop(id)
             if resume_at > request.length:  # the load went well: what it brought goes into the tree
                 request.length = resume_at

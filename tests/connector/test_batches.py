@@ -17,10 +17,10 @@ from connector.transformers.forward import ForwardPass
 from connector.transformers.past import ModelPast
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family, tiny
 from tests.connector.serving import BLOCK, document, model
 from tests.connector.test_generate import Listener, agree, asked
-from tests.faults import CorruptingCopier
 
 NEW_TOKENS = 24  # over the end of a block
 BATCH = 4

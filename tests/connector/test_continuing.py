@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
-from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError, WindowGroup
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, WindowGroup
 from random_models import FAMILIES, WINDOW, build_family, initialise, tiny
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)

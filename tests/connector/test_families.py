@@ -16,11 +16,12 @@ The controls below each kind of hit damage one piece of one group: at least 7 of
 
 import pytest
 
-from cpu_prefix_cache import OFFLOAD_MODES, POLICIES, Direction, GroupCopy, WindowGroup
+from cpu_prefix_cache import OFFLOAD_MODES, POLICIES
+from cpu_prefix_cache.deciding import Direction, GroupCopy, WindowGroup
 from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
-from tests.faults import CorruptingCopier, MeddlingCopier
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 81, 112, 113)
 SEEN = 7  # of 8 damaged prompts

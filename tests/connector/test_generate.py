@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 from connector.transformers import PrefixCachedGenerator, PromptRefused
 from connector.transformers.changes import Weights
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import build_family
 from tests.connector.serving import document
-from tests.faults import CorruptingCopier
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 12

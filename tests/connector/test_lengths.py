@@ -20,10 +20,10 @@ from transformers import (
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import initialise
 from tests.connector.serving import document
 from tests.connector.test_generate import agree, answered, asked
-from tests.faults import CorruptingCopier
 
 NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 SMALL = dict(vocab_size=320, hidden_size=32, **NO_TOKENS)

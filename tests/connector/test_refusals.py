@@ -25,7 +25,7 @@ from transformers import (
 from builtin_models import build_model
 from connector.transformers import PrefixCachedGenerator, PromptRefused
 from cpu_prefix_cache import ConfigurationError, MisuseError
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.testing import MeddlingCopier
 
 SMALL = dict(vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 

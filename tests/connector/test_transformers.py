@@ -12,8 +12,9 @@ import torch
 
 from builtin_models import build_model
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from cpu_prefix_cache import ConfigurationError, Direction
-from tests.faults import CorruptingCopier, MeddlingCopier
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.sizes import sizes_of_containers
 
 TOLERANCE = 1e-4

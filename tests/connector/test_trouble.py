@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from connector.transformers import PrefixCachedGenerator, PromptRefused
-from cpu_prefix_cache import OFFLOAD_MODES, Direction
+from cpu_prefix_cache import OFFLOAD_MODES
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
 from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, model
-from tests.faults import CorruptingCopier, MeddlingCopier
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpu_prefix_cache import Piece, PrefixGroup
+from cpu_prefix_cache.deciding import Piece, PrefixGroup
 
 POISON = 0xAB
 DEVICE = torch.device(os.environ.get("COPIER_DEVICE", "cpu"))

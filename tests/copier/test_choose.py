@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier import staged
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.memory import cuda, hip
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import accelerator_driver
@@ -52,7 +53,7 @@ def test_without_triton_staging_is_refused_by_that_name(arguments, monkeypatch):
 
 def test_the_reference_needs_no_triton():
     program = (
-        "import sys, torch; from cpu_prefix_cache import *; from cpu_prefix_cache.copier.choose import choose_copier\n"
+        "import sys, torch; from cpu_prefix_cache.copying import *; from cpu_prefix_cache.deciding import *\n"
         "group = PrefixGroup(name='a', block_tokens=1, block_bytes=8)\n"
         "tensors = [[torch.zeros(4, 8, dtype=torch.uint8)]]\n"
         "choose_copier(HybridChunkPlanner([group], max_model_len=8), tensors, torch.zeros(4, 8, dtype=torch.uint8))\n"

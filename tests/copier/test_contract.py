@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError
+from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier import reference
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import DeviceEvent
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
+from cpu_prefix_cache.testing import CorruptingCopier
 from tests.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
 from tests.copier.simulated import simulated_copier
-from tests.faults import CorruptingCopier
 from tests.simulated_driver import SimulatedDriver
 
 RING = 64 * 1024

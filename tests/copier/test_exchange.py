@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
+from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Whole, cut, exchanges
@@ -19,6 +19,7 @@ from cpu_prefix_cache.copier.pace import RATED_BYTES, RATED_LOADS
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.copier.bench import poisoned, randoms, shapes_of
 from tests.copier.simulated import simulated_copier
 from tests.simulated_driver import SimulatedDriver

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.memory.moves import moves_of
 from tests.copier.bench import POISON, randoms
 from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena

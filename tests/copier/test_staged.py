@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
@@ -19,6 +19,7 @@ from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.copier.bench import POISON, poisoned, randoms, shapes_of
 from tests.copier.simulated import simulated_copier
 from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena

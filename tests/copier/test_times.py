@@ -4,10 +4,10 @@ from itertools import count
 
 import pytest
 
-from cpu_prefix_cache import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 
 COPIES = (GroupCopy(0, (1,), (2,)),)
 

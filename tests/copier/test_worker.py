@@ -9,11 +9,12 @@ from threading import Semaphore
 
 import pytest
 
-from cpu_prefix_cache import Direction, GroupCopy, MisuseError, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
+from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import VERSION
 from tests.simulated_driver import SLICE, SimulatedDriver, pinned_arena
 from tests.threads import eventually

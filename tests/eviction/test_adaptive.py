@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 
-from cpu_prefix_cache import BlockPool, MisuseError
+from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, HALF_LIFE_REQUESTS, Survival
 from cpu_prefix_cache.model.hashing import checkpoint_key

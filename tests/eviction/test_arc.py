@@ -2,7 +2,7 @@
 
 import random
 
-from cpu_prefix_cache import BlockPool
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed

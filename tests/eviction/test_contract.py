@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, BlockPool, MisuseError, PoolExhausted
+from cpu_prefix_cache import POLICIES, MisuseError
+from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from tests.story import Shelf, chain
 
 pytestmark = pytest.mark.parametrize("policy", POLICIES)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache import BlockPool, ConfigurationError
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction import Lru, policy_of
 from cpu_prefix_cache.eviction.installed import GROUP
 from cpu_prefix_cache.tools.cli import main

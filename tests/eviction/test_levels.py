@@ -2,7 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.pool.coordinator import new_pool

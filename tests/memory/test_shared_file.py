@@ -10,7 +10,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.memory import shared_file
-from cpu_prefix_cache.memory.shared_file import Offer, make, take
+from cpu_prefix_cache.memory.shared_file import OfferedFile, make, take_file
 
 NOBODY = 65534
 SECONDS = 60.0
@@ -18,10 +18,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be ano
 
 TAKER = """
 import os, sys
-from cpu_prefix_cache.memory.shared_file import take
+from cpu_prefix_cache.memory.shared_file import take_file
 if sys.argv[2] != "-":
     os.setuid(int(sys.argv[2]))
-file = take(sys.argv[1])
+file = take_file(sys.argv[1])
 print(os.pread(file, 6, 0).decode(), flush=True)
 os.pwrite(file, b"answer", 0)
 """
@@ -37,7 +37,7 @@ def file():
 
 @pytest.fixture
 def offer(file):
-    offer = Offer(file)
+    offer = OfferedFile(file)
     yield offer
     offer.close()
 
@@ -60,7 +60,7 @@ def test_other_processes_get_the_file_itself(file, offer):
 def test_nothing_is_left_where_others_could_find_it(file, offer):
     assert os.readlink(f"/proc/self/fd/{file}").startswith("/memfd:")
     assert offer.address not in "".join(os.listdir("/dev/shm") + os.listdir("/tmp"))
-    assert len({Offer(file).address for _ in range(10)}) == 10
+    assert len({OfferedFile(file).address for _ in range(10)}) == 10
 
 
 @needs_root
@@ -111,7 +111,7 @@ def offered_by():
 def test_a_file_that_another_user_offers_is_not_taken(offered_by, monkeypatch):
     monkeypatch.setattr(shared_file, "_user_of", lambda _: NOBODY)
     with pytest.raises(ConfigurationError, match="another user"):
-        take(offered_by[0])
+        take_file(offered_by[0])
 
 
 def test_a_maker_that_ends_before_it_gives_is_a_sentence(offered_by):
@@ -119,19 +119,19 @@ def test_a_maker_that_ends_before_it_gives_is_a_sentence(offered_by):
     ends = threading.Thread(target=lambda: listening.accept()[0].close())
     ends.start()
     with pytest.raises(ConfigurationError, match="the first rank ended"):
-        take(name)
+        take_file(name)
     ends.join()
 
 
 def test_a_maker_that_does_not_answer_or_is_not_there_is_a_sentence(offered_by):
     with pytest.raises(ConfigurationError, match="one network namespace"):
-        take(offered_by[0], seconds=0.1)
+        take_file(offered_by[0], seconds=0.1)
     with pytest.raises(ConfigurationError, match="one network namespace"):
-        take("cpu-prefix-cache-nowhere")
+        take_file("cpu-prefix-cache-nowhere")
 
 
 def test_ranks_that_do_not_come_are_counted(file):
-    offer = Offer(file)
+    offer = OfferedFile(file)
     with pytest.raises(ConfigurationError, match="2 of 2 ranks did not come"):
         offer.give(2, seconds=0.05)
     offer.close()

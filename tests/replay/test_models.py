@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, in_large_blocks, prefix_bytes_per_token, read_model
 
 KIB, MIB = 2**10, 2**20

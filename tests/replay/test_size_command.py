@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.tools.replay import size_command
 from cpu_prefix_cache.tools.replay.meter import Meter

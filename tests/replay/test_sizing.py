@@ -2,13 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache import (
-    ChunkLocalGroup,
-    ConfigurationError,
-    HybridChunkPlanner,
-    PrefixGroup,
-    StateGroup,
-)
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.tools.replay.resumable import ResumableReplay, blocks_of_everything
 from cpu_prefix_cache.tools.replay.sizing import Point, smallest_capacity
 from property_tests.strategies import chain

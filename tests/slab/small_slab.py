@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup, WindowGroup
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.namespace import namespace_of

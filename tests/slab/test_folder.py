@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, TierUnavailable
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab import allocation
 from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.tier import TierUnavailable
 from tests.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab, planner, region
 
 

@@ -6,14 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from cpu_prefix_cache import (
-    ChunkLocalGroup,
-    ConfigurationError,
-    HybridChunkPlanner,
-    PrefixGroup,
-    StateGroup,
-    WindowGroup,
-)
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.slab.namespace import Namespace
 from tests.sinks import SinkGroup
 from tests.slab.small_slab import BLOCK, FULL, Letters, namespace, planner

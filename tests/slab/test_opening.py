@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, RankReport, StepPlan, TierUnavailable
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import RankReport, StepPlan
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.slab import opening, record_file
 from cpu_prefix_cache.slab.opening import NOTHING_MOVED, OpeningTier
 from cpu_prefix_cache.slab.rank_tier import RankTier
+from cpu_prefix_cache.tier import TierUnavailable
 from tests.slab.small_slab import BLOCK, PIECES, open_slab, region
 
 SECONDS = 30  # more than any machine takes

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_prefix_cache import TierUnavailable
 from cpu_prefix_cache.slab import manifest
+from cpu_prefix_cache.tier import TierUnavailable
 from tests.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab
 
 NOBODY = 65534

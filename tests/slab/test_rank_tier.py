@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from cpu_prefix_cache import Direction, GroupCopy, MisuseError, StepPlan, TransferPlan
+from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Refusal, TierPlan
 from cpu_prefix_cache.slab import rank_tier as module

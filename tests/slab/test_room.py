@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from cpu_prefix_cache import TierUnavailable
 from cpu_prefix_cache.slab import room
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.tier import TierUnavailable
 from tests.slab.small_slab import BLOCK, namespace
 
 BYTES = 1_000_000

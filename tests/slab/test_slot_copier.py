@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, MisuseError
+from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import slot_copier as module

@@ -5,8 +5,8 @@ import uuid
 from hashlib import sha256
 from pathlib import Path
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.tier import Got, KeyedStore
 
 
 class FolderStore(KeyedStore):

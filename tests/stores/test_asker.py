@@ -6,14 +6,7 @@ import time
 
 import pytest
 
-from cpu_prefix_cache import (
-    HybridChunkPlanner,
-    PrefixGroup,
-    RankReport,
-    StateGroup,
-    StepPlan,
-    WindowGroup,
-)
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, StateGroup, StepPlan, WindowGroup
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.tier import Ask, TierPlan, TierReport, Told
 from cpu_prefix_cache.stores import asker

@@ -6,7 +6,7 @@ Nobody copies bytes between device and host. A test moves the ranks' tiers: `wor
 from collections.abc import Iterable
 from typing import Any
 
-from cpu_prefix_cache import (
+from cpu_prefix_cache.deciding import (
     BlockPool,
     Direction,
     Group,
@@ -18,7 +18,6 @@ from cpu_prefix_cache import (
     Request,
     StateGroup,
     TieredCache,
-    TierStatistics,
     TransferPlan,
     WindowGroup,
 )
@@ -26,6 +25,7 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.request import Answer
 from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.tier import TierStatistics
 from property_tests.engines import cache_options
 from property_tests.strategies import chain
 from property_tests.tier_model import RankSlots, RankStore

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from property_tests.test_hybrid_cache_machine import LAYOUTS
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache import Direction, Hit, HybridChunkPlanner, Miss, Pending, RankReport
+from cpu_prefix_cache.deciding import Direction, Hit, HybridChunkPlanner, Miss, Pending, RankReport
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import GENERATION_RANGE as RANGE
 from cpu_prefix_cache.messages.tier import Found, TierReport

@@ -28,7 +28,7 @@ from atom.model_engine.sequence import Sequence, SequenceStatus
 from atom.sampling_params import SamplingParams
 
 from connector.atom.plugin import register
-from cpu_prefix_cache import Direction
+from cpu_prefix_cache.deciding import Direction
 
 LAYERS = 2
 POISON = 0x5EEE

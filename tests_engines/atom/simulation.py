@@ -22,7 +22,7 @@ from tests_engines.atom import source  # noqa: F401  # before ATOM is imported
 from atom.model_engine.sequence import SequenceStatus
 
 import connector.atom.worker
-from cpu_prefix_cache import CacheStatistics
+from cpu_prefix_cache.deciding import CacheStatistics
 from tests_engines.atom import mends
 from tests_engines.atom.engine import VOCABULARY, Engine, config_of, transfer_config
 from tests_engines.atom.pools import pools

@@ -17,7 +17,8 @@ from connector.atom.requests import _computed_at_most
 from connector.atom.settings import Settings
 from connector.atom.worker import CPUPrefixCacheWorker
 from connector.common.request_flags import LOAD, allows
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 
 BLOCKS, BLOCK_BYTES = 8, 2 * 4 * 8
 NOTHING = StepPlan(0, ())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_engines.atom.source import WHY_NOT_REAL
 
 if WHY_NOT_REAL:
@@ -28,8 +28,8 @@ from atom.model_engine.sequence import SequenceStatus
 from connector.atom import geometry, worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
-from cpu_prefix_cache import Direction
 from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.deciding import Direction
 from tests_engines.atom.engine import Engine, config_of, transfer_config
 from tests_engines.atom.peer import cases, their
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from connector.atom.tensors import bind
-from cpu_prefix_cache import Direction, GroupCopy
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.deciding import Direction, GroupCopy
 from tests.copier.bench import shapes_of
 from tests_engines.atom.double.atom.config import KVCacheTensor
 from tests_engines.atom.double.atom.kv_transfer.disaggregation.types import KVTransferRegion, KVTransferTensors

@@ -13,8 +13,8 @@ if WHY_NOT_REAL:
 
 from atom.model_engine.sequence import SequenceStatus
 
-from cpu_prefix_cache import Direction
-from tests.faults import MeddlingCopier
+from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.testing import MeddlingCopier
 from tests_engines.atom.test_peer_cases import Mute
 from tests_engines.atom.test_states import (
     FailingLoads,

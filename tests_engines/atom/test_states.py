@@ -18,10 +18,11 @@ from atom.model_engine.state_runtime import StateRuntime, StateTransfer
 
 from connector.atom import geometry
 from connector.atom.states import States
-from cpu_prefix_cache import ConfigurationError, Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from tests.faults import CorruptingCopier, MeddlingCopier
-from tests.troubled_copiers import COPIERS, LateCopier
+from cpu_prefix_cache.testing import CorruptingCopier, LateCopier, MeddlingCopier
+from tests.troubled_copiers import COPIERS
 from tests_engines.atom import mends
 from tests_engines.atom.engine import transfer_config
 from tests_engines.atom.simulation import CONTROL, simulate

@@ -16,9 +16,10 @@ from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 import connector.atom.worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
-from cpu_prefix_cache import ConfigurationError, Direction, MisuseError
-from tests.faults import MeddlingCopier
-from tests.troubled_copiers import COPIERS, LateCopier
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
+from tests.troubled_copiers import COPIERS
 from tests_engines.atom import mends
 from tests_engines.atom.engine import EOS, POISON, Engine, config_of, transfer_config
 

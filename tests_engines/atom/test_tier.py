@@ -20,7 +20,8 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom.geometry import CHANNEL
 from connector.atom.settings import Settings
-from cpu_prefix_cache import ConfigurationError, RankReport
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening

@@ -20,7 +20,7 @@ from unittest.mock import patch
 from tests_engines.atom import source  # noqa: F401  # before ATOM is imported
 
 # isort: split
-from cpu_prefix_cache import TierStatistics
+from cpu_prefix_cache.tier import TierStatistics
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
 from tests_engines.atom.engine import Engine
 from tests_engines.atom.simulation import Outcome, Simulation, Variant, simulate

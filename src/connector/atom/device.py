@@ -13,7 +13,7 @@ from typing import Any
 
 from connector.atom.pool_view import NO_HASH, Place, PoolView
 from cpu_prefix_cache import Device, MisuseError
-from cpu_prefix_cache.pool.notes import Notes
+from cpu_prefix_cache.deciding import Notes
 
 
 class AtomDevice(Device):

@@ -17,7 +17,8 @@ with the bytes of a page: host blocks are the same for any number of them, and r
 from collections.abc import Sequence
 from typing import Protocol
 
-from cpu_prefix_cache import ConfigurationError, Group, GroupCopy, HybridChunkPlanner, PrefixGroup, StateGroup, StepPlan
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import Group, GroupCopy, HybridChunkPlanner, PrefixGroup, StateGroup, StepPlan
 
 CHANNEL = "cpu_prefix_cache"
 PAGES, UNITS = 0, 1  # on the ranks: the groups of pages and of all units

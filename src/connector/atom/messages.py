@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from atom.kv_transfer.disaggregation.types import ConnectorMetadata
 
-from cpu_prefix_cache import StepPlan
-from cpu_prefix_cache.messages.tier import TierPlan
+from cpu_prefix_cache.deciding import StepPlan
+from cpu_prefix_cache.tier import TierPlan
 
 READY_PARTS = 16
 _READY = "ready blocks "

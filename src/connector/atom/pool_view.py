@@ -19,7 +19,7 @@ from heapq import heappop
 from itertools import chain, dropwhile
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.offload.places import FRONT, Places
+from cpu_prefix_cache.deciding import FRONT, Places
 
 NO_HASH = -1  # ATOM's
 

@@ -13,9 +13,8 @@ import torch
 from connector.atom.tensors import BoundTensors
 from connector.tier.cache import EngineTier
 from connector.tier.namespace import RankNamespace
-from cpu_prefix_cache import HybridChunkPlanner
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
-from cpu_prefix_cache.slab.tier import RankPart
+from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.tier import RankPart, TierPlan, TierReport
 
 REPEAT_SECONDS = 1.0
 

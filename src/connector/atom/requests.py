@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 
 from connector.atom.device import AtomDevice
 from connector.common.request_flags import LOAD, STORE, allows
-from cpu_prefix_cache import ChainHasher, Request
+from cpu_prefix_cache import ChainHasher
+from cpu_prefix_cache.deciding import Request
 
 
 @dataclass(slots=True)

@@ -40,11 +40,19 @@ from connector.atom.settings import Settings
 from connector.atom.state_device import StateDevice
 from connector.atom.states import States
 from connector.tier.revision import reset
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache, Hit, MisuseError, Pending, RankReport, Request
-from cpu_prefix_cache.messages.request import MISS, Answer
-from cpu_prefix_cache.messages.tier import TierReport
-from cpu_prefix_cache.prefix_cache import Resolved
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import (
+    MISS,
+    Answer,
+    CPUPrefixCache,
+    Hit,
+    Pending,
+    RankReport,
+    Request,
+    Resolved,
+    TieredCache,
+)
+from cpu_prefix_cache.tier import TierReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,8 @@ from connector.atom.tier_settings import HASH, tier_of, tier_settings
 from connector.common.options import BYTES, CHECKS, checked
 from connector.tier.cache import build_cache
 from connector.tier.options import TIER, TierOption, tier_option
-from cpu_prefix_cache import (
-    OFFLOAD_MODES,
-    CacheOptions,
-    ConfigurationError,
-    CPUPrefixCache,
-    Device,
-    EngineSteps,
-    EngineTraits,
-    HybridChunkPlanner,
-)
+from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, Device
+from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 
 FASTEST = "xxh3_128"  # hash of keys that no other process sees
 ROLES = ("offload", "kv_both")

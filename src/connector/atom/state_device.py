@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from connector.atom.device import AtomDevice
 from connector.atom.pool_view import Place
 from connector.atom.states import States
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.deciding import CheckpointAt, checkpoint_key
 
 
 class _Hold(NamedTuple):

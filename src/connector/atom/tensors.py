@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.memory.parts import Part, Role, canonical, spelled
+from cpu_prefix_cache.copying import Part, Role, canonical, spelled
 
 
 class Layer(Protocol):

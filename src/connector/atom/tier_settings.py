@@ -15,8 +15,9 @@ from connector.tier.cache import EngineTier
 from connector.tier.namespace import digest
 from connector.tier.options import TierOption
 from connector.tier.weights import weights_of
-from cpu_prefix_cache import ConfigurationError, FileTier, HybridChunkPlanner, SharedTier
-from cpu_prefix_cache.slab.namespace import Namespace, Value
+from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
+from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.tier import Namespace, Value
 
 HASH = "sha256"  # of the keys, where there is a tier (rule 14)
 # By these ATOM's kernels put the same KV in another order into tensors of the same shape.

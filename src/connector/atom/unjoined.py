@@ -14,7 +14,7 @@ from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnect
 
 from connector.atom.geometry import block_bytes_of
 from connector.atom.messages import Unpinned
-from cpu_prefix_cache.messages.tier import TierReport
+from cpu_prefix_cache.tier import TierReport
 
 Aggregate = Callable[[Any, Sequence[KVConnectorOutput]], KVConnectorOutput]
 

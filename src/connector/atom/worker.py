@@ -22,10 +22,9 @@ from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
 from connector.atom.tier_settings import tier_settings
 from connector.common.deadlines import LOAD_SECONDS
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
-from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory.arena import HostArena
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.copying import CopyWorker, HostArena, choose_copier
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
-from cpu_prefix_cache.eviction import policy_of
+from cpu_prefix_cache.deciding import policy_of
 
 BYTES = "cpu_bytes_to_use"
 

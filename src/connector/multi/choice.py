@@ -30,7 +30,7 @@ Decision(winner=0, waits_for=())
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cpu_prefix_cache.tiers.time_saved import seconds_saved
+from cpu_prefix_cache.deciding import seconds_saved
 
 
 class Speed(NamedTuple):

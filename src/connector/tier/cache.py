@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache import CacheOptions, CPUPrefixCache, Device, EngineTraits, HybridChunkPlanner
-from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.tier import Tier
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache import Device
+from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, EngineTraits, HybridChunkPlanner, TieredCache
+from cpu_prefix_cache.tier import Namespace, Tier
 
 
 @dataclass(frozen=True)

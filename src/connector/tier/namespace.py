@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_prefix_cache.slab.namespace import Namespace, Value
+from cpu_prefix_cache.tier import Namespace, Value
 
 VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")  # of a model's configuration
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from connector.tier.revision import REVISION_FILE, read_revision
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
-from cpu_prefix_cache.messages.texts import check_text
-from cpu_prefix_cache.stores.dialect import parse_tier
+from cpu_prefix_cache.tier import check_text, parse_tier
 
 TIER = "tier"
 

@@ -8,8 +8,8 @@ import logging
 import os
 import stat
 
-from cpu_prefix_cache import ConfigurationError, CPUPrefixCache
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import CPUPrefixCache, TieredCache
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.slab.weights import weights_in
+from cpu_prefix_cache.tier import weights_in
 
 COMMIT_DIGITS = 40
 

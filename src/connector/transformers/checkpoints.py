@@ -15,11 +15,14 @@ import torch
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.working import WorkingState
-from cpu_prefix_cache import KVCacheCoordinator, PoolExhausted
-from cpu_prefix_cache.messages.errors import InternalError
-from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.model.planner import PieceAt
-from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.deciding import (
+    InternalError,
+    KVCacheCoordinator,
+    PieceAt,
+    PieceNeed,
+    PoolExhausted,
+    checkpoint_key,
+)
 
 
 class PastCheckpoints:

@@ -21,7 +21,8 @@ from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from connector.transformers.rows import BlockTable
 from connector.transformers.working import WorkingState
-from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8

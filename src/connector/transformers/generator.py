@@ -46,23 +46,29 @@ from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
 from cpu_prefix_cache import (
     OFFLOAD_MODES,
-    CacheStatistics,
     ChainHasher,
     ConfigurationError,
+    CopierWrapper,
     FileTier,
-    HybridChunkPlanner,
-    KVCacheCoordinator,
+    HostCache,
+    HostStatistics,
+    Loading,
     MisuseError,
+    SharedTier,
+    Thresholds,
+    Wait,
+)
+from cpu_prefix_cache.deciding import (
+    CacheStatistics,
+    HybridChunkPlanner,
+    InternalError,
+    KVCacheCoordinator,
     Pin,
     PooledDevice,
     PoolExhausted,
-    SharedTier,
-    Thresholds,
+    new_pool,
 )
-from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostStatistics, Loading, Wait
-from cpu_prefix_cache.messages.errors import InternalError
-from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.pool.coordinator import new_pool
+from cpu_prefix_cache.tier import TierStatistics
 
 OPENING = "opening"  # state of a tier
 # So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
@@ -830,7 +836,7 @@ def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
     try:
         host.begin_step()
     finally:  # also after an interrupt, wait for the transfers and resolve them
-        ended = host.wait()
+        ended = host.drain()
     return ended
 
 

@@ -27,7 +27,8 @@ from transformers.cache_utils import (
 )
 
 from connector.transformers.rows import Rows
-from cpu_prefix_cache import ChunkLocalGroup, ConfigurationError, MisuseError, WindowGroup
+from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, WindowGroup
 
 # A layer that keeps nothing. 5.19 has no kind for it: there such a layer is a state layer, and stays without a state.
 NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLayer)

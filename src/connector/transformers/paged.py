@@ -26,10 +26,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from connector.transformers.past import ModelPast, PastPart
 from connector.transformers.rows import Rows
-from cpu_prefix_cache import Group, PrefixGroup, StateGroup
-from cpu_prefix_cache.kv_layout import KVGroup
-from cpu_prefix_cache.memory.limits import check_fits
-from cpu_prefix_cache.memory.parts import Role, blocks_first
+from cpu_prefix_cache import KVGroup
+from cpu_prefix_cache.copying import Role, blocks_first, check_fits
+from cpu_prefix_cache.deciding import Group, PrefixGroup, StateGroup
 
 ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide words
 SPARE = 8  # of a stretch that grows, one part in so many is room for tokens to come

@@ -4,7 +4,7 @@ import operator
 from typing import Any
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.deciding import parse_bytes
 
 
 def check_whole(**options: Any) -> None:

@@ -6,7 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CPUPrefixCacheConnector
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
@@ -31,9 +31,11 @@ from connector.vllm.metrics import CachePromMetrics, CacheStats
 from connector.vllm.pool_view import PoolView, check_pool
 from connector.vllm.scheduler import SchedulerHalf
 from connector.vllm.settings import Settings, checked_options
-from connector.vllm.tensors import Registered
 from connector.vllm.touched import check_messages, check_overrides, is_made_by_vllm
 from cpu_prefix_cache_vllm import register
+
+if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
+    from connector.vllm.tensors import Registered
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In each worker
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Registered]) -> None:
+    def register_kv_caches(self, kv_caches: "Mapping[str, Registered]") -> None:
         if self.worker is not None:
             self.worker.register_kv_caches(kv_caches)
 

@@ -31,10 +31,8 @@ from itertools import chain, islice
 
 from connector.vllm.keys import HashesOnDevice, block_ends
 from connector.vllm.pool_view import SUFFIX_BYTES, Hold, PoolView, suffix_of
-from cpu_prefix_cache import Device, HybridChunkPlanner
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.notes import Notes
+from cpu_prefix_cache import Device
+from cpu_prefix_cache.deciding import CheckpointAt, HybridChunkPlanner, Notes, checkpoint_key
 
 RECENT_PER_BLOCK = 64  # one state block stands for the chunks of a whole prompt; 32 MB for 5,000 blocks
 

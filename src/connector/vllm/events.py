@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
 
-from cpu_prefix_cache import BoundariesStored, BoundaryEvent
+from cpu_prefix_cache.deciding import BoundariesStored, BoundaryEvent
 
 LOCALITY = "LOCAL"  # on the engine's own host
 

@@ -22,15 +22,8 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, reso
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from connector.vllm import versions
-from cpu_prefix_cache import (
-    ChunkLocalGroup,
-    ConfigurationError,
-    Group,
-    HybridChunkPlanner,
-    PrefixGroup,
-    StateGroup,
-    WindowGroup,
-)
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 
 Kept = tuple[type[Group] | None, dict[str, Any]]  # a kind of group, None if nothing is kept, and fields of it
 

@@ -16,9 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from cpu_prefix_cache import HybridChunkPlanner
-from cpu_prefix_cache.model.planner import FAR_CHUNKS
-from cpu_prefix_cache.offload.forgetting import Forgetting
+from cpu_prefix_cache.deciding import FAR_CHUNKS, Forgetting, HybridChunkPlanner
 
 
 class ChunkKeys(Sequence[bytes]):

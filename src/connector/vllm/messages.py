@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cpu_prefix_cache import RankReport, StepPlan
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.deciding import RankReport, StepPlan
+from cpu_prefix_cache.tier import TierPlan, TierReport
 
 
 @dataclass

@@ -20,11 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from connector.tier.options import TIER
 from connector.vllm.touched import PROMETHEUS, check_names
-from cpu_prefix_cache import CPUPrefixCache, Direction, TransferPlan
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, TieredCache, TransferPlan
 
 if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
-    from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+    from cpu_prefix_cache.copying import SlotStatistics
 
 PREFIX = "vllm:cpu_prefix_cache_"
 DIRECTIONS = tuple(direction.value for direction in Direction)

@@ -27,7 +27,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash, make_block_hash_with_group_id
 
 from connector.vllm.touched import check_names, unfit
-from cpu_prefix_cache.offload.places import FRONT, Places
+from cpu_prefix_cache.deciding import FRONT, Places
 
 POOL = (
     "blocks",

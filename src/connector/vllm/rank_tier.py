@@ -17,11 +17,9 @@ from connector.tier.namespace import RankNamespace
 from connector.vllm import ranks
 from connector.vllm.regions import RankShapes, agree
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import RankReport
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
-from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.opening import OpeningTier
-from cpu_prefix_cache.slab.tier import RankPart
+from cpu_prefix_cache.copying import OpeningTier
+from cpu_prefix_cache.deciding import RankReport
+from cpu_prefix_cache.tier import Namespace, RankPart, TierPlan, TierReport
 
 ORDER = "row order"  # a rank's own field in its namespace
 

@@ -18,11 +18,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.vllm import ranks
 from connector.vllm.groups import own_block_bytes
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import ConfigurationError, HybridChunkPlanner
-from cpu_prefix_cache.memory import mapping, shared_file
-from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.limits import check_fits
-from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES, Piece
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.copying import (
+    ALIGNMENT,
+    PAGE_BYTES,
+    HostArena,
+    OfferedFile,
+    check_fits,
+    make_shared,
+    map_shared,
+    take_file,
+)
+from cpu_prefix_cache.deciding import HybridChunkPlanner, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +119,9 @@ def _made(num_bytes: int, others: int, taken_ahead: bool) -> mmap.mmap:
     with ExitStack() as ends:
         address = None
         try:
-            file, region = mapping.make_shared(num_bytes, taken_ahead=taken_ahead)
+            file, region = make_shared(num_bytes, taken_ahead=taken_ahead)
             ends.callback(os.close, file)
-            offer = shared_file.Offer(file)
+            offer = OfferedFile(file)
             ends.callback(offer.close)
             address = offer.address
         finally:
@@ -127,8 +134,8 @@ def _taken(num_bytes: int) -> mmap.mmap:
     address = ranks.as_on_the_first_of_the_group(None)
     if address is None:
         raise ConfigurationError("the first rank of this tensor-parallel group could not make the shared region")
-    file = shared_file.take(address)
+    file = take_file(address)
     try:
-        return mapping.map_shared(file, num_bytes)
+        return map_shared(file, num_bytes)
     finally:
         os.close(file)

@@ -41,11 +41,8 @@ from connector.vllm.pool_view import PoolView
 from connector.vllm.requests import Known, KnownRequests
 from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.settings import Settings
-from cpu_prefix_cache import Hit, Pending, Request, StepPlan
-from cpu_prefix_cache.messages.tier import TierPlan
-from cpu_prefix_cache.offload import prefill_rate
-from cpu_prefix_cache.tiers.tier_cache import TierCache
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
+from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, Hit, Pending, Request, StepPlan, TierCache, TieredCache
+from cpu_prefix_cache.tier import TierPlan
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +174,7 @@ class SchedulerHalf:
 
     def _begin_timing(self, tokens: int) -> int | None:
         """The number of the step that begins now, if its duration is to be measured."""
-        if tokens < prefill_rate.MIN_TIMED_TOKENS:
+        if tokens < MIN_TIMED_TOKENS:
             return None
         self._steps += 1
         self._begun[self._steps] = tokens, self.clock()

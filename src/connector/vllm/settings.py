@@ -22,15 +22,8 @@ from connector.vllm.groups import (
 )
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
-from cpu_prefix_cache import (
-    CacheOptions,
-    ConfigurationError,
-    CPUPrefixCache,
-    Device,
-    EngineSteps,
-    EngineTraits,
-    HybridChunkPlanner,
-)
+from cpu_prefix_cache import ConfigurationError, Device
+from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 
 CHECKS: Mapping[str, Check] = {
     **COMMON_CHECKS,

@@ -10,8 +10,7 @@ If nothing of a transfer is left, this rank copies nothing and reports it as don
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
-from cpu_prefix_cache.model.planner import Piece
+from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, StepPlan, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)

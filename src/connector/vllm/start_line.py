@@ -6,8 +6,8 @@ device; staged copies (...)
 
 from connector.vllm.resets import RESETS
 from connector.vllm.settings import Settings
-from cpu_prefix_cache.copier.choose import ChosenCopier
-from cpu_prefix_cache.model.report import conversation_bytes
+from cpu_prefix_cache.copying import ChosenCopier
+from cpu_prefix_cache.deciding import conversation_bytes
 
 
 def start_line(settings: Settings, max_model_len: int, choice: ChosenCopier) -> str:

@@ -16,7 +16,7 @@ from itertools import product
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.memory.parts import same_blocks
+from cpu_prefix_cache.copying import same_blocks
 
 Registered = torch.Tensor | Sequence[torch.Tensor]
 

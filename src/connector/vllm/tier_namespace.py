@@ -16,8 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.tier.namespace import digest
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
-from cpu_prefix_cache import FileTier, HybridChunkPlanner, SharedTier
-from cpu_prefix_cache.slab.namespace import Namespace, Value
+from cpu_prefix_cache import FileTier, SharedTier
+from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.tier import Namespace, Value
 
 
 def engine_namespace(

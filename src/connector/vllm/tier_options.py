@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from connector.tier.options import TierOption
 from connector.vllm.weights import weights_of_all
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
-from cpu_prefix_cache.slab.tier import CRYPTOGRAPHIC
+from cpu_prefix_cache.tier import CRYPTOGRAPHIC
 
 
 def tier_of(option: TierOption, vllm_config: VllmConfig) -> FileTier | SharedTier:

@@ -6,7 +6,7 @@ from connector.tier.cache import EngineTier
 from connector.tier.options import TierOption
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import tier_of
-from cpu_prefix_cache import HybridChunkPlanner
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 
 
 def tier_settings(

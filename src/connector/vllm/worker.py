@@ -34,12 +34,9 @@ from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
 from connector.vllm.tier_namespace import row_order
-from cpu_prefix_cache import RankReport
-from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.early import EarlyEnds
-from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.messages.tier import TierReport
+from cpu_prefix_cache.copying import CopyWorker, EarlyEnds, HostArena, choose_copier
+from cpu_prefix_cache.deciding import RankReport
+from cpu_prefix_cache.tier import TierReport
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -12,6 +12,7 @@ and a step of the engine:
 
     begin_step             before compute: copies begin, in the order of what compute was given before
     end_step(computed)     after compute: which loads have ended
+    drain                  in its place, where nothing is computed: waits for the copies that have begun
 
 The host region is pinned from the first step on, while the engine works; or before it, by `prepare`.
 
@@ -290,7 +291,7 @@ class HostCache:
                 self._tier.timed(tokens)
         return self._report()
 
-    def wait(self) -> list[tuple[Hashable, int]]:
+    def drain(self) -> list[tuple[Hashable, int]]:
         """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest.
 
         What a shared store does not answer ends by its timeouts, some seconds.

@@ -37,9 +37,6 @@ class Role(enum.IntEnum):
     STATE = 9  # Mamba, linear attention
 
 
-LAYOUT_VERSION = 2  # of the order of bytes in a piece, for pieces that outlive their process
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One part: `rows` is uint8 [blocks, bytes of a block], the engine's own memory.

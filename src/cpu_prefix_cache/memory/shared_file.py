@@ -38,7 +38,7 @@ def make(num_bytes: int) -> int:
     return file
 
 
-class Offer:
+class OfferedFile:
     """Where other processes of this user take a file."""
 
     def __init__(self, file: int) -> None:
@@ -66,7 +66,7 @@ class Offer:
         self._socket.close()
 
 
-def take(address: str, seconds: float = WAIT_SECONDS) -> int:
+def take_file(address: str, seconds: float = WAIT_SECONDS) -> int:
     """The descriptor of the file that is offered there. Raises ConfigurationError."""
     try:
         with socket.socket(socket.AF_UNIX) as giver:

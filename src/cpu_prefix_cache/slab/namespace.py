@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from cpu_prefix_cache.memory.parts import LAYOUT_VERSION
+from cpu_prefix_cache.memory.layout_version import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.model.planner import HybridChunkPlanner

@@ -1,6 +1,38 @@
-"""Checks of devices and stores that others write for this library, for their authors to run."""
+"""Checks of devices and stores that others write for this library, and copiers with faults, for their authors' tests.
 
-from cpu_prefix_cache.testing.device import Trial, check_device
-from cpu_prefix_cache.testing.store import check_store
+A name is imported when it is used: `check_device` and `Trial` need Hypothesis (extra `testing`), copiers need torch.
+"""
 
-__all__ = ["Trial", "check_device", "check_store"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.testing.copiers import CorruptingCopier, FailingCopier, LateCopier, MeddlingCopier
+    from cpu_prefix_cache.testing.device import Trial, check_device
+    from cpu_prefix_cache.testing.store import check_store
+
+_HOMES = {
+    "CorruptingCopier": "copiers",
+    "FailingCopier": "copiers",
+    "LateCopier": "copiers",
+    "MeddlingCopier": "copiers",
+    "Trial": "device",
+    "check_device": "device",
+    "check_store": "store",
+}
+
+__all__ = [
+    "CorruptingCopier",
+    "FailingCopier",
+    "LateCopier",
+    "MeddlingCopier",
+    "Trial",
+    "check_device",
+    "check_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

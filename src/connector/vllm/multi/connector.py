@@ -42,8 +42,7 @@ from connector.vllm.multi.options import ASSUMED_PREFILL, Options
 from connector.vllm.multi.steps import Steps
 from connector.vllm.touched import check_names, check_overrides
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.offload.break_even import OVERHEAD_SECONDS
-from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
+from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, OVERHEAD_SECONDS, PrefillRate
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 
 from connector.common.options import check_known
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.offload.break_even import USUAL_BYTES_PER_SECOND
+from cpu_prefix_cache.deciding import USUAL_BYTES_PER_SECOND
 
 CONNECTORS, DEADLINE = "connectors", "deadline_seconds"
 LOAD_RATE, PREFILL_RATE = "load_bytes_per_second", "prefill_tokens_per_second"

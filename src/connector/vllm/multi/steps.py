@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from connector.multi.chooser import Chooser, Load
-from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
+from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, PrefillRate
 
 
 @dataclass(frozen=True)
