@@ -108,8 +108,8 @@ class CPUPrefixCache:
         self.planner = planner
         self._device = device
         # Device and host hold prompts together, the end of a prompt here and its beginning there.
-        is_shared = offload == "lazy" and not planner.has_checkpoints and device.handed_out() is not None
-        is_shared = is_shared and not is_above_tier
+        can_be = offload == "lazy" and not (planner.has_checkpoints or is_above_tier)
+        is_shared = can_be and device.handed_out() is not None
         self.pool = new_pool(
             planner,
             host_blocks,
