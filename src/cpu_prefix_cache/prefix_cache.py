@@ -149,8 +149,9 @@ class CPUPrefixCache:
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
         """How far `request` could be resumed, when the device has everything before token `n0`, and from where to load.
 
-        Changes one thing only: after an answer Pending for lack of device blocks, all later loads of this step are
-        Pending too (rule 12). `now` is in seconds, of any clock that does not run backwards.
+        Changes deadlines only: after an answer Pending for lack of device blocks, all later loads of this step are
+        Pending too, and the wait for a store that is arriving begins (rule 12). `now` is in seconds, of any clock that
+        does not run backwards.
         """
         loading = self._loading(request, n0)
         if loading is not None and now < loading.deadline and not self.is_off:
@@ -427,7 +428,7 @@ class CPUPrefixCache:
         return Resolved(transfer.id, Direction.LOAD, transfer.request_id, ended.ok, transfer.good)
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
-        """The chunks of these stores can be found from now on."""
+        """Hook of a cache above a tier: the chunks of these stores can be found from now on."""
 
     def _loading(self, request: Request, n0: int) -> LoadTransfer | None:
         """The load that brings enough from `n0` on to be waited for. Found by two keys, and not by all of the prompt: a

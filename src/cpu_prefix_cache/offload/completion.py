@@ -161,9 +161,11 @@ class Completion:
             self._pool.withdraw(node)
             self._cancel_orphans()
 
-    def _complete_stores(self, landed: Sequence[StoreTransfer]) -> Sequence[StoreTransfer]:
-        """Commit or abort stores that have landed, each before those that follow it. Those that were committed."""
-        waiting, committed = [*reversed(landed)], list[StoreTransfer]()
+    def _complete_stores(self, stores: Sequence[StoreTransfer]) -> Sequence[StoreTransfer]:
+        """Commit or abort those of these stores that have landed and follow nothing, each before those that follow it.
+        Those that were committed.
+        """
+        waiting, committed = [*reversed(stores)], list[StoreTransfer]()
         while waiting:
             store = waiting.pop()
             if store.follows or store.phase is not Phase.LANDED:

@@ -1,12 +1,12 @@
-"""Edge: every copy between a device and the host pool below it, from its plan to its end.
+"""Edge: every copy between a device and the pool below it, from its plan to its end.
 
     planned     `load`, and what the offload stores
     moving      `begin_step` has the plans for the ranks
     landed      `report`: every rank has copied
-    committed   a store: its chunks can be found on the host
+    committed   a store: its chunks can be found in the pool
     resolved    and nothing is held any more; where the copy failed, its chunks are withdrawn
 
-A host cache has an edge below its engine's device, and a tier has one below the host pool.
+A host cache has an edge below its engine's device. A tier has one below the host pool, which is the device there.
 """
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
@@ -174,7 +174,7 @@ class Edge:
         self._completion.forgive()
 
     def reset(self) -> None:
-        """Nothing on the host may be used again. What is in flight resolves and registers nothing (rule 13)."""
+        """Nothing in the pool may be used again. What is in flight resolves and registers nothing (rule 13)."""
         self.epoch += 1
         self._completion.cancel_all()
         self.pool.reset()

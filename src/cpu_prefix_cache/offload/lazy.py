@@ -177,7 +177,7 @@ class Lazy(Eager):
             return
         unseen, first = self._read_before(self._ahead())
         self._drop_handed_out(first)
-        if first is None:  # all of the front is held, and will wait where it did, before these
+        if first is None:  # nothing of the front waits; what is held will wait where it did, mostly before these
             self._cover(unseen)
         elif unseen:
             front, self._front = self._front, {}

@@ -1,4 +1,4 @@
-"""TierCache: the tier below host memory, decided like the host cache itself: an edge whose device is the host pool.
+"""TierCache: the tier below host memory, decided like the host cache: its edge has the host pool for a device.
 
 What differs from the edge below an engine's device:
 
