@@ -245,33 +245,34 @@ def test_descendants_of_a_chunk_forgotten_meanwhile_are_not_taken_in():
     assert engine.below == set(chain_names("abcd")), "and it is asked for again"
 
 
-def test_chunks_demoted_at_that_moment_are_not_taken_in_twice():
+@pytest.mark.parametrize("ok", [True, False])
+def test_below_chunks_demoted_at_that_moment_nothing_is_taken_in(ok):
     engine = with_others("abcd")
     engine.asks_as("r", "abcd")
     engine.host_has("ab")
     engine.steps_below()
     assert engine.writes() == ["a", "ab"]
     engine.answers()
-    assert engine.seen.found == 2 and not engine.below, "they wait for the chunk that is being written"
-    engine.tier_ends()
-    assert engine.below == set(chain_names("abcd"))
-
-
-def test_found_chunks_are_forgotten_with_a_demotion_that_fails():
-    engine = with_others("abcd")
-    engine.asks_as("r", "abcd")
-    engine.host_has("ab")
-    engine.steps_below()
-    engine.answers()
-    engine.tier_ends(ok=False)
-    assert not engine.below
+    assert engine.seen.found == 0 and not engine.below
+    engine.tier_ends(ok=ok)
+    assert engine.below == (set(chain_names("ab")) if ok else set())
+    assert isinstance(engine.is_told("s", "abcd"), Pending), "the next request asks for it again, and waits for it"
     engine.works_off()
-    assert engine.is_at_rest()
+    assert engine.admits("s", "abcd") == Hit(4 * GRID) and engine.seen.questions == 2
+    engine.works_off()
+    assert engine.below == set(chain_names("abcd")) and engine.is_at_rest()
 
 
 def test_a_full_memory_of_the_store_takes_what_fits():
     engine = with_others("abcdefgh", host=2, slots=4)
     engine.is_told("r", "abcdefgh")
+    assert engine.below == set(chain_names("abcd"))
+
+
+def test_what_is_taken_in_takes_no_room_from_what_it_hangs_below():
+    engine = with_others("abcdef", host=2, slots=4)
+    engine.is_told("r", "abcd")
+    engine.is_told("s", "abcdef")
     assert engine.below == set(chain_names("abcd"))
 
 
@@ -324,8 +325,21 @@ def test_pieces_of_chunks_that_are_known_already_are_queried():
     engine.steps_below()
     (ask,) = engine.asks.values()
     assert ask.depth == 2 and ask.keys == (b"abc", b"abcd", b"abcde")
+    engine.works_off()
     engine.answers()
-    engine.works_off()  # a piece that it shares was being written
+    assert engine.has_checkpoint_below("abcde")
+
+
+def test_a_checkpoint_that_shares_a_piece_being_written_is_not_taken_in():
+    engine = with_others("abcd", groups=(FULL, WINDOW))
+    engine.is_told("r", "abcd")
+    engine.host_has("abcd", ["abcd"])
+    engine.others_have("abcde", checkpoints=["abcde"])
+    engine.is_told("s", "abcde")
+    assert checkpoint_key(b"abcd") in engine.cache.below.edge.ledger.writing
+    assert not engine.has_checkpoint_below("abcde")
+    engine.works_off()
+    engine.is_told("t", "abcde")
     assert engine.has_checkpoint_below("abcde")
 
 

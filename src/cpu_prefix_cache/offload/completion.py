@@ -200,7 +200,7 @@ class Completion:
             self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
             self.counts["checkpoints_stored"] += has_checkpoint
             self.counts["bytes_stored"] += store.plan.num_bytes
-        self._offload.committed(store)
+        self._offload.committed(store.keys)
         if store.owner is None or store.owner not in self._running:
             self._pool.resume_points.may_be_useless(store.nodes[-1])
         return True

@@ -10,7 +10,7 @@ A host cache has an edge below its engine's device. A tier has one below the hos
 """
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
@@ -18,7 +18,7 @@ from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.completion import Completion
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.stores import Chain, StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, Transfer
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import num_bytes
@@ -155,6 +155,14 @@ class Edge:
         for transfer in landed:
             ok = transfer.succeeded
             yield Ended(transfer, ok, self._completion.land(transfer))
+
+    def note(self, chain: Chain, touch: Any) -> Sequence[int]:
+        """Others have stored this chain, so nothing is copied. Its nodes that can be found from now on: fewer where
+        there is no room, and none while it, or what it builds on, is being written.
+        """
+        nodes = self.stores.note(chain, touch)
+        self.offload.committed(chain.node_keys[: len(nodes)])
+        return nodes
 
     def promoted(self, store: StoreTransfer, ok: bool, good: int) -> Sequence[StoreTransfer]:
         """The edge below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores

@@ -130,9 +130,9 @@ class Lazy(Eager):
         if transfer.owner is None and not transfer.succeeded:
             self._front.clear()  # some of it may not be covered
 
-    def committed(self, store: StoreTransfer) -> None:
-        self._parents.saved(store.keys)
-        self._settled.update(store.keys)
+    def committed(self, keys: Sequence[bytes]) -> None:
+        self._parents.saved(keys)
+        self._settled.update(keys)
 
     def reset(self) -> None:
         self._parents.clear()

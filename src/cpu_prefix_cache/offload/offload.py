@@ -53,8 +53,8 @@ class Offload:
     def landed(self, transfer: StoreTransfer) -> None:
         """The copy of a store has ended, and its device blocks were released."""
 
-    def committed(self, store: StoreTransfer) -> None:
-        """Note that what this store has written can be found on the host now."""
+    def committed(self, keys: Sequence[bytes]) -> None:
+        """Chunks with these keys, or a checkpoint, can be found on the host now."""
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""

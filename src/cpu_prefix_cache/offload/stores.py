@@ -225,6 +225,22 @@ class StorePlanner:
         self.ledger.add(transfer)
         return transfer
 
+    def note(self, chain: Chain, touch: Any) -> Sequence[int]:
+        """As many first nodes of a chain as find room, which can be found at once: others have stored them. None while
+        it, or what it builds on, is being written.
+        """
+        needs, keys, parent = self._needs(chain), chain.node_keys, self._parent(chain)
+        builds_on = (*keys, *(need.key for need in needs or ()))
+        if parent is None or not self.ledger.writing.keys().isdisjoint(builds_on):
+            return ()
+        pin = self._pin_parent(chain)
+        nodes = self.pool.take(len(chain.keys), keys, needs)
+        if nodes:
+            self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
+            self.pool.resume_points.may_be_useless(nodes[-1])
+        self._unpin(pin)
+        return nodes
+
     def _needs(self, chain: Chain) -> list[PieceNeed] | None:
         """The pieces of its checkpoint, if it has one."""
         return None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)

@@ -1,6 +1,6 @@
 """Queries of a store that others write too: once for each request, before it is read.
 
-    asked --told--> over    what is there is taken into the tier's pool, as if it had just been stored
+    asked --told--> over    what is there is noted in the tier's pool, and nothing is copied for that
       `--the deadline passes--> late    the request goes on with what the host has. An answer that comes yet is taken in
 
 Steps may be longer than the deadline. So a query is late when it has reached the ranks and they have not answered by
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.tier import Ask, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.stores import Chain, StorePlanner
+from cpu_prefix_cache.offload.stores import Chain
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 PROBE_SECONDS = 1.0
@@ -49,13 +49,12 @@ class Questions:
     def __init__(
         self,
         coordinator: KVCacheCoordinator,
-        stores: StorePlanner,
         take: Callable[[Chain], None],
         ended: Callable[[bool], None],
         seconds: float | None,
     ) -> None:
         self._coordinator, self._pool, self._planner = coordinator, coordinator.pool, coordinator.planner
-        self._stores, self._take, self._ended, self._seconds = stores, take, ended, seconds
+        self._take, self._ended, self._seconds = take, ended, seconds
         self._of: dict[Hashable, Question] = {}  # by request, in the order in which they came
         self._open: dict[int, Question] = {}  # may still be answered, in the order of their numbers
         self._new: list[Ask] = []  # since the last plan
@@ -175,17 +174,14 @@ class Questions:
     def _take_in(self, question: Question, told: Told) -> None:
         keys, depth = question.keys, question.ask.depth
         stop = depth + told.chunks
-        covered = self._covered(keys, stop)
-        if covered < depth:
+        known = self._pool.resident_run(keys, 0, stop)
+        if known < depth:
             return  # what was known has been forgotten meanwhile: nobody has asked for it
-        if covered < stop and self._pool.blocks_per_chunk:  # bare chunks are of no use
-            self._take(_chain(keys, covered, stop))
+        if known < stop and self._pool.blocks_per_chunk:  # bare chunks are of no use
+            self._take(_chain(keys, known, stop))
         for at in self._checkpoints(question, stop, set(told.pieces)):
-            self._take(_chain(keys, self._covered(keys, at), at, self._coordinator.checkpoint_at(keys, at)))
-
-    def _covered(self, keys: Sequence[bytes], stop: int) -> int:
-        """How many of the first `stop` chunks are here or on their way."""
-        return self._stores.covered_run(keys, self._pool.resident_run(keys, 0, stop), stop)
+            known = self._pool.resident_run(keys, 0, at)
+            self._take(_chain(keys, known, at, self._coordinator.checkpoint_at(keys, at)))
 
     def _checkpoints(self, question: Question, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
         """The depths at which a checkpoint is there with all of its pieces, from the deepest on."""
@@ -193,7 +189,7 @@ class Questions:
         ends = {key for key, _, _ in pieces}  # a checkpoint has pieces in the chunk behind which it resumes
         for depth in range(stop, max(question.ask.depth, stop - LOOKED_AT), -1):
             key, resumed = checkpoint_key(keys[depth - 1]), self._planner.resumable_chunks(depth)
-            if not resumed or keys[resumed - 1] not in ends or self._stores.is_covered(key):
+            if not resumed or keys[resumed - 1] not in ends or self._pool.find(key) is not None:
                 continue
             needs = self._coordinator.needs(self._coordinator.checkpoint_at(keys, depth))
             missing = self._pool.checkpoints.missing(needs)

@@ -108,7 +108,7 @@ class TierCache:
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
-        self._questions = Questions(self.coordinator, stores, self._take, self._answered, options.ask_seconds)
+        self._questions = Questions(self.coordinator, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
         self._refused = 0
@@ -289,13 +289,11 @@ class TierCache:
             self._failed_often(Direction.LOAD)
 
     def _take(self, chain: Chain) -> None:
-        """The tier has this chain already: others have stored it."""
-        store = self.edge.stores.receive(chain, self.pool.touch(None), "others")
-        if store is not None:
-            for slot in (slot for node in store.nodes for slot in self.pool.all_blocks_of(node)):
-                self._generations[slot] = self._next
-            self._learned += len(store.keys) - (chain.checkpoint is not None)
-            self.edge.promoted(store, True, len(store.nodes))
+        """Others have stored this chain."""
+        nodes = self.edge.note(chain, self.pool.touch(None))
+        for slot in (slot for node in nodes for slot in self.pool.all_blocks_of(node)):
+            self._generations[slot] = self._next
+        self._learned += min(len(nodes), len(chain.keys))
 
     def _state(self) -> str:
         if self.is_off or self._hangs:
