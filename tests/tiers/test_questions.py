@@ -269,7 +269,7 @@ def test_a_full_memory_of_the_store_takes_what_fits():
     assert engine.below == set(chain_names("abcd"))
 
 
-def test_what_is_taken_in_takes_no_room_from_what_it_hangs_below():
+def test_chunks_taken_in_take_no_room_from_those_above():
     engine = with_others("abcdef", host=2, slots=4)
     engine.is_told("r", "abcd")
     engine.is_told("s", "abcdef")
