@@ -8,7 +8,7 @@
 
 Copies between device and host are done at once, and loads make the engine busy for as long as they take. What goes to
 the store or comes from there takes the time of the lines it passes: its machine's and the store's. A call that would
-wait for longer than the timeouts of `stores/keyed_slots.py` fails after that time, and nothing of it passes.
+wait for longer than the timeouts of `stores/keyed_values.py` fails after that time, and nothing of it passes.
 """
 
 import math
@@ -25,7 +25,7 @@ from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.stores.asker import CALL_SECONDS, FIRST_PORTION
-from cpu_prefix_cache.stores.keyed_slots import CALL_VALUES, GET_SECONDS, PUT_SECONDS
+from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, GET_SECONDS, PUT_SECONDS
 from cpu_prefix_cache.stores.settings import ASK_SECONDS, REMEMBERED
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tools.replay.below import ThreeTierEngine

@@ -1,4 +1,4 @@
-"""The tier of one rank as a dict: the contract of slab.py for files, of keyed_slots.py and asker.py for a store.
+"""The tier of one rank as a dict: the contract of slab.py for files, of keyed_values.py and asker.py for a store.
 
 Bytes are served under exactly their label, or refused. The slots of files are reported in portions when they are
 opened, in the order of generations; a store is queried.

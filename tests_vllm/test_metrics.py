@@ -34,7 +34,7 @@ from connector.vllm.metrics import (
 )
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
-from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests_vllm.engine import ATTENTION, BLOCK, Engine, one_group, vllm_config
 

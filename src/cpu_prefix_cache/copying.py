@@ -16,7 +16,7 @@ from cpu_prefix_cache.memory.parts import Part, Role, block_bytes, blocks_first,
 from cpu_prefix_cache.memory.shared_file import OfferedFile, take_file
 from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES
 from cpu_prefix_cache.slab.opening import OpeningTier
-from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 
 __all__ = [
     "ALIGNMENT",

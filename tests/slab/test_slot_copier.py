@@ -14,7 +14,7 @@ from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
-from cpu_prefix_cache.slab import slot_copier as module
+from cpu_prefix_cache.slab import tier_copier as module
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
 from cpu_prefix_cache.slab.slot_copier import SlotCopier
@@ -268,8 +268,7 @@ def test_a_copier_that_nobody_has_ends_its_threads(slab, host):
     copier.copy(STORE, [copy([0, 1], [0, 1])])
     del copier
     gc.collect()
-    assert gone() is None
-    assert eventually(lambda: not slab_threads())
+    assert eventually(lambda: gone() is None and not slab_threads())
 
 
 # Slices

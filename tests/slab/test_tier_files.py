@@ -22,7 +22,7 @@ def opened(tmp_path):
 
 
 def reset(tier):
-    slab = tier._slots
+    slab = tier._below
     slab.advance(slab.next_generation + RANGE)
     slab.keep()
     tier.close()

@@ -17,7 +17,7 @@ from typing import Protocol
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
-from cpu_prefix_cache.slab.slot_copier import SlotStatistics
+from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The tier of one rank: its slots, a worker that carries plans out, and its reports to the decider.
+"""The tier of one rank: its bytes, a worker that carries plans out, and its reports to the decider.
 
 A report repeats everything that no plan has taken in yet: transfers that have ended, slots refused in loads that are
 done, and what the tier's *source* knows: what a slab held when it was opened, portion by portion, or the answers of a
@@ -16,8 +16,8 @@ from cpu_prefix_cache.messages.tier import Found, Refusal, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.scan import RestartScan
 from cpu_prefix_cache.slab.slab import Slab
-from cpu_prefix_cache.slab.slot_copier import Refused, SlotCopier, SlotStatistics
-from cpu_prefix_cache.slab.slots import Slots
+from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.slab.tier_copier import Refused, SlotStatistics, TierCopier
 
 PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours (of a million), 0.2 ms where all are
 
@@ -39,34 +39,31 @@ class Source(Protocol):
 
 
 class RankTier:
-    """Owns `slots` and `source`. `region` is the host memory of this rank, uint8 [host blocks, slot bytes]; `pieces`
-    are the planner's. One thread calls it.
-    """
+    """Owns `copier`, what is below it, and `source`. One thread calls it."""
 
-    def __init__(
-        self, slots: Slots, region: torch.Tensor, pieces: Sequence[Piece], rank: int, source: Source | None = None
-    ) -> None:
-        self._slots, self._source, self._copier = slots, source, SlotCopier(slots, region, pieces)
-        self._worker = CopyWorker(rank, self._copier)
+    def __init__(self, copier: TierCopier, rank: int, source: Source | None = None) -> None:
+        self._below, self._source, self._copier = copier.below, source, copier
+        self._worker = CopyWorker(rank, copier)
         self._loads: dict[int, list[Refused]] = {}  # what each load that is not resolved reads
 
     @classmethod
     def of_slab(
         cls, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece], rank: int, *, scans: bool | None = None
     ) -> "RankTier":
-        """With `scans`, by default on rank 0 alone, it reports the slots from before: all ranks hold the same,
-        and a slot that one of them has lost is refused when it is read.
+        """Tier of a slab, whose `region` is the host memory of this rank, uint8 [host blocks, slot bytes], and `pieces`
+        the planner's. With `scans`, by default on rank 0 alone, it reports the slots from before: all ranks hold the
+        same, and a slot that one of them has lost is refused when it is read.
         """
         source = Portions(slab, pieces) if (rank == 0 if scans is None else scans) else None
-        return cls(slab, region, pieces, rank, source)
+        return cls(SlotCopier(slab, region, pieces), rank, source)
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers. From here on nothing below the plan's first generation is served."""
         floor = plan.first_generation
         if plan.step.epoch:  # there was a reset, perhaps before the decider knew what this rank had when it was opened
-            floor = max(floor, self._slots.next_generation)
-        if floor > self._slots.floor:
-            self._slots.advance(floor, plan.revision)
+            floor = max(floor, self._below.next_generation)
+        if floor > self._below.floor:
+            self._below.advance(floor, plan.revision)
             self._copier.keep_floor()
         if self._source is not None:
             self._source.begin(plan)
@@ -83,7 +80,7 @@ class RankTier:
         report = TierReport(
             transfers._replace(load_bytes_per_second=self._copier.read_bytes_per_second),
             tuple(refused),
-            self._slots.next_generation,
+            self._below.next_generation,
             is_scanned=True,
         )
         return report if self._source is None else self._source.told(report)
@@ -101,13 +98,13 @@ class RankTier:
         self._worker.drain()
 
     def close(self) -> None:
-        """Wait until all transfers have ended, end the threads, and let the slots go. May be called again."""
-        self._slots.stop()
+        """Wait until all transfers have ended, end the threads, and let the bytes go. May be called again."""
+        self._below.stop()
         self._worker.close()
         self._copier.close()
         if self._source is not None:
             self._source.close()
-        self._slots.close()
+        self._below.close()
 
     def _refused_in(self, id: int) -> tuple[int, ...]:
         if not self._copier.refused:

@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.slab import manifest, records
+from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.slab.durable import remove_durably
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.record_file import RecordFile
 from cpu_prefix_cache.slab.records import Record
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.slab.slots import address_of
 
 logger = logging.getLogger(__name__)
 

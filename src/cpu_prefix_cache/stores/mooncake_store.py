@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.slab.slots import address_of
+from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.stores.keyed_store import Buffers, Got, KeyedStore
 
 FORM = "mooncake://MASTER:PORT?segment=4GiB&protocol=tcp&host=ADDRESS&device=NAME"

@@ -75,14 +75,13 @@ class SharedTier(Tier):
         """The first rank asks the store for all: what another one lacks is refused when it is read."""
         from cpu_prefix_cache.slab.rank_tier import RankTier
         from cpu_prefix_cache.stores.asker import Asker
-        from cpu_prefix_cache.stores.keyed_slots import KeyedSlots
+        from cpu_prefix_cache.stores.keyed_values import KeyedValues
+        from cpu_prefix_cache.stores.value_copier import ValueCopier
 
         store = self._opened()
-        keyed = KeyedSlots(
-            store, namespace, number=part.number, owners=part.owners, slots=part.slots, slot_bytes=region.shape[1]
-        )
-        asker = None if part.rank else Asker(store, lambda: keyed.names, pieces)
-        return RankTier(keyed, region, pieces, part.rank, asker)
+        values = KeyedValues(store, namespace, number=part.number, owners=part.owners, block_bytes=region.shape[1])
+        asker = None if part.rank else Asker(store, lambda: values.names, pieces)
+        return RankTier(ValueCopier(values, region, pieces), part.rank, asker)
 
     def _opened(self) -> KeyedStore:
         if isinstance(self.store, KeyedStore):

@@ -1,6 +1,6 @@
 """How fast a tier reads and writes its slots, with checksums, beside plain calls to what holds them.
 
-    verified   SlotCopier over the slots: a record or frame and a checksum to each
+    verified   the tier's own copier: a record or frame and a checksum to each
     plain      calls of one slot each, in as many threads
 
 They take turns. All slots are moved once in a run, in a random order, some transfers at a time. The first writes are
@@ -23,14 +23,15 @@ from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label
 from cpu_prefix_cache.model.groups import PrefixGroup
-from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.slab.slot_copier import THREADS, SlotCopier
-from cpu_prefix_cache.slab.slots import Slots
+from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
+from cpu_prefix_cache.slab.tier_copier import THREADS, TierCopier
 
 TRANSFER_BYTES = 32 << 20
 IN_FLIGHT = 8
 REPEATS = 5
 VERIFIED, PLAIN = "verified", "plain"
+
+CopierOf = Callable[[torch.Tensor, Sequence[Piece]], TierCopier]  # of host memory, and the pieces in it
 
 
 class SlotRate(NamedTuple):
@@ -55,17 +56,19 @@ def planner_for(slot_bytes: int) -> HybridChunkPlanner:
 
 
 class SlotsUnderTest(ABC):
-    """`slots`, which are at `where`, and host memory for some transfers. `planner` is that of `planner_for`."""
+    """So many slots of `slot_bytes` bytes, or values, at `where`, and host memory for some transfers, of which `make`
+    makes their copier.
+    """
 
-    def __init__(self, slots: Slots, planner: HybridChunkPlanner, where: str) -> None:
-        self.slots, self.slot_bytes, self.where = slots.slots, slots.slot_bytes, where
+    def __init__(self, slots: int, slot_bytes: int, make: CopierOf, where: str) -> None:
+        self.slots, self.slot_bytes, self.where = slots, slot_bytes, where
         self._at_once = max(1, TRANSFER_BYTES // self.slot_bytes)
         self._arena = HostArena(self._at_once * IN_FLIGHT, self.slot_bytes)
         self.region = self._arena.blocks
         self.region.copy_(torch.randint(256, (1, self.slot_bytes), dtype=torch.uint8))  # and takes all pages
-        self.copier = SlotCopier(slots, self.region, planner.pieces)
+        self.copier = make(self.region, planner_for(slot_bytes).pieces)
         self._random = random.Random(0)
-        self._generation = slots.next_generation
+        self._generation = self.copier.below.next_generation
         self._labels: list[Label | None] = [None] * self.slots
 
     @property

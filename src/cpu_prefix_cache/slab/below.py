@@ -1,4 +1,4 @@
-"""Slots: what holds the bytes of one rank below its host memory, as copies see it: a slab of files, a shared store."""
+"""Below: what holds the bytes of one rank below its host memory, a slab of files or values in a shared store."""
 
 from collections.abc import Sequence
 from ctypes import addressof, c_char
@@ -7,16 +7,14 @@ from typing import Protocol
 from cpu_prefix_cache.messages.plan import Label
 
 
-class Slots(Protocol):
-    """`slots` of `slot_bytes` bytes each. Any number of threads may read and write, different slots at a time.
+class Below(Protocol):
+    """Any number of threads may read and write.
 
     `next_generation`: nothing that is served had it or a larger one when this was opened. What has a generation below
-    `floor` is never served. `kept`: of the slots that were refused, those whose bytes were wrong, and whose value was
-    not deleted from a store all the same (`stores/deletions.py`).
+    `floor` is never served. `kept`: of what was refused, the values whose bytes were wrong, and that were not deleted
+    from a store all the same (`stores/deletions.py`).
     """
 
-    slots: int
-    slot_bytes: int
     next_generation: int
 
     @property
@@ -26,7 +24,7 @@ class Slots(Protocol):
     def kept(self) -> int: ...
 
     def bind(self, memory: memoryview) -> None:
-        """All views of later calls are in this host memory, whole host blocks of `slot_bytes` bytes from its begin."""
+        """All views of later calls are in this host memory, whole host blocks from its begin."""
 
     def advance(self, floor: int, revision: str | None = None) -> None:
         """Raise the floor, at once: it waits for no disk and no server, and does not fail. From now on the weights have
@@ -36,6 +34,19 @@ class Slots(Protocol):
     def keep(self) -> None:
         """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""
 
+    def stop(self) -> None:
+        """Calls that would never end by themselves end now, and no more are made."""
+
+    def close(self) -> None:
+        """No thread uses it any more. May be called again."""
+
+
+class Slots(Below, Protocol):
+    """`slots` of `slot_bytes` bytes each, by their numbers. Threads read and write different slots at a time."""
+
+    slots: int
+    slot_bytes: int
+
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Write `views[i]` under `labels[i]`. When it raises, none of these slots holds anything."""
 
@@ -44,12 +55,6 @@ class Slots(Protocol):
 
     def forget(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more."""
-
-    def stop(self) -> None:
-        """Calls that would never end by themselves end now, and no more are made."""
-
-    def close(self) -> None:
-        """No thread uses it any more. May be called again."""
 
 
 def address_of(memory: memoryview) -> int:

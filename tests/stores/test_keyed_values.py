@@ -11,9 +11,9 @@ import pytest
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.stores import frame, keyed_slots
+from cpu_prefix_cache.stores import frame, keyed_values
 from cpu_prefix_cache.stores.deletions import CREDITS
-from cpu_prefix_cache.stores.keyed_slots import CALL_VALUES, CALLS, FIRST_GENERATION, KeyedSlots
+from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, CALLS, FIRST_GENERATION, KeyedValues
 from cpu_prefix_cache.stores.memory_store import MemoryStore
 
 SIZE, BLOCKS = 96, 200
@@ -55,9 +55,9 @@ class Rank:
 
     def __init__(self, store, revision="1", number=0, owners=1):
         space = Namespace((("revision", revision),))
-        self.slots = KeyedSlots(store, space, number=number, owners=owners, slots=1000, slot_bytes=SIZE)
+        self.values = KeyedValues(store, space, number=number, owners=owners, block_bytes=SIZE)
         self.memory = memoryview(bytearray(SIZE * BLOCKS))
-        self.slots.bind(self.memory)
+        self.values.bind(self.memory)
 
     def view(self, block):
         return self.memory[block * SIZE : (block + 1) * SIZE]
@@ -67,13 +67,14 @@ class Rank:
             self.view(block)[:] = bytes((block + at) % 251 for at in range(SIZE))
 
     def write(self, *blocks, generation=FIRST_GENERATION, **label):
-        self.slots.write(blocks, [self.view(block) for block in blocks], labels(blocks, generation, **label))
+        self.values.put(labels(blocks, generation, **label), [self.view(block) for block in blocks])
 
     def read(self, *blocks, generation=FIRST_GENERATION, **label):
         """The blocks that are refused. All were poisoned before."""
         for block in blocks:
             self.view(block)[:] = bytes([POISON]) * SIZE
-        return self.slots.read(blocks, [self.view(block) for block in blocks], labels(blocks, generation, **label))
+        good = self.values.get(labels(blocks, generation, **label), [self.view(block) for block in blocks])
+        return [block for block, is_good in zip(blocks, good, strict=True) if not is_good]
 
     def has(self, block):
         return bytes(self.view(block)) == bytes((block + at) % 251 for at in range(SIZE))
@@ -111,7 +112,7 @@ def test_control_of_what_is_not_there_nothing_is_read(filled):
 
 @pytest.mark.parametrize("at", [0, 6, 16, 24, 32, 64, 96, frame.SIZE, frame.SIZE + SIZE - 1])
 def test_a_value_that_has_changed_anywhere_is_refused_and_deleted(filled, at):
-    name = Rank(filled).slots.names.of_label(labels([2])[0])
+    name = Rank(filled).values.names.of_label(labels([2])[0])
     filled.values[name][at] ^= 1
     reader = Rank(filled)
     assert reader.read(*range(4)) == [2]
@@ -122,7 +123,7 @@ def test_a_value_that_has_changed_anywhere_is_refused_and_deleted(filled, at):
 @pytest.mark.parametrize("other", [{"group": 1}, {"place": 1}, {"block": 0}])
 def test_the_value_of_another_piece_is_refused(filled, other):
     """A store that mixes up its keys."""
-    names = Rank(filled).slots.names
+    names = Rank(filled).values.names
     (asked,) = labels([2], **other)
     filled.values[names.of_label(asked)] = filled.values[names.of_label(labels([2])[0])]
     reader = Rank(filled)
@@ -131,7 +132,7 @@ def test_the_value_of_another_piece_is_refused(filled, other):
 
 
 def test_the_value_of_another_chunk_or_namespace_is_refused(filled):
-    names, others = Rank(filled).slots.names, Rank(filled, revision="2").slots.names
+    names, others = Rank(filled).values.names, Rank(filled, revision="2").values.names
     one, two = labels([1, 2])
     filled.values[names.of_label(one)] = filled.values[names.of_label(two)]
     filled.values[others.of_label(two)] = filled.values[names.of_label(two)]
@@ -172,7 +173,7 @@ def test_missing_values_are_not_deleted(filled):
 
 
 def test_a_value_of_another_size_is_deleted(filled):
-    name = Rank(filled).slots.names.of_label(labels([2])[0])
+    name = Rank(filled).values.names.of_label(labels([2])[0])
     filled.values[name] += b"!"
     assert Rank(filled).read(*range(4)) == [2]
     assert filled.deleted == [name]
@@ -196,10 +197,10 @@ def test_a_machine_that_reads_nothing_but_wrong_bytes_soon_stops_deleting(store,
     assert bad.read(*many) == list(many) and bad.read(*many) == list(many)
     assert len(store.deleted) == CREDITS and len(store.values) == BLOCKS - CREDITS
     # Values that it had deleted itself were missing the second time.
-    assert bad.slots.kept == 2 * (BLOCKS - CREDITS)
+    assert bad.values.kept == 2 * (BLOCKS - CREDITS)
     assert caplog.text.count("too many values of the shared store came with wrong bytes") == 1
     store.get_into = get
-    assert rank.read(*many[CREDITS:]) == [] and rank.slots.kept == 0
+    assert rank.read(*many[CREDITS:]) == [] and rank.values.kept == 0
 
 
 def test_values_that_are_damaged_here_and_there_are_all_deleted(store):
@@ -207,11 +208,11 @@ def test_values_that_are_damaged_here_and_there_are_all_deleted(store):
     rank.fill(*many)
     rank.write(*many)
     for number in range(3 * CREDITS):
-        store.values[rank.slots.names.of_label(labels([number])[0])][-1] ^= 1
+        store.values[rank.values.names.of_label(labels([number])[0])][-1] ^= 1
         assert rank.read(*many) == [number]
         rank.fill(number)
         rank.write(number)
-    assert len(store.deleted) == 3 * CREDITS and rank.slots.kept == 0
+    assert len(store.deleted) == 3 * CREDITS and rank.values.kept == 0
 
 
 def test_a_store_that_returns_booleans_is_an_error(filled):
@@ -237,7 +238,7 @@ def test_refused_values_of_every_call_are_reported(store):
     rank.write(*many)
     gone = [3, CALL_VALUES + 5]
     for label in labels(gone):
-        del store.values[rank.slots.names.of_label(label)]
+        del store.values[rank.values.names.of_label(label)]
     assert rank.read(*many) == gone
 
 
@@ -250,7 +251,7 @@ def test_values_that_are_not_taken_raise_an_error(store):
 def test_a_key_that_no_frame_holds_is_refused_before_anything_is_put(store):
     rank = Rank(store)
     with pytest.raises(MisuseError, match="keys on disk have up to 32 bytes"):
-        rank.slots.write([0], [rank.view(0)], [labels([0])[0]._replace(key=b"k" * 33)])
+        rank.values.put([labels([0])[0]._replace(key=b"k" * 33)], [rank.view(0)])
     assert not store.puts
 
 
@@ -292,8 +293,8 @@ def test_threads_have_frames_of_their_own(store):
 
 def test_after_a_reset_nothing_of_before_is_served_and_others_find_nothing_new(filled):
     rank, other = Rank(filled), Rank(filled)
-    rank.slots.advance(2 * FIRST_GENERATION)
-    assert rank.slots.floor == 2 * FIRST_GENERATION
+    rank.values.advance(2 * FIRST_GENERATION)
+    assert rank.values.floor == 2 * FIRST_GENERATION
     assert rank.read(0, 1, generation=2 * FIRST_GENERATION) == [0, 1]
     rank.fill(5)
     rank.write(5, generation=2 * FIRST_GENERATION)
@@ -305,15 +306,15 @@ def test_after_a_reset_nothing_of_before_is_served_and_others_find_nothing_new(f
 def test_each_reset_has_names_of_its_own(store):
     rank, names = Rank(store), set()
     for floor in range(3):
-        names.add(rank.slots.names.of_nothing)
-        rank.slots.advance((2 + floor) * FIRST_GENERATION)
+        names.add(rank.values.names.of_nothing)
+        rank.values.advance((2 + floor) * FIRST_GENERATION)
     assert len(names) == 3
 
 
 def test_a_write_that_was_queued_before_a_reset_puts_nothing(store):
     rank = Rank(store)
     rank.fill(0)
-    rank.slots.advance(2 * FIRST_GENERATION)
+    rank.values.advance(2 * FIRST_GENERATION)
     with pytest.raises(OSError, match="from before a reset"):
         rank.write(0)
     assert not store.values
@@ -335,8 +336,8 @@ def test_a_write_that_was_under_way_at_a_reset_puts_nothing_under_the_new_names(
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(rank.write, *many)
         assert begun.wait(10)
-        old = rank.slots.names
-        rank.slots.advance(2 * FIRST_GENERATION)
+        old = rank.values.names
+        rank.values.advance(2 * FIRST_GENERATION)
         goes_on.set()
         written.result(10)
     assert set(store.values) == {old.of_label(label) for label in labels(many)}
@@ -345,7 +346,7 @@ def test_a_write_that_was_under_way_at_a_reset_puts_nothing_under_the_new_names(
 
 def test_reads_under_a_label_from_before_a_reset_are_refused(store):
     rank = Rank(store)
-    rank.slots.advance(2 * FIRST_GENERATION)
+    rank.values.advance(2 * FIRST_GENERATION)
     rank.fill(0)
     rank.write(0, generation=2 * FIRST_GENERATION)
     assert rank.read(0) == [0]
@@ -355,7 +356,7 @@ def test_reads_under_a_label_from_before_a_reset_are_refused(store):
 
 
 def test_portions_of_memory_are_registered_once_when_they_are_used_and_frames_before_them(store, monkeypatch):
-    monkeypatch.setattr(keyed_slots, "PORTION_BYTES", 50 * SIZE)
+    monkeypatch.setattr(keyed_values, "PORTION_BYTES", 50 * SIZE)
     rank = Rank(store)
     frames = CALLS * CALL_VALUES * frame.SIZE
     assert store.registered == [frames]
@@ -368,23 +369,23 @@ def test_portions_of_memory_are_registered_once_when_they_are_used_and_frames_be
 
 
 def test_the_last_portion_ends_with_the_memory(store, monkeypatch):
-    monkeypatch.setattr(keyed_slots, "PORTION_BYTES", 150 * SIZE)
+    monkeypatch.setattr(keyed_values, "PORTION_BYTES", 150 * SIZE)
     rank = Rank(store)
     rank.read(199)
     assert store.registered[1:] == [50 * SIZE]
 
 
 def test_blocks_larger_than_a_portion_are_registered_one_by_one(store, monkeypatch):
-    monkeypatch.setattr(keyed_slots, "PORTION_BYTES", SIZE // 2)
+    monkeypatch.setattr(keyed_values, "PORTION_BYTES", SIZE // 2)
     Rank(store).read(3, 4)
     assert store.registered[1:] == [SIZE, SIZE]
 
 
 def test_the_store_is_closed_with_it(store):
     rank = Rank(store)
-    rank.slots.stop()
+    rank.values.stop()
     assert store.closed == 1
-    rank.slots.close()
+    rank.values.close()
     assert store.closed == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 from cpu_prefix_cache.stores.deletions import CREDITS
 from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.redis_store import RedisStore
-from tests.stores.test_keyed_slots import Rank, labels
+from tests.stores.test_keyed_values import Rank, labels
 
 pytestmark = pytest.mark.needs("redis")
 
@@ -35,7 +35,7 @@ def monitored(server):
 
 
 def name(rank, block):
-    return rank.slots.names.of_label(labels([block])[0])
+    return rank.values.names.of_label(labels([block])[0])
 
 
 def test_a_miss_is_one_get_and_deletes_nothing(redis_server):
@@ -47,7 +47,7 @@ def test_a_miss_is_one_get_and_deletes_nothing(redis_server):
 
 def test_values_that_another_process_puts_meanwhile_stay(redis_server):
     rank, other = Rank(RedisStore(redis_server.url())), Rank(RedisStore(redis_server.url()))
-    get = rank.slots.store.get_into
+    get = rank.values.store.get_into
 
     def get_while_another_puts(keys, buffers, timeout):
         got = get(keys, buffers, timeout)
@@ -55,7 +55,7 @@ def test_values_that_another_process_puts_meanwhile_stay(redis_server):
         other.write(1)
         return got
 
-    rank.slots.store.get_into = get_while_another_puts
+    rank.values.store.get_into = get_while_another_puts
     assert rank.read(1) == [1]
     assert other.read(1) == [] and other.has(1)
 
@@ -88,5 +88,5 @@ def test_a_machine_with_bad_memory_leaves_nearly_all_to_the_others(redis_server,
     for _ in range(3):
         assert bad.read(*many) == list(many)
     assert int(redis_server.ask("DBSIZE")) == len(many) - CREDITS
-    assert bad.slots.kept > 0 and "too many values" in caplog.text
+    assert bad.values.kept > 0 and "too many values" in caplog.text
     assert good.read(*many[CREDITS:]) == []

@@ -1,8 +1,8 @@
-"""A shared store as the slots of one rank: the number of a slot means nothing here, its label everything.
+"""Values of one rank in a shared store, found by their labels. A store has no slots.
 
-    write   the frame is made of the label and of the bytes' checksum, and put with the bytes
-    read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
-            else the slot is refused. What is there and is not right is deleted, as far as `deletions.py` allows: a
+    put     the frame is made of the label and of the bytes' checksum, and put with the bytes
+    get     frame and bytes are got, and the frame must be the one that the label and the bytes have;
+            else the value is refused. What is there and is not right is deleted, as far as `deletions.py` allows: a
             store that keeps old values would keep it for ever. What is not there is not deleted: another process may
             be putting it. (A right value may take a wrong one's place between our read and our DEL, and is put again
             then. A delete that compares would need more rights on the server, and happens too rarely to pay for.)
@@ -26,8 +26,8 @@ from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.messages.tier import GENERATION_RANGE
 from cpu_prefix_cache.slab import records
+from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.slots import address_of
 from cpu_prefix_cache.stores import frame
 from cpu_prefix_cache.stores.deletions import Deletions
 from cpu_prefix_cache.stores.frame import Names
@@ -53,17 +53,15 @@ class _Era(NamedTuple):
     names: Names
 
 
-class KeyedSlots:
-    """`store` belongs to this from now on. `slots` is how many values this process remembers; the store has more or
-    fewer. `namespace` identifies the bytes; each of `owners` owners has values of its own.
+class KeyedValues:
+    """`store` belongs to this from now on. `namespace` identifies the bytes; each of `owners` owners has values of its
+    own, each of `block_bytes` bytes.
     """
 
     next_generation = FIRST_GENERATION
 
-    def __init__(
-        self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slots: int, slot_bytes: int
-    ) -> None:
-        self.store, self.slots, self.slot_bytes = store, slots, slot_bytes
+    def __init__(self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, block_bytes: int) -> None:
+        self.store, self.block_bytes = store, block_bytes
         self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
         self._era = _Era(0, self._names_in(namespace))
         self._deletions = Deletions()
@@ -99,31 +97,29 @@ class KeyedSlots:
     def keep(self) -> None:
         """Later processes have the names from before, under which nobody knows what this one's weights were."""
 
-    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
-        """Raises OSError when the store does, or does not take all of it."""
+    def put(self, labels: Sequence[Label], views: Sequence[memoryview]) -> None:
+        """Store `views[i]` under `labels[i]`. Raises OSError when the store does, or does not take all of it."""
         era = self._era
         for label in labels:
             records.check_label(label)
             if label.generation < era.floor:
                 raise OSError("what was to be stored is from before a reset")
         self._register(views)
-        for begin in range(0, len(slots), CALL_VALUES):
+        for begin in range(0, len(labels), CALL_VALUES):
             part = slice(begin, begin + CALL_VALUES)
             self._put(era.names, views[part], labels[part])
 
-    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
-        """Raises OSError when the store does. What refused slots' views hold is undefined."""
+    def get(self, labels: Sequence[Label], views: Sequence[memoryview]) -> list[bool]:
+        """Read the value of `labels[i]` into `views[i]`. Whether it is right; what others' views hold is undefined.
+        Raises OSError when the store does.
+        """
         era = self._era
         self._register(views)
-        refused: list[int] = []
-        for begin in range(0, len(slots), CALL_VALUES):
+        good: list[bool] = []
+        for begin in range(0, len(labels), CALL_VALUES):
             part = slice(begin, begin + CALL_VALUES)
-            good = self._get(era, views[part], labels[part])
-            refused += [slot for slot, is_good in zip(slots[part], good, strict=True) if not is_good]
-        return refused
-
-    def forget(self, slots: Sequence[int]) -> None:
-        """A value is found by its name, which was not given to another."""
+            good += self._get(era, views[part], labels[part])
+        return good
 
     def stop(self) -> None:
         self.store.close()
@@ -183,16 +179,16 @@ class KeyedSlots:
             logger.warning("the store could not delete values that are not right: %s", error)
 
     def _frame_of(self, names: Names, label: Label, view: memoryview) -> bytes:
-        return frame.pack(label, names.namespace, self.slot_bytes, frame.checksum(view))
+        return frame.pack(label, names.namespace, self.block_bytes, frame.checksum(view))
 
     def _register(self, views: Sequence[memoryview]) -> None:
         """The portions of host memory in which these views lie."""
-        blocks = max(1, PORTION_BYTES // self.slot_bytes)
-        portions = {(address_of(view) - self._address) // self.slot_bytes // blocks for view in views}
+        blocks = max(1, PORTION_BYTES // self.block_bytes)
+        portions = {(address_of(view) - self._address) // self.block_bytes // blocks for view in views}
         if portions <= self._registered:
             return
         with self._lock:
             for each in portions - self._registered:
-                begin = each * blocks * self.slot_bytes
-                self.store.register(self._memory[begin : begin + blocks * self.slot_bytes])
+                begin = each * blocks * self.block_bytes
+                self.store.register(self._memory[begin : begin + blocks * self.block_bytes])
                 self._registered.add(each)

@@ -1,0 +1,283 @@
+"""Copies between host blocks and what lies below them, in threads of its own.
+
+    submit   checks all ids, cuts the transfer into slices, and returns
+    threads  each takes a slice: some MiB, so that loads get their turn
+    end      when all slices have ended; a transfer has failed if one of them raised
+
+    SlotCopier (slot_copier.py)             a slab's bytes are found by their slots
+    ValueCopier (stores/value_copier.py)    a store's by their labels
+
+Of a store, what lies behind a piece in its host blocks is zeroed first: bytes of an earlier piece, which may be
+another tenant's, are not written to a file. A rank that lacks a group (a pipeline stage) has pieces of no bytes there:
+its host blocks are written as zeros, so what any rank has says which chunks are whole.
+"""
+
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.memory.ending import end_outside_of
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
+from cpu_prefix_cache.model.planner import Piece
+from cpu_prefix_cache.slab.below import Below
+from cpu_prefix_cache.slab.jobs import Jobs, JobThread
+from cpu_prefix_cache.slab.meter import RateMeter
+from cpu_prefix_cache.slab.records import check_label
+
+THREADS = (
+    4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
+)
+STORING = 2  # of these threads, so that reads need not wait for writes
+SLICE_BYTES = 8 << 20  # at most
+
+Refused = tuple[int, int]  # slot and generation
+
+
+class Entry(NamedTuple):
+    """One host block of a transfer. `slot` is where the decider keeps in mind what its bytes below are."""
+
+    slot: int
+    block: int
+    label: Label
+
+
+class SlotStatistics(NamedTuple):
+    """Since the tier was opened. Seconds are those in which a transfer of that direction was under way."""
+
+    bytes_read: int
+    bytes_written: int
+    read_seconds: float
+    write_seconds: float
+    refused: int  # slots
+    read_bytes_per_second: float | None  # lately; None: not enough was read
+    write_bytes_per_second: float | None
+    kept: int = 0  # of the refused slots, values with wrong bytes that were not deleted from a store
+
+
+class TierCopier(Copier, ABC):
+    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`. `pieces` are the planner's.
+
+    `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
+    removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
+
+    Raises ConfigurationError when the region does not fit.
+    """
+
+    def __init__(self, below: Below, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self._region = _Region(region)
+        self.block_bytes = self._region.block_bytes
+        for piece in pieces:
+            if not 0 <= piece.num_bytes <= piece.host_blocks * self.block_bytes:
+                raise ConfigurationError(
+                    f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
+                )
+        below.bind(self._region.all_bytes)
+        self.below, self._pieces = below, tuple(pieces)
+        self.refused: set[Refused] = set()
+        self._num_refused = 0
+        self._meters = {direction: RateMeter() for direction in Direction}
+        self._jobs = Jobs()
+        both = Direction.LOAD, Direction.STORE
+        threads = [JobThread(f"slab-{at}", self._jobs, both if at < STORING else both[:1]) for at in range(THREADS)]
+        self._end = weakref.finalize(self, end_outside_of, threads, os.getpid(), partial(_end, self._jobs, threads))
+
+    @abstractmethod
+    def _write(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> None:
+        """Store the bytes of `views[i]` for `entries[i]`. When it raises, none of these is there."""
+
+    @abstractmethod
+    def _read(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> Sequence[bool]:
+        """Read into the views. Whether the bytes of each are those of its label; of others, views hold anything."""
+
+    def _forget(self, entries: Sequence[Entry]) -> None:
+        """A store of these has failed: what other slices of it have written is not to be found."""
+
+    def here(self) -> Event:
+        return Passed()
+
+    def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
+        entries = self.check(direction, copies)
+        if not entries:
+            return Passed()
+        count = self._slice_blocks(direction, len(entries))
+        slices = [entries[at : at + count] for at in range(0, len(entries), count)]
+        meter = self._meters[direction]
+        undo = partial(self._forget, entries) if direction is Direction.STORE else None
+        act = self._store if direction is Direction.STORE else self._load
+        work = [partial(act, part) for part in slices]
+        transfer = _Transfer(len(slices), after, meter, undo)
+        meter.begin()
+        try:
+            self._jobs.put(direction, [partial(transfer.run, each) for each in work])
+        except BaseException:
+            meter.end()
+            raise
+        return transfer
+
+    def check(self, direction: Direction, copies: Iterable[GroupCopy]) -> list[Entry]:
+        """Host blocks of a transfer. Raises MisuseError for copies that are not allowed."""
+        entries = [entry for copy in copies for entry in self._entries(copy)]
+        if direction is Direction.LOAD and len({entry.block for entry in entries}) != len(entries):
+            raise MisuseError("a load writes a host block twice")
+        return entries
+
+    def keep_floor(self) -> None:
+        """A thread lets later processes know the floor, which was raised."""
+        self._jobs.put(Direction.STORE, [partial(_keep, self.below)])
+
+    @property
+    def read_bytes_per_second(self) -> float | None:
+        return self._meters[Direction.LOAD].bytes_per_second
+
+    def statistics(self) -> SlotStatistics:
+        loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
+        moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
+        rates = loads.bytes_per_second, stores.bytes_per_second
+        return SlotStatistics(*moved, self._num_refused, *rates, self.below.kept)
+
+    def close(self) -> None:
+        """Wait until all transfers have ended, and end the threads. May be called again."""
+        self._end()
+
+    def _entries(self, copy: GroupCopy) -> Iterator[Entry]:
+        if not 0 <= copy.group < len(self._pieces):
+            raise MisuseError(f"there are {len(self._pieces)} groups, numbered from 0; got group {copy.group}")
+        slots, blocks, labels = copy.host_blocks, copy.device_blocks, copy.labels
+        if not len(slots) == len(blocks) == len(labels):
+            raise MisuseError(f"{len(slots)} slots, {len(blocks)} host blocks, {len(labels)} labels: not one for each")
+        if blocks:
+            check_range("host blocks", blocks, self._region.num_blocks)
+        places = self._pieces[copy.group].host_blocks
+        for label in labels:
+            check_label(label)
+            if label.group != copy.group or label.place >= places:
+                raise MisuseError(f"{label} is none of group {copy.group}, whose pieces take {places} host blocks")
+        return map(Entry, slots, blocks, labels)
+
+    def _slice_blocks(self, direction: Direction, blocks: int) -> int:
+        """Host blocks to a slice: all threads have one, or each is as large as may be."""
+        threads = STORING if direction is Direction.STORE else THREADS
+        return max(1, min(-(-blocks // threads), SLICE_BYTES // self.block_bytes))
+
+    def _store(self, entries: Sequence[Entry]) -> int:
+        for block, begin in self._tails(entries):
+            self._region.zero(block, begin)
+        self._write(entries, [self._region.view(entry.block) for entry in entries])
+        return len(entries) * self.block_bytes
+
+    def _load(self, entries: Sequence[Entry]) -> int:
+        good = self._read(entries, [self._region.view(entry.block) for entry in entries])
+        refused = [entry for entry, is_good in zip(entries, good, strict=True) if not is_good]
+        self.refused.update((entry.slot, entry.label.generation) for entry in refused)
+        self._num_refused += len(refused)
+        return (len(entries) - len(refused)) * self.block_bytes
+
+    def _tails(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
+        """Where in which host blocks the last byte of a piece is followed by others."""
+        tails = []
+        for _, block, label in entries:
+            piece = self._pieces[label.group]
+            used = piece.num_bytes - label.place * self.block_bytes
+            if used < self.block_bytes:
+                tails.append((block, max(0, used)))
+        return tails
+
+
+class _Transfer(Event):
+    """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows."""
+
+    def __init__(self, slices: int, after: Event, meter: RateMeter, undo: Callable[[], object] | None) -> None:
+        self._left, self._after, self._meter, self._undo = slices, after, meter, undo
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], int]) -> None:
+        """Called once for each slice, by any thread. `work` returns how many bytes it moved."""
+        try:
+            if self._error is None:
+                self._after.until_passed()
+                self._meter.moved(work())
+        except BaseException as error:
+            self._error = self._error or error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lock:
+                self._left -= 1
+                is_last = not self._left
+            if is_last:
+                self._finish()
+
+    def passed(self) -> bool:
+        if not self._ended.is_set():
+            return False
+        self._raise()
+        return True
+
+    def until_passed(self) -> None:
+        self._ended.wait()
+        self._raise()
+
+    def _finish(self) -> None:
+        try:
+            self._meter.end()
+            if self._error is not None and self._undo is not None:
+                self._undo()
+        finally:
+            self._ended.set()
+
+    def _raise(self) -> None:
+        if isinstance(self._error, Exception):
+            raise self._error
+        if self._error is not None:
+            raise RuntimeError(f"a thread of the tier was interrupted: {self._error!r}")
+
+
+class _Region:
+    """Host blocks as views of bytes."""
+
+    def __init__(self, region: torch.Tensor) -> None:
+        if region.dtype != torch.uint8 or region.ndim != 2 or not region.is_contiguous() or not region.numel():
+            raise ConfigurationError(
+                f"host memory is uint8 [host blocks, bytes], without gaps, got {region.dtype} {tuple(region.shape)}"
+            )
+        if region.device.type != "cpu":
+            raise ConfigurationError(f"a tier is below host memory, got a tensor on {region.device}")
+        self.num_blocks, self.block_bytes = region.shape
+        self.address = region.data_ptr()
+        self._memory = region  # keeps the bytes
+        self.all_bytes = memoryview((ctypes.c_ubyte * region.numel()).from_address(self.address)).cast("B")
+
+    def view(self, block: int) -> memoryview:
+        return self.all_bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def zero(self, block: int, begin: int) -> None:
+        """From byte `begin` of a block on."""
+        ctypes.memset(self.address + block * self.block_bytes + begin, 0, self.block_bytes - begin)
+
+
+def _keep(below: Below) -> None:
+    with contextlib.suppress(OSError):  # which has been logged, and every write meets it again
+        below.keep()
+
+
+def check_range(what: str, ids: Sequence[int], limit: int) -> None:
+    if not all(type(id) is int for id in ids) or min(ids) < 0 or max(ids) >= limit:
+        raise MisuseError(f"{what} are whole numbers from 0 to {limit - 1}, got some of {list(ids[:4])} ...")
+
+
+def _end(jobs: Jobs, threads: Sequence[threading.Thread]) -> None:
+    jobs.close()
+    for thread in threads:
+        thread.join()
