@@ -94,7 +94,7 @@ class WithTier(PrefixCacheMachine):
     def build_tier(self, options: dict[str, Any], host: dict[str, Any]) -> None:
         self.tier, self.host_options = options, host
         self.ranks = range(host["ranks"])
-        self.patch.setattr(tiered_cache, "SLICE_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
+        self.patch.setattr(tiered_cache, "READ_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
         self.patch.setattr(tiered_cache, "PROMOTED_SHARE", options["share"])
         self.tiers = [self.new_tier() for _ in self.ranks]
         self.budget = max(self.planner.host_blocks_per_chunk, self.host_blocks // options["share"])

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Ask, Found, TierPlan, Told
 
-RANGE = 1 << 32  # generations
 Name = tuple[bytes, int, int, int]  # of a value in a store: key, group, place, block
 
 

@@ -22,7 +22,7 @@ SLOT = 8192
 @pytest.fixture
 def small(monkeypatch):
     """A bench of one second: slots of two pages, eight at a time, and one run of each."""
-    monkeypatch.setattr(slot_rates, "TRANSFER_BYTES", 8 * SLOT)
+    monkeypatch.setattr(slot_rates, "READ_BYTES", 8 * SLOT)
     monkeypatch.setattr(tier_bench, "SLOT_BYTES", (SLOT, SLOT // 2))
     monkeypatch.setattr(tier_bench, "LEAST_BYTES", SLOT)
     monkeypatch.setattr(tier_bench, "measure_slots", lambda slots: measure_slots(slots, 1))

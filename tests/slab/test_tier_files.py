@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import FileTier
-from cpu_prefix_cache.messages.tier import GENERATION_RANGE as RANGE
+from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.tier import RankPart

@@ -20,7 +20,7 @@ from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_name
 
 @pytest.fixture(autouse=True)
 def slices_of_two_chunks(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "SLICE_BYTES", 2 * 4096)
+    monkeypatch.setattr(tiered_cache, "READ_BYTES", 2 * 4096)
 
 
 def with_tier(prompt="abcd", **options):

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cpu_prefix_cache.deciding import Direction, Hit, HybridChunkPlanner, Miss, Pending, RankReport
+from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import GENERATION_RANGE as RANGE
 from cpu_prefix_cache.messages.tier import Found, TierReport
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.slab.rank_tier import PORTION_RECORDS

@@ -5,8 +5,9 @@ from typing import Any
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.numbers import is_whole
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
-KEY_BYTES, TIER_KEY_BYTES = 16, 32  # rule 14: what outlives the process is found by a cryptographic digest
+LEAST_KEY_BYTES = 16  # rule 14
 
 
 def check_id(id: object) -> None:
@@ -30,7 +31,7 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
             f"{num_tokens} tokens fill {num_tokens // chunk_tokens} chunks of {chunk_tokens}, but {len(keys)} keys are "
             "given: a key is that of chunk_tokens tokens, so hash as many at a time"
         )
-    least = TIER_KEY_BYTES if persist else KEY_BYTES
+    least = KEY_BYTES if persist else LEAST_KEY_BYTES
     for key in keys if every else [*keys[:1], *keys[-1:]]:
         if not isinstance(key, bytes) or len(key) < least:
             kind = ", and sha256 digests where a tier outlives the process" if persist else ""

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.plan import Label, RankReport, StepPlan
 
-GENERATION_RANGE = 1 << 32  # generations from one reset to the next: each begins a new range (rule 15)
+KEY_BYTES = 32  # of keys whose bytes outlive the process: digests by which nobody finds another text (rule 14)
+READ_BYTES = 32 << 20  # at most, of one read: a slice for each of a rank's threads, and soon committed
 SLOTS_BY_HOST = 2  # a tier has at least so many slots to a host block: a smaller one holds little but what the host has
 
 

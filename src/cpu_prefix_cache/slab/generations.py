@@ -1,8 +1,8 @@
 """Which generations a rank's records may have: two numbers, kept durably.
 
-A generation is 64 bits: the decider numbers what it writes, and begins a range of 2**32 of them at each start and each
-reset. `last` is the highest range that a record may be of; records below `floor` are never served again. Both only
-grow. The floor holds at once in this process. It is on disk, as `last` is, before a record of a later range is written.
+`last` is the highest range (`messages/generations.py`) that a record may be of; records below `floor` are never served
+again. Both only grow. The floor holds at once in this process. It is on disk, as `last` is, before a record of a later
+range is written.
 
 After a reset the weights may be others, while the folder has the name of those that the process began with. So a reset
 leaves a mark, and the next start serves nothing of before: what was written before the reset, nor after it.
@@ -14,13 +14,12 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_prefix_cache.messages.tier import GENERATION_RANGE
+from cpu_prefix_cache.messages.generations import MOST, begin_of, range_of
 from cpu_prefix_cache.slab.durable import remove_durably, write_durably
 from cpu_prefix_cache.slab.private import read_small
 
 NAME = "generations"
 MARK = "was-reset"
-MOST = 1 << 63  # of a generation
 
 
 class Kept(NamedTuple):
@@ -38,7 +37,7 @@ class Generations:
 
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
-        self.first = (kept.last + 1) * GENERATION_RANGE
+        self.first = begin_of(kept.last + 1)
         self.was_reset = MARK in os.listdir(folder)
         self.floor = self.first if self.was_reset else kept.floor
         self._write(self.floor, kept.last + 1)
@@ -58,7 +57,7 @@ class Generations:
     def keep(self, generation: int = 0) -> None:
         """On disk are the floor, and a range that `generation` is not beyond: other ranks may be at a later one."""
         with self._lock:
-            floor, last = self.floor, max(self._last, max(self.floor, generation) // GENERATION_RANGE)
+            floor, last = self.floor, max(self._last, range_of(max(self.floor, generation)))
             if floor > self._kept:
                 write_durably(self._folder, MARK, b"")
             if floor > self._kept or last > self._last:
@@ -77,4 +76,4 @@ def read_generations(folder: int, where: Path) -> Kept | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_whole = all(type(number) is int and number >= 0 for number in kept)
-    return kept if is_whole and kept.floor < MOST and (kept.last + 2) * GENERATION_RANGE < MOST else None
+    return kept if is_whole and kept.floor < MOST and begin_of(kept.last + 2) < MOST else None

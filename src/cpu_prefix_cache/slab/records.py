@@ -15,12 +15,13 @@ from typing import NamedTuple
 import xxhash
 
 from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.generations import MOST
 from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 SIZE = 128
 MAGIC = 0x31_42_4C_53  # "SLB1"
 VERSION = 1
-KEY_BYTES = 32
 STORED_CHUNK = 0xFFFF  # CHUNK, as it is written
 GENERATION_AT = 16  # where in a record it is, for the scan
 
@@ -50,8 +51,8 @@ def check_label(label: Label) -> None:
     block_fits = label.block == CHUNK or 0 <= label.block < STORED_CHUNK
     if not (0 <= label.group < 1 << 8 and 0 <= label.place < 1 << 16 and block_fits):
         raise MisuseError(f"group {label.group}, place {label.place} or block {label.block} is out of a record's range")
-    if not 0 <= label.generation < 1 << 63:
-        raise MisuseError(f"a generation is from 0 to 2**63 - 1, got {label.generation}")
+    if not 0 <= label.generation < MOST:
+        raise MisuseError(f"a generation is from 0 to {MOST - 1}, got {label.generation}")
 
 
 def pack(record: Record, seed: int) -> bytes:

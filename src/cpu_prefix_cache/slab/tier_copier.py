@@ -29,6 +29,7 @@ from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
+from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
@@ -39,7 +40,7 @@ THREADS = (
     4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
 )
 STORING = 2  # of these threads, so that reads need not wait for writes
-SLICE_BYTES = 8 << 20  # at most
+SLICE_BYTES = READ_BYTES // THREADS  # at most
 
 Refused = tuple[int, int]  # slot and generation
 

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.generations import FIRST
 from cpu_prefix_cache.messages.plan import Label
-from cpu_prefix_cache.messages.tier import GENERATION_RANGE
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.slab.namespace import Namespace
@@ -43,7 +43,6 @@ DELETE_SECONDS = 1.0
 CALL_VALUES = 8
 CALLS = 8  # at once, at most: as many sets of frames
 PORTION_BYTES = 256 << 20  # of host memory, registered when the first of its blocks is used
-FIRST_GENERATION = GENERATION_RANGE  # so that a reset before the first report has a floor above 0
 
 
 class _Era(NamedTuple):
@@ -58,7 +57,7 @@ class KeyedValues:
     own, each of `block_bytes` bytes.
     """
 
-    next_generation = FIRST_GENERATION
+    next_generation = FIRST
 
     def __init__(self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, block_bytes: int) -> None:
         self.store, self.block_bytes = store, block_bytes

@@ -24,11 +24,12 @@ import logging
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
+from cpu_prefix_cache.messages.generations import begin_of, range_of
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import GENERATION_RANGE, TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
@@ -262,7 +263,7 @@ class TierCache:
         self._found.clear()
         self._questions.reset()
         self._was_reset = len(self._ranges) < self._ranks
-        self._first = self._next = (self._next // GENERATION_RANGE + 1) * GENERATION_RANGE
+        self._first = self._next = begin_of(range_of(self._next) + 1)
 
     # Details
 

@@ -30,7 +30,7 @@ from cpu_prefix_cache.messages.plan import StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
-from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
@@ -44,7 +44,6 @@ from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
-SLICE_BYTES = 32 << 20  # of one read: large enough for eight threads, small enough to be committed early
 PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
 USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
@@ -121,7 +120,7 @@ class TieredCache(CPUPrefixCache):
             self._budget, max(planner.host_blocks_per_chunk, TRIAL_BYTES // planner.host_block_bytes)
         )
         self._read_at = 0.0  # when a request last began to wait for the tier
-        slice_blocks = max(1, SLICE_BYTES // planner.host_block_bytes)
+        slice_blocks = max(1, READ_BYTES // planner.host_block_bytes)
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._now = 0.0
         self._tier_hit_tokens = self._asked = self._late = self._declined = 0

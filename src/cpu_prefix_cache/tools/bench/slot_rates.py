@@ -22,11 +22,11 @@ from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label
+from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.slab.tier_copier import THREADS, TierCopier
 
-TRANSFER_BYTES = 32 << 20
 IN_FLIGHT = 8
 REPEATS = 5
 VERIFIED, PLAIN = "verified", "plain"
@@ -62,7 +62,7 @@ class SlotsUnderTest(ABC):
 
     def __init__(self, slots: int, slot_bytes: int, make: CopierOf, where: str) -> None:
         self.slots, self.slot_bytes, self.where = slots, slot_bytes, where
-        self._at_once = max(1, TRANSFER_BYTES // self.slot_bytes)
+        self._at_once = max(1, READ_BYTES // self.slot_bytes)
         self._arena = HostArena(self._at_once * IN_FLIGHT, self.slot_bytes)
         self.region = self._arena.blocks
         self.region.copy_(torch.randint(256, (1, self.slot_bytes), dtype=torch.uint8))  # and takes all pages
