@@ -238,6 +238,11 @@ def test_a_piece_larger_than_its_host_blocks_is_refused(slab, host):
         SlotCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
 
 
+def test_slots_of_another_size_than_host_blocks_are_refused(slab):
+    with pytest.raises(ConfigurationError, match=f"{BLOCK} bytes below .* which has {2 * BLOCK} bytes"):
+        SlotCopier(slab, region(2, 2 * BLOCK), PIECES)
+
+
 def test_nothing_to_copy_has_ended(copier):
     assert copier.submit(LOAD, [], Passed()).passed()
     assert copier.submit(STORE, [GroupCopy(0, (), ())], Passed()).passed()

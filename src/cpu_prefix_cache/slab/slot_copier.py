@@ -16,7 +16,7 @@ class SlotCopier(TierCopier):
     """TierCopier to and from `slots`, each as large as a host block."""
 
     def __init__(self, slots: Slots, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        super().__init__(slots, region, pieces)
+        super().__init__(slots, slots.slot_bytes, region, pieces)
         self._slots = slots
 
     def check(self, direction: Direction, copies: Iterable[GroupCopy]) -> list[Entry]:

@@ -46,7 +46,7 @@ Refused = tuple[int, int]  # slot and generation
 
 
 class Entry(NamedTuple):
-    """One host block of a transfer. `slot` is where the decider keeps in mind what its bytes below are."""
+    """One host block of a transfer. `slot` is the number by which the decider knows what lies below it."""
 
     slot: int
     block: int
@@ -67,7 +67,8 @@ class SlotStatistics(NamedTuple):
 
 
 class TierCopier(Copier, ABC):
-    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`. `pieces` are the planner's.
+    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`, where each host block has its
+    place of `block_bytes` bytes. `pieces` are the planner's.
 
     `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
     removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
@@ -75,11 +76,14 @@ class TierCopier(Copier, ABC):
     Raises ConfigurationError when the region does not fit.
     """
 
-    def __init__(self, below: Below, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self._region = _Region(region)
-        self.block_bytes = self._region.block_bytes
+    def __init__(self, below: Below, block_bytes: int, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self._region, self.block_bytes = _Region(region), block_bytes
+        if self._region.block_bytes != block_bytes:
+            raise ConfigurationError(
+                f"{block_bytes} bytes below are those of a host block, which has {self._region.block_bytes} bytes"
+            )
         for piece in pieces:
-            if not 0 <= piece.num_bytes <= piece.host_blocks * self.block_bytes:
+            if not 0 <= piece.num_bytes <= piece.host_blocks * block_bytes:
                 raise ConfigurationError(
                     f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
                 )

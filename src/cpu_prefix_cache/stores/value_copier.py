@@ -15,7 +15,7 @@ class ValueCopier(TierCopier):
     """TierCopier to and from `values`. What a store that failed has put is right, and stays."""
 
     def __init__(self, values: KeyedValues, region: "torch.Tensor", pieces: Sequence[Piece]) -> None:
-        super().__init__(values, region, pieces)
+        super().__init__(values, values.block_bytes, region, pieces)
         self._values = values
 
     def _write(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> None:
