@@ -265,6 +265,20 @@ def test_a_late_load_that_ends_well_is_late_all_the_same():
     assert engine.asks("abc") == Miss()
 
 
+def test_nobody_waits_beyond_its_deadline_for_a_load_whose_source_was_withdrawn():
+    """Another load had read the chunk above it, and failed. Where loads exchange nothing, what is gone is computed."""
+    engine = on_host_only("abc")
+    above = engine.starts("one", "a")
+    engine.cache.admit(Request("two", chain("abc"), 3 * GRID + 1), GRID, 3 * GRID)
+    engine.cache.load("two", 3 * GRID, [engine.gpu.allocate(2)], engine.now)
+    engine.steps()
+    engine.cache.report(RankReport(0, late=frozenset([above])))
+    answer = engine.asks("abcd", n0=GRID)
+    assert isinstance(answer, Pending) and not engine.host
+    engine.now = answer.deadline
+    assert engine.asks("abcd", n0=GRID) == Miss()
+
+
 def test_copies_that_fail_one_after_another_turn_the_cache_off(engine, caplog):  # S7.45
     engine.serves("abc")
     for number in range(FAILURES_IN_A_ROW):

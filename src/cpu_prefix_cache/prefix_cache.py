@@ -476,7 +476,7 @@ class CPUPrefixCache:
     def _is_exchanged(self, request: Request, n0: int) -> bool:
         """Whether another load is taking the chunk at `n0` from the host to the device."""
         at = n0 // self.planner.grid_tokens
-        loading = self.edge.ledger.loading
+        loading = self.edge.ledger.loading if self._exchanges else ()
         if not loading or at >= min(self.planner.findable_chunks(request.num_tokens), len(request.keys)):
             return False
         return request.keys[at] in loading and self.pool.find(request.keys[at]) is None
