@@ -49,7 +49,10 @@ PLANS = {
     "two groups": [("draft", 2, 3_000), ("target", 4, 12_000)],
 }
 NOTHING = "nothing"
-ALL_NAMES = sorted({name for letters in product("ab", repeat=6) for name in chain("".join(letters))}, key=len)
+ALL_NAMES = sorted(
+    {name for letters in product("ab", repeat=6) for name in chain("".join(letters))},
+    key=lambda name: (len(name), name),
+)
 Arrival = tuple[str, int, int, str, bool]
 FAR = st.sampled_from(["admitted", "computed", "step by step", "step by step", "ended", "stored", "stored", "stored"])
 MEANWHILE = st.sampled_from(

@@ -18,7 +18,10 @@ from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import BlockState
 from property_tests.strategies import chain, pick, positions, prompts
 
-NAMES = sorted({"".join(letters) for size in range(1, 7) for letters in product("ab", repeat=size)}, key=len)
+NAMES = sorted(
+    {"".join(letters) for size in range(1, 7) for letters in product("ab", repeat=size)},
+    key=lambda name: (len(name), name),
+)
 
 
 def above(name: str) -> list[str]:
