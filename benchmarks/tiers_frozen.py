@@ -146,7 +146,10 @@ class Engine:
             request.table = [self.blocks.hand_out() for _ in range(len(request.keys) + 1)]
             return request.table[start // BLOCK_TOKENS : boundary // BLOCK_TOKENS]
 
-        answer = self._call("start", lambda: self.host.start(request.id, request.keys, PROMPT, 0, allocate))
+        answer = self._call(
+            "start",
+            lambda: self.host.start(request.id, request.keys, num_tokens=PROMPT, on_device=0, allocate=allocate),
+        )
         now = time.monotonic()
         if isinstance(answer, Wait):
             request.waited_from, request.deadline = request.waited_from or now, answer.deadline

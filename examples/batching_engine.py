@@ -159,7 +159,8 @@ class Engine:
             return request.table[start // BLOCK_TOKENS : boundary // BLOCK_TOKENS]
 
         n0 = len(cached) * BLOCK_TOKENS
-        match self.host.start(request.id, request.keys, len(request.tokens), n0, allocate):
+        n = len(request.tokens)
+        match self.host.start(request.id, request.keys, num_tokens=n, on_device=n0, allocate=allocate):
             case Wait():
                 return False
             case Loading():

@@ -36,8 +36,8 @@ class Watched(Engine):
         poison(self.blocks, "hand_out", self.host, self.model.kv)
         start = self.host.start
 
-        def watched(*arguments):
-            answer = start(*arguments)
+        def watched(*arguments, **named):
+            answer = start(*arguments, **named)
             self.waits += isinstance(answer, Wait)
             return answer
 

@@ -70,13 +70,16 @@ class Engine:
         self.requests = {}
 
     def starts(self, id, prompt, n0=None, table=None):
-        """With the chunks the device has, and new ones for the rest. `table` replaces the block table."""
+        """With the chunks the device has, and new ones for the rest. `table` makes of the blocks what is
+        given in their place, or a function that gives it."""
         keys = keys_of(prompt)
         cached = next((at for at, key in enumerate(keys) if self.blocks.find(key) is None), len(keys))
         request = self.blocks.take(keys, cached, ())
         blocks = request.blocks
         n0 = cached * GRID if n0 is None else n0
-        answer = self.host.start(id, keys, len(prompt) * GRID + 1, n0, blocks if table is None else table(blocks))
+        given = allocating(blocks) if table is None else table(blocks)
+        allocate = given if callable(given) else lambda start, boundary: given
+        answer = self.host.start(id, keys, num_tokens=len(prompt) * GRID + 1, on_device=n0, allocate=allocate)
         if isinstance(answer, Wait):
             self.blocks.free(request)
         else:
@@ -451,14 +454,7 @@ def test_a_table_that_raises_leaves_nothing_behind():
 def test_a_key_is_16_bytes_at_least(key):
     engine = Engine()
     with pytest.raises(MisuseError, match="keys are at least 16 bytes"):
-        engine.host.start("r", [key], GRID + 1, 0, [0])
-
-
-def test_blocks_that_others_may_read_are_no_destinations():
-    """Rule 8: a chunk is loaded whole, so where n0 lies within one the engine must give other blocks."""
-    engine = Engine()
-    with pytest.raises(MisuseError, match="give as `table` a function"):
-        engine.starts("r", "abcd", n0=6)
+        engine.host.start("r", [key], num_tokens=GRID + 1, on_device=0, allocate=allocating([0]))
 
 
 def test_a_request_is_not_started_twice():
@@ -481,7 +477,7 @@ def test_a_request_that_ends_before_its_blocks_can_be_found_is_counted(strict):
     """The likeliest first mistake: nothing would be stored, without a message."""
     engine = Engine(strict=strict)
     blocks = engine.blocks.take(keys_of("a"), 0, ()).blocks
-    engine.host.start("r", keys_of("a"), GRID + 1, 0, blocks)
+    engine.host.start("r", keys_of("a"), num_tokens=GRID + 1, on_device=0, allocate=allocating(blocks))
     engine.host.begin_step()
     with pytest.raises(MisuseError, match="does not find its last chunk") if strict else nullcontext():
         engine.host.end("r", GRID)
@@ -560,6 +556,16 @@ class HybridEngine:
             tables[at.group][at.chunk] = block
         return chunks, node, tables
 
+    def starts(self, id, keys, n0, tables):
+        """Loads fill those blocks of the tables that are needed."""
+        planner = self.host.cache.planner
+
+        def allocate(start, boundary):
+            places = planner.positions(start // GRID, boundary // GRID)
+            return [[table[at] for at in each] for table, each in zip(tables, places, strict=True)]
+
+        return self.host.start(id, keys, num_tokens=17, on_device=n0, allocate=allocate)
+
     def commits(self, keys, chunks, node):
         touch = self.pool.touch(None)
         self.pool.commit(chunks, keys, self.pool.root, touch)
@@ -582,7 +588,7 @@ def loaded_by_hybrid(n0, **options):
     """Places that are right on the device after [n0, 16) was loaded into a table for each group."""
     engine, keys = HybridEngine(**options), keys_of("abcd")
     chunks, node, tables = engine.takes(keys)
-    assert engine.host.start("r", keys, 17, 0, tables) == Run()
+    assert engine.starts("r", keys, 0, tables) == Run()
     assert engine.host.boundaries("r") == [16]
     engine.host.begin_step()
     for _, _, block, wanted in engine.places(keys, tables):
@@ -597,7 +603,7 @@ def loaded_by_hybrid(n0, **options):
     for tensor in engine.tensors:
         tensor.fill_(POISON)
     chunks, node, tables = engine.takes(keys)
-    assert engine.host.start("s", keys, 17, n0, tables) == Loading(n0, 16)
+    assert engine.starts("s", keys, n0, tables) == Loading(n0, 16)
     engine.host.begin_step()
     assert engine.host.end_step({}) == [("s", 16)]
     return engine.right(keys, tables)

@@ -38,6 +38,11 @@ def refuses(engine, id, prompt, match, table):
     assert sum(engine.blocks.counts) == used + taken
 
 
+def start(host, id, keys, num_tokens, n0):
+    blocks = range(1_000)
+    return host.start(id, keys, num_tokens=num_tokens, on_device=n0, allocate=allocating(blocks))
+
+
 # Blocks that a load must not fill
 
 
@@ -159,7 +164,7 @@ def test_keys_of_smaller_chunks(strict):
     engine = served("abcd", strict=strict)
     keys = ChainHasher(GRID // 2).keys(list(range(GRID)))
     with pytest.raises(MisuseError, match="4 tokens fill 1 chunks of 4, but 2 keys are given"):
-        engine.host.start("r", keys, GRID, 0, [0])
+        start(engine.host, "r", keys, GRID, 0)
 
 
 @pytest.mark.parametrize("wrong", [b"eight by", b"thirty-two bytes".ljust(32), "a text of 16 chr", 7, None], ids=repr)
@@ -168,47 +173,47 @@ def test_each_key_is_a_digest_of_one_length(wrong, at):
     engine, keys = Engine(), keys_of("abc")
     keys[at] = wrong
     with pytest.raises(MisuseError, match=r"keys are at least 16 bytes|digests of one length"):
-        engine.host.start("r", keys, 3 * GRID + 1, 0, [0, 1, 2])
+        start(engine.host, "r", keys, 3 * GRID + 1, 0)
 
 
 def test_each_key_is_that_of_one_chunk():
     """Two chunks under one key: a pool that finds one of them breaks, in a later step."""
     engine, keys = Engine(), keys_of("ab")
     with pytest.raises(MisuseError, match="chunks 0 and 2 have the same key"):
-        engine.host.start("r", [*keys, keys[0]], 3 * GRID, 0, [0, 1, 2])
+        start(engine.host, "r", [*keys, keys[0]], 3 * GRID, 0)
 
 
 @pytest.mark.parametrize("keys", [None, 7, iter(keys_of("ab"))], ids=lambda keys: type(keys).__name__)
 @STRICT
 def test_keys_are_a_list(keys, strict):
     with pytest.raises(MisuseError, match="keys are a list, which may grow, of the keys of full chunks, got"):
-        Engine(strict=strict).host.start("r", keys, 2 * GRID, 0, [0, 1])
+        start(Engine(strict=strict).host, "r", keys, 2 * GRID, 0)
 
 
 def test_a_request_is_called_by_what_can_be_a_key_of_a_dict():
     with pytest.raises(MisuseError, match=r"a request is named by something hashable, got \[\]"):
-        Engine().host.start([], keys_of("ab"), 2 * GRID, 0, [0, 1])
+        start(Engine().host, [], keys_of("ab"), 2 * GRID, 0)
 
 
 def test_the_last_key_is_looked_at_always():
     engine, keys = Engine(strict=False), keys_of("abc")
     with pytest.raises(MisuseError, match="keys are at least 16 bytes"):
-        engine.host.start("r", [*keys[:2], b"short"], 3 * GRID + 1, 0, [0, 1, 2])
+        start(engine.host, "r", [*keys[:2], b"short"], 3 * GRID + 1, 0)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "n0", "named"),
     [
         *((each, 0, "num_tokens") for each in (-5, 1_001, 2**70, 17.0, True, None, "17")),
-        *((17, each, "n0") for each in (-16, 18, 2**70, 4.0, True, None)),
-        (4, 17, "n0"),  # one for the other
+        *((17, each, "on_device") for each in (-16, 18, 2**70, 4.0, True, None)),
+        (4, 17, "on_device"),  # one for the other
     ],
 )
 @STRICT
 def test_numbers_of_tokens_that_cannot_be(num_tokens, n0, named, strict):
     engine = served("abcd", strict=strict)
     with pytest.raises(MisuseError, match=f"{named} must be a whole number of tokens from 0 to"):
-        engine.host.start("r", [], num_tokens, n0, [0, 1, 2, 3])
+        start(engine.host, "r", [], num_tokens, n0)
     assert engine.host.statistics().cache.running == 0
 
 
@@ -275,7 +280,7 @@ def test_a_step_ends_with_pairs(computed):
 # After the end, and in another process
 
 CALLS = {
-    "start": lambda host: host.start("s", keys_of("a"), GRID + 1, 0, [0]),
+    "start": lambda host: start(host, "s", keys_of("a"), GRID + 1, 0),
     "begin_step": lambda host: host.begin_step(),
     "end_step": lambda host: host.end_step({}),
     "drain": lambda host: host.drain(),

@@ -49,7 +49,10 @@ class Host:
             return seq.block_table[start // size : boundary // size]
 
         keys = self.manager.keys(seq, seq.num_tokens // size)
-        return self.cache.start(seq.seq_id, keys, seq.num_tokens, cached * size, allocate) == Run()
+        return (
+            self.cache.start(seq.seq_id, keys, num_tokens=seq.num_tokens, on_device=cached * size, allocate=allocate)
+            == Run()
+        )
 
     def end(self, seq):
         if seq.block_table:  # it was started

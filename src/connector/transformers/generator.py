@@ -614,7 +614,14 @@ class PrefixCachedGenerator:
 
     def _load_from(self, host: HostCache, sequence: _Sequence, n0: int) -> None:
         """If the load fails, what it was to bring is computed later, into the same blocks."""
-        ask = partial(host.start, sequence.id, sequence.keys, sequence.prompt_tokens, n0, partial(self._room, sequence))
+        ask = partial(
+            host.start,
+            sequence.id,
+            sequence.keys,
+            num_tokens=sequence.prompt_tokens,
+            on_device=n0,
+            allocate=partial(self._room, sequence),
+        )
         while isinstance(answer := ask(), Wait):
             _copy(host)
         if not isinstance(answer, Loading):

@@ -27,18 +27,6 @@ class Destinations:
         self._names = [each.group.name for each in groups]
         self._num_blocks = [each.num_blocks for each in groups]
 
-    def of_table(self, table: Any, hit: Hit) -> list[list[int]]:
-        """The blocks that the load fills, of those from the request's first token on."""
-        planner, grid = self._cache.planner, self._cache.planner.grid_tokens
-        positions = planner.positions(hit.start // grid, hit.boundary // grid)
-        widths = [group.device_blocks for group in planner.groups]
-        tables = zip(self._by_group(table), positions, widths, strict=True)
-        filled = [
-            [block for at in places for block in blocks[at * width : (at + 1) * width]]
-            for blocks, places, width in tables
-        ]
-        return self._checked(filled, hit)
-
     def given(self, blocks: Any, hit: Hit) -> list[list[int]]:
         """Destinations among blocks that were allocated for this load."""
         return self._checked(self._by_group(blocks), hit)

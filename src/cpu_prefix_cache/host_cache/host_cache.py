@@ -57,9 +57,8 @@ PROGRESS_SECONDS = 0.25
 TWINS = 256  # requests that ended lately: more than run at once with the same prompt
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
 Blocks = Numbers  # of device blocks
-# Those of the request from its first token on: of one group, or a list for each. Or a function of the tokens
-# [start, boundary) to be loaded: it allocates the blocks that the load fills, or answers None when there is no room.
-Table = Blocks | Sequence[Blocks] | Callable[[int, int], Blocks | Sequence[Blocks] | None]
+# Gives the blocks that a load of tokens [start, boundary) fills, of one group or a list for each. None: no room.
+Allocate = Callable[[int, int], Blocks | Sequence[Blocks] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +230,14 @@ class HostCache:
         self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
 
     def start(
-        self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table
+        self, id: Hashable, keys: Sequence[bytes], *, num_tokens: int, on_device: int, allocate: Allocate
     ) -> Run | Wait | Loading:
-        """Start a request of `num_tokens` tokens of which the device has the first `n0`, and has blocks in `table`.
+        """Start a request of `num_tokens` tokens of which the device has the first `on_device`.
 
         `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Run and
-        Loading the request runs until `end`; after Wait nothing has changed. Where n0 lies in the middle of a chunk,
-        the whole chunk is loaded, and `table` must be a function, which allocates blocks that nobody else reads.
+        Loading the request runs until `end`; after Wait nothing has changed. If tokens [start, boundary) can be loaded,
+        `allocate` gives the device blocks that they fill, which nobody else reads; None: they are computed. Where
+        `on_device` lies in the middle of a chunk, the whole chunk is loaded.
 
         Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
         or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
@@ -245,21 +245,21 @@ class HostCache:
         twice.
         """
         self._check_usable()
-        self._check_start(id, keys, num_tokens, n0, table)
+        self._check_start(id, keys, num_tokens, on_device)
         request, now = Request(id, keys, num_tokens), time.monotonic()
-        answer = self.cache.lookup(request, n0, now)
+        answer = self.cache.lookup(request, on_device, now)
         if isinstance(answer, Pending):
             return Wait(answer.deadline)
-        destinations = self._destinations_of(table, answer) if isinstance(answer, Hit) else None
+        destinations = self._destinations_of(allocate, answer) if isinstance(answer, Hit) else None
         self._keys[id] = keys
         if self._tier is not None:
-            self._tier.started(id, n0)
+            self._tier.started(id, on_device)
         if destinations is None or not isinstance(answer, Hit):
-            self.cache.admit(request, n0, now=now)
+            self.cache.admit(request, on_device, now=now)
             return Run()
-        self.cache.admit(request, n0, answer.boundary, now)
+        self.cache.admit(request, on_device, answer.boundary, now)
         transfer = self.cache.load(id, answer.boundary, destinations, now)
-        self._loads[id] = transfer, n0, answer.boundary
+        self._loads[id] = transfer, on_device, answer.boundary
         return Loading(answer.start, answer.boundary)
 
     def begin_step(self) -> None:
@@ -275,8 +275,8 @@ class HostCache:
         """A step has ended, after which each request of `computed` has KV of so many tokens. Read only when needed, and
         with `strict` always.
 
-        The requests whose loads have ended, each with the token from which on it computes: the boundary, or the n0 it
-        was started with if the load has failed.
+        The requests whose loads have ended, each with the token from which on it computes: the boundary, or
+        what was on the device when it was started if the load has failed.
         """
         self._check_usable()
         due = self.cache.due()
@@ -428,26 +428,19 @@ class HostCache:
         """
         return any(len(keys) >= chunks and keys[chunks - 1] == key for keys in self._ended)
 
-    def _destinations_of(self, table: Table, hit: Hit) -> list[list[int]] | None:
+    def _destinations_of(self, allocate: Allocate, hit: Hit) -> list[list[int]] | None:
         """The blocks that a load fills, by group. None: there is no room for them."""
-        if not callable(table):
-            return self._destinations.of_table(table, hit)
-        given = table(hit.start, hit.boundary)
+        given = allocate(hit.start, hit.boundary)
         return None if given is None else self._destinations.given(given, hit)
 
-    def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, n0: int, table: Table) -> None:
+    def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, on_device: int) -> None:
         check_id(id)
         if id in self._keys:
             raise MisuseError(f"request {id!r} runs already; end it first")
         check_tokens("num_tokens", num_tokens, self._max_model_len)
-        check_tokens("n0", n0, num_tokens)
+        check_tokens("on_device", on_device, num_tokens)
         grid = self.cache.planner.grid_tokens
         check_keys(keys, num_tokens, grid, persist=self._tier is not None, every=self._strict)
-        if n0 % grid and not callable(table):
-            raise MisuseError(
-                f"n0 = {n0} is no multiple of {grid}, so tokens before it are loaded too, and others may read their "
-                "blocks: give as `table` a function that allocates blocks for (start, boundary)"
-            )
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():
