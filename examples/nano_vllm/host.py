@@ -49,10 +49,9 @@ class Host:
             return seq.block_table[start // size : boundary // size]
 
         keys = self.manager.keys(seq, seq.num_tokens // size)
-        return (
-            self.cache.start(seq.seq_id, keys, num_tokens=seq.num_tokens, on_device=cached * size, allocate=allocate)
-            == Run()
-        )
+        n0 = cached * size
+        answer = self.cache.start(seq.seq_id, keys, num_tokens=seq.num_tokens, on_device=n0, allocate=allocate)
+        return answer == Run()
 
     def end(self, seq):
         if seq.block_table:  # it was started

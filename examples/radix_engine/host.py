@@ -59,9 +59,8 @@ class Host(HostCache):
             return request.pages[request.kept :]
 
         keys = self.hasher.keys(request.tokens)
-        answer = self.start(
-            request.id, keys, num_tokens=len(request.tokens), on_device=request.length, allocate=allocate
-        )
+        n = len(request.tokens)
+        answer = self.start(request.id, keys, num_tokens=n, on_device=request.length, allocate=allocate)
         if not isinstance(answer, Wait):
             request.keys = keys
         return answer == Run()
