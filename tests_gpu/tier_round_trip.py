@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -59,7 +60,15 @@ class Stage:
         keys = keys_of(prompt)
         request = self.engine.take(keys, 0, ())
         self.kv[:, :, request.blocks] = float("nan")
-        while isinstance(answer := self.host.start(prompt, keys, CHUNKS * TOKENS + 1, 0, request.blocks), Wait):
+        start = partial(
+            self.host.start,
+            prompt,
+            keys,
+            num_tokens=CHUNKS * TOKENS + 1,
+            on_device=0,
+            allocate=lambda start, boundary: request.blocks[start // TOKENS : boundary // TOKENS],
+        )
+        while isinstance(answer := start(), Wait):
             self.step()
         if isinstance(answer, Loading):
             ended = dict(self.step())

@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,7 +137,8 @@ class Engine:
             return request.table[start // TOKENS : boundary // TOKENS]
 
         n0 = len(cached) * TOKENS
-        answer = self._timed(self.host.start, request.id, request.keys, PROMPT, n0, allocate)
+        start = partial(self.host.start, num_tokens=PROMPT, on_device=n0, allocate=allocate)
+        answer = self._timed(start, request.id, request.keys)
         if isinstance(answer, Wait):
             return False
         request.computed = n0
