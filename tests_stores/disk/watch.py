@@ -33,8 +33,8 @@ class Engine:
     @property
     def seen(self):
         """Its last report. Raises AssertionError if it has ended."""
-        assert self.process.poll() is None, f"the engine has ended: {self._ending()}\n{self.log[-4000:]}"
-        while True:
+        while True:  # it may end while it writes
+            assert self.process.poll() is None, f"the engine has ended: {self._ending()}\n{self.log[-4000:]}"
             try:
                 return json.loads((self._talk / "seen").read_bytes())
             except FileNotFoundError:
