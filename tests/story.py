@@ -84,7 +84,7 @@ class Shelf:
 
 def whole_prompts(planner: HybridChunkPlanner, device: PooledDevice, **options: Any) -> CPUPrefixCache:
     """A cache that holds each chunk with all that it hangs below: its device notes nothing of what it hands out."""
-    device.handed_out = lambda: None  # type: ignore[method-assign]  # for this device alone
+    device.handed_out = lambda: None  # of this device alone
     return CPUPrefixCache(planner, device, **options)
 
 

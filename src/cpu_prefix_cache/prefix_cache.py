@@ -438,7 +438,7 @@ class CPUPrefixCache:
             return None
         keys, grid = request.keys, self.planner.grid_tokens
         end = self.planner.chunks_to_resume(-(-(n0 + max(1, self.min_load_tokens)) // grid))
-        if end > min(self.planner.findable_chunks(request.num_tokens), len(keys)):
+        if end > self.coordinator.findable(keys, request.num_tokens):
             return None
         first = self.edge.ledger.loading.get(keys[n0 // grid])
         return None if first is None or self.edge.ledger.loading.get(keys[end - 1]) is not first else first
@@ -446,7 +446,7 @@ class CPUPrefixCache:
     def _arriving(self, request: Request, boundary: int) -> StoreTransfer | None:
         """The store of the chunk at `boundary`, which has left the device, if enough is in flight to wait for."""
         at = boundary // self.planner.grid_tokens
-        stop = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
+        stop = self.coordinator.findable(request.keys, request.num_tokens)
         store = self.edge.ledger.writing.get(request.keys[at]) if self.edge.ledger.writing and at < stop else None
         if store is None or not self.pool.is_shared or self._device.find(request.keys[at]) is not None:
             return None
@@ -477,7 +477,7 @@ class CPUPrefixCache:
         """Whether another load is taking the chunk at `n0` from the host to the device."""
         at = n0 // self.planner.grid_tokens
         loading = self.edge.ledger.loading if self._exchanges else ()
-        if not loading or at >= min(self.planner.findable_chunks(request.num_tokens), len(request.keys)):
+        if not loading or at >= self.coordinator.findable(request.keys, request.num_tokens):
             return False
         return request.keys[at] in loading and self.pool.find(request.keys[at]) is None
 
@@ -505,7 +505,7 @@ class CPUPrefixCache:
 
     def _is_union_miss(self, request: Request, end: int) -> bool:
         """Whether the last boundary was missed only because the host has the chunks and the device the checkpoint."""
-        last = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
+        last = self.coordinator.findable(request.keys, request.num_tokens)
         boundary = self.planner.resumable_chunks(last)
         if boundary * self.planner.grid_tokens <= end or self.pool.resident_run(request.keys, 0, last) < last:
             return False

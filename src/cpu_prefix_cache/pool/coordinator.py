@@ -80,6 +80,10 @@ class KVCacheCoordinator:
 
     # Looking: changes nothing
 
+    def findable(self, keys: Sequence[bytes], num_tokens: int) -> int:
+        """How many of the chunks with these keys a hit of a prompt of so many tokens may need, at most."""
+        return min(self.planner.findable_chunks(num_tokens), len(keys))
+
     def longest_boundary(self, keys: Sequence[bytes], n0: int, num_tokens: int) -> int:
         """The largest boundary in [n0, num_tokens - 1] at which all groups can resume (rule 6). Changes nothing.
 
@@ -87,7 +91,7 @@ class KVCacheCoordinator:
         nothing beyond it.
         """
         planner, grid = self.planner, self.planner.grid_tokens
-        depth = self.pool.resident_run(keys, n0 // grid, min(planner.findable_chunks(num_tokens), len(keys)))
+        depth = self.pool.resident_run(keys, n0 // grid, self.findable(keys, num_tokens))
         if planner.has_checkpoints and planner.resumable_chunks(depth) * grid > n0:
             depth = self.pool.depth(self.pool.resume_points.nearest(self._chunk(keys, depth)))
         return max(n0, planner.resumable_chunks(depth) * grid)

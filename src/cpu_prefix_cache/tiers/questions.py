@@ -146,7 +146,7 @@ class Questions:
         if self._seconds is None:
             return None
         planner, keys = self._planner, request.keys
-        stop = min(planner.findable_chunks(request.num_tokens), len(keys))
+        stop = self._coordinator.findable(keys, request.num_tokens)
         known = self._pool.resident_run(keys, 0, stop)
         depth = known
         if planner.has_checkpoints and stop:

@@ -98,7 +98,6 @@ class TierCache:
         self.demotion = Demotion(stores, steps, self.ancestry, is_eager=self._is_eager)
         rates = BreakEven(0, self.planner.chunk_bytes / self.planner.grid_tokens, ranks)
         self.edge = Edge(stores, self.demotion, rates)
-        self._ranks = ranks
         self._found = FoundBefore(self.coordinator)
         self._generations = array("Q", bytes(8 * options.slots))  # of each slot
         self._first = self._next = 0  # generations: the first that is served, the next that is given
@@ -124,7 +123,11 @@ class TierCache:
     @property
     def can_be_read(self) -> bool:
         """Whether all ranks have reported, and the tier neither pauses nor hangs."""
-        return len(self._ranges) == self._ranks and not self.is_off and not self._hangs
+        return self._have_all_reported and not self.is_off and not self._hangs
+
+    @property
+    def _have_all_reported(self) -> bool:
+        return len(self._ranges) == self.edge.ledger.ranks
 
     @property
     def _hangs(self) -> bool:
@@ -219,11 +222,11 @@ class TierCache:
         rank = report.transfers.rank
         if report.next_generation is None:
             self.edge.is_off = self.is_off or rank not in self._ranges
-        elif len(self._ranges) < self._ranks:
+        elif not self._have_all_reported:
             self._ranges.setdefault(rank, report.next_generation)
-            if len(self._ranges) == self._ranks:
+            if self._have_all_reported:
                 self._open()
-        if rank == 0 and len(self._ranges) == self._ranks and not self.demotion.is_open:
+        if rank == 0 and self._have_all_reported and not self.demotion.is_open:
             self._take_in(report)
         for refusal in report.refused:
             load = self.edge.ledger.loads.get(refusal.transfer)
@@ -262,7 +265,7 @@ class TierCache:
         self._revision = revision
         self._found.clear()
         self._questions.reset()
-        self._was_reset = len(self._ranges) < self._ranks
+        self._was_reset = not self._have_all_reported
         self._first = self._next = begin_of(range_of(self._next) + 1)
 
     # Details
