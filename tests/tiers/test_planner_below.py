@@ -33,9 +33,9 @@ def test_pages_waste_no_more_than_they_must():
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_below_a_slot_is_a_host_block(layout):
     made = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000, in_pages=True)
-    before = made.pieces, made.device_block_bytes, made.device_blocks_per_chunk, made.chunk_bytes
+    before = made.pieces, made.crossing_bytes, made.device_blocks_per_chunk, made.chunk_bytes
     below = made.below()
-    assert before == (made.pieces, made.device_block_bytes, made.device_blocks_per_chunk, made.chunk_bytes)
+    assert before == (made.pieces, made.crossing_bytes, made.device_blocks_per_chunk, made.chunk_bytes)
     assert below.host_block_bytes == made.host_block_bytes and below.grid_tokens == made.grid_tokens
     assert below.host_blocks_per_chunk == below.device_blocks_per_chunk == made.host_blocks_per_chunk
     assert below.chunk_bytes == made.host_blocks_per_chunk * made.host_block_bytes

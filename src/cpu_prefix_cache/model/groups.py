@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import is_whole
+from cpu_prefix_cache.model.codec import RAW, Codec, codec_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,12 @@ class Group(ABC):
 
     `block_tokens` is how many tokens one block of the group covers, or how many lie between two pages of a state. It
     takes `device_blocks` device blocks of `block_bytes`: all layers and parts (K, V, scales) of the group on one rank.
-    A `replicated` group has the same bytes on every rank.
+    A `replicated` group has the same bytes on every rank. `codec` names the form in which the host keeps it (codec.py).
 
     A class has a `kind`, `needed`, and as fields the numbers of its rule, which `spelled` names.
 
-    Raises ConfigurationError, naming the group, for a number below its default, or below 1 where it has none.
+    Raises ConfigurationError, naming the group, for a number below its default, or below 1 where it has none, and for
+    a codec that does not exist or cannot take its blocks.
     """
 
     kind: ClassVar[str]  # as namespaces and tables spell it
@@ -46,12 +48,26 @@ class Group(ABC):
     block_bytes: int
     device_blocks: int = 1
     replicated: bool = False
+    codec: str = RAW
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, least = getattr(self, field.name), 1 if field.default is MISSING else field.default
             if field.type in (int, "int") and not is_whole(value, least):
                 raise ConfigurationError(f"group {self.name!r} needs {field.name} of at least {least}, got {value!r}")
+        try:
+            self.coded.kept_bytes(self.block_bytes)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"group {self.name!r}: {error}") from error
+
+    @property
+    def coded(self) -> Codec:
+        return codec_of(self.codec)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of a device block on the host."""
+        return self.coded.kept_bytes(self.block_bytes)
 
     @abstractmethod
     def needed(self, boundary: int) -> Sequence[int]:
@@ -69,13 +85,16 @@ class Group(ABC):
     def spelled(self) -> dict[str, str | int]:
         """Fields of a namespace, by name. People's files are found by them: what a kind spells never changes.
 
-        A class adds the numbers that decide what its blocks hold or which are kept. (The window of 0 is older.)
+        A class adds the numbers that decide what its blocks hold or which are kept. (The window of 0 is older, and
+        groups without a codec are older than codecs.)
         """
+        codec: dict[str, str | int] = {} if self.coded.spelled is None else {"codec": self.coded.spelled}
         return {
             "kind": self.kind,
             "block tokens": self.block_tokens,
             "block bytes": self.block_bytes,
             "window tokens": 0,
+            **codec,
         }
 
 

@@ -36,7 +36,8 @@ FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Unit of what one group keeps: `num_bytes` on each rank, `device_blocks` blocks there and `host_blocks` here."""
+    """Unit of what one group keeps: `num_bytes` on each rank, as the host keeps them, `device_blocks` blocks there and
+    `host_blocks` here."""
 
     group: Group
     device_blocks: int
@@ -94,7 +95,7 @@ class HybridChunkPlanner:
             for group, count in zip(self.groups, self._blocks_per_chunk, strict=True)
         )
         self.host_block_bytes = self._choose_block(PAGE_BYTES if in_pages else 1)
-        self.device_block_bytes = tuple(group.block_bytes for group in self.groups)
+        self.crossing_bytes = tuple(group.kept_bytes for group in self.groups)  # of a device block, on the link
         self.pieces = tuple(self._piece(at) for at in range(len(self.groups)))
         in_chunk = [piece for piece in self.pieces if piece.in_chunk]
         self.device_blocks_per_chunk = sum(piece.device_blocks for piece in in_chunk)
@@ -107,7 +108,7 @@ class HybridChunkPlanner:
     def below(self) -> "HybridChunkPlanner":
         """The planner of a cache whose device is the host pool, with slots as large as host blocks."""
         lower = copy(self)
-        lower.device_block_bytes = (self.host_block_bytes,) * len(self.groups)
+        lower.crossing_bytes = (self.host_block_bytes,) * len(self.groups)
         lower.pieces = tuple(
             replace(piece, device_blocks=piece.host_blocks, num_bytes=piece.host_blocks * self.host_block_bytes)
             for piece in self.pieces
@@ -211,11 +212,11 @@ class HybridChunkPlanner:
     def _piece(self, at: int) -> Piece:
         group = self.groups[at]
         blocks = self._piece_blocks[at]
-        return Piece(group, blocks, self._host_blocks(at, self.host_block_bytes), blocks * group.block_bytes)
+        return Piece(group, blocks, self._host_blocks(at, self.host_block_bytes), blocks * group.kept_bytes)
 
     def piece_bytes(self, at: int) -> int:
-        """A piece on all ranks together."""
-        return self._piece_blocks[at] * self.groups[at].block_bytes * self.copies(at)
+        """A piece on all ranks together, as the host keeps it."""
+        return self._piece_blocks[at] * self.groups[at].kept_bytes * self.copies(at)
 
     def _host_blocks(self, at: int, block: int) -> int:
         return math.ceil(self.piece_bytes(at) / (block * self.ranks))

@@ -242,7 +242,7 @@ class KVCacheCoordinator:
 
 def num_bytes(planner: HybridChunkPlanner, copies: Iterable[GroupCopy]) -> int:
     """Bytes that copies carry over the link, without padding."""
-    return sum(len(copy.device_blocks) * planner.device_block_bytes[copy.group] for copy in copies)
+    return sum(len(copy.device_blocks) * planner.crossing_bytes[copy.group] for copy in copies)
 
 
 def _by_group(blocks: Blocks, widths: Sequence[int]) -> list[Blocks]:
