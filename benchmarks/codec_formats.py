@@ -8,7 +8,7 @@ whose exponents stand in a reserve; of 4 bits another one is for the exponent 0.
 layer's keys or values; a state counts as a token. For each form: escapes in all pieces, in the worst, and in the worst
 first piece of a prompt; bits of a value without reserve; and how many tokens fit a GiB, raw is 1, with a reserve as
 large as the worst piece needs ("least") and with twice this. Then the same values as fp16, whose exponents have 5 bits;
-and the form that was chosen (codec_reference.py), as it is, bits compared after a round trip.
+and the form that was chosen (copier/coded_form.py), as it is, bits compared after a round trip.
 
 Samples are from models as in codec_models.py; tiny ones are trained for S seconds each (four times as long for Llama;
 0: none). `--save` keeps them for `--samples`. `--only` takes the sources whose names have one of these words.
@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-import codec_reference
 from codec_models import Samples, artificial, llama, mamba, mla, random_llama, smollm2
 from common import print_environment
+from cpu_prefix_cache.copier import coded_form
 
 CODED_KIB = (2, 4, 16)  # of a fragment, before it is coded, for the chosen form
 
@@ -100,10 +100,10 @@ def chosen(sample: torch.Tensor, kib: int) -> str:
     values = sample.flatten().view(torch.uint8)
     size = min(kib << 10, values.numel() // 512 * 512)
     fragments = values[: values.numel() // size * size].view(-1, size)
-    coded, fits = codec_reference.encode(fragments)
-    same = torch.equal(codec_reference.decode(coded, size)[fits], fragments[fits])
-    room = size // codec_reference.GROUP_BYTES * codec_reference.RESERVE
-    end = size // codec_reference.GROUP_BYTES * codec_reference.CODED_GROUP
+    coded, fits = coded_form.encode(fragments)
+    same = torch.equal(coded_form.decode(coded, size)[fits], fragments[fits])
+    room = size // coded_form.GROUP_BYTES * coded_form.RESERVE
+    end = size // coded_form.GROUP_BYTES * coded_form.CODED_GROUP
     taken = (coded[:, end - room : end] > 0).sum(1)  # no escape has the exponent 0
     return (
         f"  chosen, {len(fits)} of {kib} KiB: {size / coded.shape[1]:.3f} times; {int((~fits).sum())} do not fit, the "

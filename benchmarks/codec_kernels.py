@@ -3,7 +3,7 @@
     python benchmarks/codec_kernels.py [--only check rates share link] [--quick]
     TRITON_INTERPRET=1 python benchmarks/codec_kernels.py        on a CPU: check only
 
-check   coded bytes are those of the reference (codec_reference.py), every byte; decoded bits are those of before, of
+check   coded bytes are those of the reference (copier/coded_form.py), every byte; decoded bits are those of before, of
         all bit patterns; units that do not fit are reported; and a damaged byte is seen
 rates   encode and decode alone over the number of programs, of one warp each, for fragments of several sizes; and raw
         gather and scatter (copier/triton_staging.py) beside them
@@ -22,11 +22,12 @@ from statistics import median
 
 import torch
 
-import codec_reference
-from codec_kernels_triton import Coder
 from common import print_environment
+from cpu_prefix_cache.copier import coded_form
+from cpu_prefix_cache.copier.triton_coding import coding_launchers
 from cpu_prefix_cache.copier.triton_staging import INTERPRETED, launchers, tiling_for
 from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.model.codec import EXPONENT
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -37,6 +38,28 @@ PROGRAMS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LINKED = (128, 512, 1024)  # programs beside a link
 PARTS = 64  # as keys and values of 32 layers
 POISON = 0xAB
+
+
+class Coder:
+    """Codes pieces of parts, uint8 [blocks, bytes] on the device, of one length. `device_blocks` blocks make a piece;
+    `programs` warps work at a time."""
+
+    def __init__(self, parts: list[torch.Tensor], *, programs: int, device_blocks: int = 1) -> None:
+        coded = EXPONENT.kept_bytes(parts[0].shape[1]) * device_blocks
+        self.pitch = coded * len(parts)
+        offsets = range(0, self.pitch, coded)
+        (self._launcher,) = coding_launchers(parts, offsets, device_blocks=device_blocks, programs=programs)
+
+    def encode(self, slot: torch.Tensor, ids: torch.Tensor, flags: torch.Tensor) -> None:
+        """Code the pieces of these blocks into `slot`, and set the flags, int32 [pieces], of those that do not fit."""
+        self._launcher.launch(Direction.STORE, self.pitch, slot, ids, _stream(), flags)
+
+    def decode(self, slot: torch.Tensor, ids: torch.Tensor) -> None:
+        self._launcher.launch(Direction.LOAD, self.pitch, slot, ids, _stream(), slot)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if DEVICE.type == "cuda" else 0
 
 
 def patterns(values: int) -> dict[str, torch.Tensor]:
@@ -83,11 +106,10 @@ def check(length: int, programs: int) -> None:
     Coder(after, programs=programs, device_blocks=2).decode(slot, ids)
 
     fragments = torch.stack(before).view(2, len(kinds), 2, length).transpose(0, 1)  # piece, part, which
-    expected, fits = codec_reference.encode(fragments.reshape(-1, length).cpu())
-    whole = length // codec_reference.GROUP_BYTES * codec_reference.CODED_GROUP
-    assert torch.equal(slot.cpu().view(len(expected), -1)[:, :whole], expected[:, :whole]), "coded bytes differ"
+    expected, fits = coded_form.encode(fragments.reshape(-1, length).cpu())
+    assert torch.equal(slot.cpu().view(len(expected), -1), expected), "coded bytes differ"
     assert torch.equal(flags.cpu() == 0, fits.view(len(kinds), 4).all(1)), "the flags differ"
-    assert torch.equal(codec_reference.decode(expected, length)[fits], fragments.reshape(-1, length).cpu()[fits])
+    assert torch.equal(coded_form.decode(expected, length)[fits], fragments.reshape(-1, length).cpu()[fits])
     came_back = torch.stack(after).view(2, len(kinds), 2, length).transpose(0, 1)
     same = (came_back == fragments).flatten(1).all(1).cpu()
     assert bool(same[flags.cpu() == 0].all()), "bits differ"
@@ -119,7 +141,7 @@ class Scene:
         self.ids = [torch.tensor(rng.sample(range(blocks), self.count), device=DEVICE) for _ in range(8)]
         self.slots = [torch.empty(self.num_bytes + 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
         self.flags = torch.zeros(self.count, dtype=torch.int32, device=DEVICE)
-        self.coded_bytes = self.count * self.parts_count * codec_reference.coded_bytes(fragment)
+        self.coded_bytes = self.count * self.parts_count * EXPONENT.kept_bytes(fragment)
 
     def coded(self, programs: int) -> dict[str, Callable[[int], None]]:
         coder = Coder(self.parts, programs=programs)
@@ -338,7 +360,7 @@ def main() -> None:
     if DEVICE.type == "cuda":
         print(torch.cuda.get_device_name())
     if "check" in chosen:
-        for length in (512, 2560, 16896, *(() if DEVICE.type == "cpu" else (6 * KIB, 18 * KIB, MIB))):
+        for length in (1024, 3072, 17408, *(() if DEVICE.type == "cpu" else (6 * KIB, 18 * KIB, MIB))):
             check(length, 2 if DEVICE.type == "cpu" else 300)
     if "rates" in chosen:
         rates(options.quick)

@@ -80,6 +80,9 @@ class CopiesNothing:
     def until_passed(self):
         pass
 
+    def unfit(self):
+        return ()
+
 
 def with_host(llm, block_tokens: int, offload: str) -> None:
     import torch

@@ -41,7 +41,7 @@ class CopiesWhenTold(MeddlingCopier):
         self.waiting, self.damages = [], damages
 
     def submit(self, direction, copies, after):
-        waiting = SimpleNamespace(direction=direction, copies=copies, error=None)
+        waiting = SimpleNamespace(direction=direction, copies=copies, error=None, unfit=tuple)
         waiting.passed = lambda: self.passed(waiting)
         waiting.until_passed = lambda: self.moves(waiting)
         self.waiting.append(waiting)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from cpu_prefix_cache.testing import MeddlingCopier
@@ -134,7 +135,7 @@ class Delaying(MeddlingCopier):
             return any(not host_blocks.isdisjoint(copy.host_blocks) for each in moving for copy in each.copies)
 
 
-class Moving:
+class Moving(Event):
     """An event that raises once if it `fails`. Whoever looks at it has something move."""
 
     def __init__(self, copier, direction, copies, fails):

@@ -11,12 +11,12 @@ import threading
 from collections import deque
 from functools import partial
 
-from cpu_prefix_cache.copier.streams import StreamPair, Streams
+from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams
 
 HANDLES = 0x7F5C << 32  # as large as those of a driver, so that one that was cut is no stream's
 
 
-class SimulatedEvent:
+class SimulatedEvent(Event):
     def __init__(self, stream):
         self.stream, self.has_passed = stream, False
 
@@ -63,6 +63,10 @@ class SimulatedStream:
         return event
 
     def wait(self, event):
+        if not isinstance(event, SimulatedEvent):  # of a pair of streams
+            self.wait(event.one)
+            self.wait(event.other)
+            return
         self.waited_for.append(event.stream)
         self.put(("wait", event))
 

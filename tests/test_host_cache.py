@@ -175,7 +175,7 @@ class FailingCopier(MeddlingCopier):
     def copy(self, direction, copies):
         if direction is Direction.LOAD:
             raise OSError("the link is gone")
-        super().copy(direction, copies)
+        return super().copy(direction, copies)
 
 
 def keeping(kind, copiers):

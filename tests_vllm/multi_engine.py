@@ -13,6 +13,7 @@ from pathlib import Path
 
 from connector.multi.chooser import Chooser, Count
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.testing import MeddlingCopier
 from tests_vllm.real_cache import CachedEngine, Copies
@@ -85,7 +86,8 @@ class _SlowCopier(MeddlingCopier):
         super().__init__(copier)
         self._clock = clock
 
-    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        super().copy(direction, copies)
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> Event:
+        event = super().copy(direction, copies)
         if direction is Direction.LOAD:
             self._clock.now += SLOW_SECONDS
+        return event

@@ -261,7 +261,7 @@ class _Copier(Copier):
         return _Held(lambda: direction in self._copies.held, begin) if direction in self._copies.held else begin()
 
 
-class _Held:
+class _Held(Event):
     """The event of a copy that begins only when it may end: its bytes come as late as they may."""
 
     def __init__(self, is_held: Callable[[], bool], begin: Callable[[], Event]) -> None:
@@ -273,6 +273,9 @@ class _Held:
         if self._mark is None and not self._is_held():
             self._mark = self._begin()
         return self._mark is not None and self._mark.passed()
+
+    def unfit(self) -> Sequence[int]:
+        return () if self._mark is None else self._mark.unfit()
 
     def until_passed(self) -> None:
         while not self.passed():

@@ -150,7 +150,7 @@ class StaleCopier(MeddlingCopier):
             self.stored += [copy.host_blocks for copy in copies if copy.group == self.group]
         else:
             copies = [self._stale(copy) for copy in copies]
-        self.copier.copy(direction, copies)
+        return self.copier.copy(direction, copies)
 
     def _stale(self, copy):
         if copy.group != self.group:

@@ -191,7 +191,7 @@ class Interrupted(MeddlingCopier):
         if self.armed:
             self.armed = False
             raise KeyboardInterrupt
-        self.copier.copy(direction, copies)
+        return self.copier.copy(direction, copies)
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])

@@ -168,7 +168,7 @@ class FailingLoads(MeddlingCopier):
         if direction is Direction.LOAD:
             self.failed += 1
             raise RuntimeError("the link is down")
-        self.copier.copy(direction, copies)
+        return self.copier.copy(direction, copies)
 
 
 def test_loads_that_fail_are_computed_and_not_tried_again(model):  # S7.24

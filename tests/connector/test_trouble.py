@@ -30,14 +30,16 @@ class InterruptedCopier(MeddlingCopier):
         self.interrupted = 0
 
     def copy(self, direction, copies):
-        if self.late:
-            self.copier.copy(direction, copies)
-        if direction is self.direction:
+        interrupts = direction is self.direction
+        if interrupts:
             self.direction = None
             self.interrupted += 1
+        if interrupts and not self.late:
             raise KeyboardInterrupt
-        if not self.late:
-            self.copier.copy(direction, copies)
+        event = self.copier.copy(direction, copies)
+        if interrupts:
+            raise KeyboardInterrupt
+        return event
 
 
 @modes

@@ -5,14 +5,14 @@ from itertools import count
 import pytest
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 
 COPIES = (GroupCopy(0, (1,), (2,)),)
 
 
-class AnEvent:
+class AnEvent(Event):
     """An event that passes when a test ends it."""
 
     def __init__(self):

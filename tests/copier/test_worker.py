@@ -12,7 +12,7 @@ import pytest
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import VERSION
@@ -144,7 +144,7 @@ class HeldCopier(CountingCopier):
         return HeldEvent(self.ended, self.copied - 1)
 
 
-class HeldEvent:
+class HeldEvent(Event):
     def __init__(self, ended, number):
         self.ended, self.number = ended, number
 
@@ -284,7 +284,7 @@ def test_the_copier_is_notified_while_a_load_waits_for_a_store(threaded, held, m
     assert eventually(lambda: said == ["waits", "has waited"])
 
 
-class SlowToFail:
+class SlowToFail(Event):
     """Raises once, for the first thread that looks, and is passed from then on. The engine's thread is slow to look."""
 
     def __init__(self):

@@ -107,12 +107,13 @@ class Troubled(MeddlingCopier):
         loads = direction is Direction.LOAD
         if loads and Troubled.trouble == "before":
             raise RuntimeError("this load fails before it begins")
-        super().copy(direction, copies)
+        event = super().copy(direction, copies)
         if loads and Troubled.trouble == "after":
             raise RuntimeError("this load fails when it has ended")
         if loads and Troubled.trouble == "damage":
             part = self.copier._binding.groups[0].parts[0]
             part[list(copies[0].device_blocks)] ^= 1
+        return event
 
 
 def copy_with(monkeypatch, around):

@@ -55,7 +55,7 @@ class FailingStores(MeddlingCopier):
         if direction is Direction.STORE and self.left and any(copy.group for copy in copies):
             self.left -= 1
             raise RuntimeError("this store fails")
-        super().copy(direction, copies)
+        return super().copy(direction, copies)
 
 
 def test_a_hit_ends_at_a_state():

@@ -204,12 +204,13 @@ class FailingLoads(MeddlingCopier):
         self.tensors = tensors
 
     def copy(self, direction, copies):
-        super().copy(direction, copies)
-        if direction is Direction.LOAD:
-            for copy in copies:
-                for part in self.tensors[copy.group]:
-                    part[list(copy.device_blocks)] = 0x55
-            raise RuntimeError("this load fails when its bytes are damaged")
+        event = super().copy(direction, copies)
+        if direction is Direction.STORE:
+            return event
+        for copy in copies:
+            for part in self.tensors[copy.group]:
+                part[list(copy.device_blocks)] = 0x55
+        raise RuntimeError("this load fails when its bytes are damaged")
 
 
 def test_a_load_that_fails_is_computed(copies):

@@ -126,12 +126,13 @@ class FailingLoads(MeddlingCopier):
         self.tensors, self.left = tensors, times
 
     def copy(self, direction, copies):
-        super().copy(direction, copies)
-        if direction is Direction.LOAD and self.left:
-            self.left -= 1
-            for part in self.tensors[0]:
-                part[list(copies[0].device_blocks)] = 0x55
-            raise RuntimeError("this load fails when its bytes are damaged")
+        event = super().copy(direction, copies)
+        if direction is Direction.STORE or not self.left:
+            return event
+        self.left -= 1
+        for part in self.tensors[0]:
+            part[list(copies[0].device_blocks)] = 0x55
+        raise RuntimeError("this load fails when its bytes are damaged")
 
 
 def test_a_failed_load_is_computed_into_the_same_blocks_and_stored_again(copies):

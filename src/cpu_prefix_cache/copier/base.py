@@ -38,6 +38,8 @@ class Copier(Protocol):
         """Have what compute is given from now on run after `event`, which `submit` returned."""
         event.until_passed()
 
-    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        """Carry out one transfer after all that compute has been given so far, and return when it has ended."""
-        self.submit(direction, copies, self.here()).until_passed()
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> Event:
+        """Carry out one transfer after all that compute has been given so far. Return its event when it has ended."""
+        event = self.submit(direction, copies, self.here())
+        event.until_passed()
+        return event

@@ -14,6 +14,7 @@ import torch
 from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
+from cpu_prefix_cache.model.codec import NONE
 from cpu_prefix_cache.model.planner import Piece
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # parts of each group
@@ -32,11 +33,16 @@ class Shapes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundGroup:
-    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and their `parts.piece_offsets`."""
+    """One group's parts, uint8 [device blocks, bytes] each, in canonical order, and their `parts.piece_offsets` on the
+    host."""
 
     piece: Piece
     parts: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
+
+    @property
+    def is_coded(self) -> bool:
+        return self.piece.group.coded is not NONE
 
 
 class Binding:
@@ -123,7 +129,7 @@ def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
 def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:
     name = piece.group.name
     parts = tuple(block_bytes(tensor) for tensor in tensors)
-    offsets = piece_offsets((part.shape[1] for part in parts), piece.device_blocks)
+    offsets = piece_offsets((piece.group.coded.kept_bytes(part.shape[1]) for part in parts), piece.device_blocks)
     if offsets[-1] != piece.num_bytes:
         raise ConfigurationError(
             f"a piece of group {name!r} weighs {offsets[-1]} bytes in the tensors given, "

@@ -1,12 +1,13 @@
-"""The coded form of bf16 bytes, in torch: the kernels of codec_kernels_triton.py must match it byte for byte.
+"""The coded form of bf16 bytes, codec "exponent", in torch. The kernels of triton_coding.py match it byte for byte.
 
-A *row* is 64 values, a *group* 4 rows (512 bytes), a *unit* 32 groups; the last unit of a fragment may be shorter. A
-unit of g groups:
+A *fragment*, the bytes of one block in one part, is coded by itself. A *row* is 64 values, a *group* 4 rows (512
+bytes), a *unit* 32 groups; the last unit of a fragment may be shorter. A unit of g groups:
 
     g times  [codes: 128 bytes][sign and mantissa of rows 0 and 1: 128][of rows 2 and 3: 128]
     then     [bases: 4 g bytes][reserve: 4 g bytes, zeros after the last escape]
 
-which is 392 bytes of 512: 12.25 bits a value, 1.306 times, for any length. A code is 4 bits: 0 to 13 how far an
+which is 392 bytes of 512: 12.25 bits a value, 1.306 times. Fragments have an even number of groups, so that each coded
+one begins at a multiple of 16 bytes. A code is 4 bits: 0 to 13 how far an
 exponent is below the base of its row, 14 the exponent 0 (zeros and subnormals), 15 an *escape*, whose exponent is the
 next byte of the reserve. No field has the places of escapes: their order gives them. A unit with more than 4 g
 escapes (1.56 %) *does not fit*; nothing else is refused. A base is the largest exponent of the row, or, where few
@@ -19,6 +20,8 @@ group, half, row), where a step is 4 groups: what a warp of 32 threads has in it
 """
 
 import torch
+
+from cpu_prefix_cache.model.codec import EXPONENT
 
 GROUP_VALUES = 256
 UNIT_GROUPS = 32
@@ -35,25 +38,13 @@ ZERO, ESCAPE = 14, 15  # codes
 FAR, ABOVE = 7, 4  # exponents
 MANY = 4  # escapes of a step: one group has room for as many
 ROWS, WORDS = 4, 32
-ALIGNMENT = 16  # of a coded fragment, in bytes
-
-
-def coded_bytes(length: int) -> int:
-    """The size of a fragment of `length` bytes, coded.
-
-    >>> coded_bytes(16384), coded_bytes(512)
-    (12544, 400)
-    """
-    if length % GROUP_BYTES:
-        raise ValueError(f"{length} bytes are not whole groups of {GROUP_BYTES}")
-    return -(-length // GROUP_BYTES * CODED_GROUP // ALIGNMENT) * ALIGNMENT
 
 
 def encode(fragments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Code fragments, uint8 [fragments, bytes]: uint8 [fragments, coded bytes], and whether each fits."""
     groups = fragments.shape[1] // GROUP_BYTES
-    coded = torch.zeros(len(fragments), coded_bytes(fragments.shape[1]), dtype=torch.uint8)
-    fits = torch.ones(len(fragments), dtype=torch.bool)
+    coded = fragments.new_empty(len(fragments), EXPONENT.kept_bytes(fragments.shape[1]))
+    fits = torch.ones(len(fragments), dtype=torch.bool, device=fragments.device)
     for first in range(0, groups, UNIT_GROUPS):
         last = min(groups, first + UNIT_GROUPS)
         unit, unit_fits = _encode_unit(fragments[:, first * GROUP_BYTES : last * GROUP_BYTES])
@@ -116,10 +107,10 @@ def _by_group(values: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _reserve(exponent: torch.Tensor, escapes: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The exponents of escapes in turn, as many as there is room for, and whether that is all."""
-    reserve = torch.zeros(len(exponent), room, dtype=torch.uint8)
+    reserve = torch.zeros(len(exponent), room, dtype=torch.uint8, device=exponent.device)
     rank = torch.cumsum(escapes, 1) - 1
     taken = escapes & (rank < room)
-    row = torch.arange(len(exponent))[:, None].expand_as(rank)
+    row = torch.arange(len(exponent), device=exponent.device)[:, None].expand_as(rank)
     reserve[row[taken], rank[taken]] = exponent[taken].to(torch.uint8)
     return reserve, escapes.sum(1) <= room
 

@@ -64,6 +64,10 @@ class Whole(Event):
     transfer: TransferPlan
     left: deque["Portion"] = field(default_factory=deque)  # portions that are not known to have ended
     error: BaseException | None = None  # why one of them failed
+    found: list[int] = field(default_factory=list)  # host blocks of pieces that did not fit
+
+    def unfit(self) -> Sequence[int]:
+        return self.found
 
     def passed(self) -> bool:
         while self.left and self.left[0].passed():
@@ -129,6 +133,8 @@ class Portion(Event):
                 return False
         except Exception as error:
             self.whole.error = self.whole.error or error
+        else:
+            self.whole.found += self.end.unfit()
         self.end = Passed()  # an event that has raised once may answer anything
         return True
 

@@ -1,21 +1,23 @@
 """How the pieces of one group cross the link: through the slots of a ring, or directly.
 
-Both paths touch device blocks only after the event `after`. They work slice by slice, and compute what a slice moves
-just before it is submitted, while the link is busy with the slice before.
+Coded pieces go through the ring, whose kernels code them. Both paths touch device blocks only after the event `after`.
+They work slice by slice, and compute what a slice moves just before it is submitted, while the link is busy with the
+slice before.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.binding import BoundGroup
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
-from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Tiling
+from cpu_prefix_cache.copier.triton_coding import CodingLauncher, coding_launchers
+from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling, launchers
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
 from cpu_prefix_cache.memory.parts import piece_offsets, side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
@@ -42,11 +44,22 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise([0, *range(first, count, step), count])
 
 
+class Unfit(NamedTuple):
+    """Which pieces of a store did not fit, once it has passed: `flags`, int32 [pieces], and the first host block of
+    each piece."""
+
+    flags: torch.Tensor
+    host_blocks: Sequence[int]
+
+    def found(self) -> list[int]:
+        return [self.host_blocks[at] for at in self.flags.nonzero().flatten().tolist()]
+
+
 def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     """The group as it crosses directly, with parts joined that are neighbours in every block; None if a block has less
-    than `direct_bytes` bytes in some part even then."""
+    than `direct_bytes` bytes in some part even then, or is coded."""
     parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
-    if min(part.shape[1] for part in parts) < direct_bytes:
+    if group.is_coded or min(part.shape[1] for part in parts) < direct_bytes:
         return None
     offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks)
     return BoundGroup(group.piece, tuple(parts), offsets)
@@ -63,7 +76,7 @@ class Direct:
             for which in range(group.piece.device_blocks)
         ]
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
         ring.streams.copies.wait(after)
         width = self._piece.host_blocks
         for part, which, places in self._parts:
@@ -74,6 +87,7 @@ class Direct:
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
                 with ring.turn():
                     ring.past((end - begin) * num_bytes, self._region.crossing(direction, spans))
+        return None
 
 
 class _Section:
@@ -86,7 +100,11 @@ class _Section:
         begin, num_bytes = group.offsets[first], group.offsets[last] - group.offsets[first]
         parts, device_blocks = group.parts[first:last], group.piece.device_blocks
         offsets = [offset - begin for offset in group.offsets[first:last]]
-        self._launchers = triton_staging.launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
+        self._launchers: Sequence[Launcher | CodingLauncher]
+        if group.is_coded:
+            self._launchers = coding_launchers(parts, offsets, device_blocks=device_blocks)
+        else:
+            self._launchers = launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
         self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
         self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
         self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
@@ -95,10 +113,11 @@ class _Section:
         whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, unfit: torch.Tensor) -> None:
         host, device = self._piece.host_blocks, self._piece.device_blocks
         for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self._most):
-            ids, kernel = copy.device_blocks[begin * device : end * device], partial(self._launch, direction)
+            ids = copy.device_blocks[begin * device : end * device]
+            kernel = partial(self._launch, direction, unfit[begin:end])
             with ring.turn():
                 spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
                 ring.through(ids, kernel, self._region.crossing(direction, spans))
@@ -111,23 +130,29 @@ class _Section:
         begins = range(slot, slot + len(host_blocks) // width * self._pitch, self._pitch)
         return pieces(begins, host_blocks, width, self._places, block_bytes)
 
-    def _launch(self, direction: Direction, memory: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+    def _launch(
+        self, direction: Direction, unfit: torch.Tensor, memory: torch.Tensor, ids: torch.Tensor, stream: int
+    ) -> None:
         """Gather the blocks with these ids into `memory`, or scatter it to them."""
         for launcher in self._launchers:
-            launcher.launch(direction, self._pitch, memory, ids, stream)
+            launcher.launch(direction, self._pitch, memory, ids, stream, unfit)
 
 
 class ThroughRing:
     """Copies fragments through the slots of a ring."""
 
     def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
-        self._region = region
         self._sections = [_Section(group, *run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
+        self._group, self._is_pinned = group, group.parts[0].device.type == "cuda"
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
         ring.streams.kernels.wait(after)
+        width, is_coded = self._group.piece.host_blocks, self._group.is_coded and direction is Direction.STORE
+        count = len(copy.host_blocks) // width if is_coded else 0
+        unfit = torch.zeros(count, dtype=torch.int32, pin_memory=self._is_pinned)
         for section in self._sections:
-            section.submit(direction, copy, ring)
+            section.submit(direction, copy, ring, unfit)
+        return Unfit(unfit, copy.host_blocks[::width]) if is_coded else None
 
 
 def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

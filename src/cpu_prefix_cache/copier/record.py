@@ -30,6 +30,7 @@ class CopyRecord:
     submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
     went_well: bool | None = None  # None: it has not ended
     is_late: bool = False
+    unfit: tuple[int, ...] = ()  # of a store that went well, perhaps submitted with others: as of its event
     looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries the event
 
 

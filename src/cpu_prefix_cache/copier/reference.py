@@ -1,7 +1,7 @@
 """Copies in plain torch. Every other copier must match it byte for byte.
 
-A store writes the bytes of a piece, part after part and within a part device block after device block, into its host
-blocks. What is left of the last one stays as it was. A load is the inverse.
+A store writes the bytes of a piece, as its codec keeps them, part after part and within a part device block after
+device block, into its host blocks. What is left of the last one stays as it was. A load is the inverse.
 
 The pieces of a copy are taken in portions:
 
@@ -17,9 +17,10 @@ from operator import eq
 
 import torch
 
+from cpu_prefix_cache.copier import coded_form
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
-from cpu_prefix_cache.copier.streams import Event, Passed, compute_event
+from cpu_prefix_cache.copier.streams import Event, Passed, Stored, compute_event
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 
@@ -46,6 +47,7 @@ class ReferenceCopier(Copier):
         self._binding.check(direction, copies)
         after.until_passed()
         try:
+            unfit: list[int] = []
             for copy in copies:
                 group = self._binding.groups[copy.group]
                 filled = -(-group.piece.num_bytes // self._binding.host.shape[1])  # the others hold nothing
@@ -53,21 +55,32 @@ class ReferenceCopier(Copier):
                     device_rows = _rows(device_blocks, self._binding.device)
                     columns = (host_blocks[at :: group.piece.host_blocks] for at in range(filled))
                     host_rows = [_rows(column, self._binding.host.device) for column in columns]
-                    (self._store if direction is Direction.STORE else self._load)(group, device_rows, host_rows)
+                    if direction is Direction.LOAD:
+                        self._load(group, device_rows, host_rows)
+                        continue
+                    fits = self._store(group, device_rows, host_rows)
+                    unfit += [host_blocks[at * group.piece.host_blocks] for at in (~fits).nonzero().flatten().tolist()]
         finally:
             self.here().until_passed()
-        return Passed()
+        return Stored(Passed(), lambda: unfit)
 
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)
 
-    def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> None:
-        """`host_rows`: the first host blocks of all pieces, the second ones, and so on."""
+    def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> torch.Tensor:
+        """`host_rows`: the first host blocks of all pieces, the second ones, and so on. Whether each piece fits."""
         host, blocks = self._binding.host, group.piece.device_blocks
-        taken = [_read(part, device_rows).reshape(-1, blocks * part.shape[1]) for part in group.parts]
+        taken, fits = [], torch.ones((), dtype=torch.bool)
+        for part in group.parts:
+            content = _read(part, device_rows)
+            if group.is_coded:
+                content, each_fits = coded_form.encode(content)
+                fits = fits & each_fits.view(-1, blocks).all(1)
+            taken.append(content.reshape(-1, blocks * content.shape[1]))
         packed = torch.cat(taken, dim=1).to(host.device)
         for rows, content in zip(host_rows, packed.split(host.shape[1], dim=1), strict=True):
             _write(host[:, : content.shape[1]], rows, content)
+        return fits.expand(len(packed))
 
     def _load(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> None:
         host = self._binding.host
@@ -75,7 +88,8 @@ class ReferenceCopier(Copier):
         taken = [_read(host, rows)[:, :left] for rows, left in zip(host_rows, lefts, strict=True)]
         packed = (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).to(self._binding.device)
         for part, (begin, end) in zip(group.parts, pairwise(group.offsets), strict=True):
-            _write(part, device_rows, packed[:, begin:end].reshape(-1, part.shape[1]))
+            content = packed[:, begin:end].reshape(len(packed) * group.piece.device_blocks, -1)
+            _write(part, device_rows, coded_form.decode(content, part.shape[1]) if group.is_coded else content)
 
 
 def _portions(copy: GroupCopy, piece: Piece) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

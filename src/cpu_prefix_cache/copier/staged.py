@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
+from operator import sub
 
 import torch
 
@@ -29,7 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams, streams_for
+from cpu_prefix_cache.copier.streams import Event, Stored, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
@@ -113,7 +115,7 @@ class StagedCopier(Copier):
         return self._binding.num_pieces(direction, copy)
 
     def hold_compute(self, event: Event) -> None:
-        self._streams.compute().wait(event)
+        self._streams.compute().wait(event.event if isinstance(event, Stored) else event)
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         self._binding.check(direction, copies)
@@ -121,14 +123,15 @@ class StagedCopier(Copier):
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
         try:
             with self._working(), loading:
-                for copy in copies:
-                    if copy.host_blocks:
-                        self._paths[copy.group].submit(direction, copy, ring, after)
+                submitted = [
+                    self._paths[copy.group].submit(direction, copy, ring, after) for copy in copies if copy.host_blocks
+                ]
                 event = ring.streams.record()
         except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
             _synchronize(self._working, ring.streams)
             raise
-        return event
+        coded = [each for each in submitted if each is not None]
+        return Stored(event, lambda: [block for unfit in coded for block in unfit.found()]) if coded else event
 
 
 def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: StreamPair) -> None:
@@ -162,7 +165,8 @@ def tiling_on(device: torch.device) -> Tiling:
 
 def _slots(groups: Sequence[BoundGroup], ring_bytes: int) -> tuple[int, int]:
     """How many slots a ring has, and of how many bytes: a share of it, or what the largest part of a piece needs."""
-    largest = max((group.piece.device_blocks * part.shape[1] for group in groups for part in group.parts), default=0)
+    sizes = chain.from_iterable(map(sub, group.offsets[1:], group.offsets) for group in groups)
+    largest = max(sizes, default=0)
     if not largest:
         return 0, 0
     needed = round_up(largest, SLOT_ALIGNMENT)

@@ -6,7 +6,7 @@ runs when it is submitted and every event is passed. Tests use streams that dela
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -32,6 +32,10 @@ class Event(Protocol):
         """The caller naps and looks again: CUDA's own wait takes 80 us of a processor."""
         while not self.passed():
             time.sleep(NAP_SECONDS)
+
+    def unfit(self) -> Sequence[int]:
+        """The first host block of each piece of a store that did not fit its coded form, once it has passed."""
+        return ()
 
 
 class Stream(Protocol):
@@ -82,6 +86,23 @@ class Passed(Event):
 
     def passed(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Event):
+    """`event`, of a store with coded pieces, and `find` for its `unfit`."""
+
+    event: Event
+    find: Callable[[], Sequence[int]]
+
+    def passed(self) -> bool:
+        return self.event.passed()
+
+    def until_passed(self) -> None:
+        self.event.until_passed()
+
+    def unfit(self) -> Sequence[int]:
+        return self.find()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Encode and decode, in Triton: between an engine's tensors and a slot that holds coded pieces (codec_reference.py).
+"""Encode and decode, in Triton: between an engine's tensors and a slot that holds coded pieces (coded_form.py).
 
-Fragments lie as in copier/triton_staging.py; in the slot, where pieces are `pitch` bytes apart, each has its coded form
+Fragments lie as in triton_staging.py; in the slot, where pieces are `pitch` bytes apart, each has its coded form
 from offsets[p] + j times its coded length on. A program is one warp, which codes unit after unit, step by step, and
 reads the next step ahead. Chosen for this, and why:
 
@@ -11,16 +11,22 @@ reads the next step ahead. Chosen for this, and why:
 * a base for 64 values and a reserve as large: one for 256 serves keys and values, but not states of Mamba.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from codec_reference import ALIGNMENT, GROUP_BYTES, STEP_GROUPS, UNIT_GROUPS, coded_bytes
+from cpu_prefix_cache.copier.coded_form import GROUP_BYTES, STEP_GROUPS, UNIT_GROUPS
+from cpu_prefix_cache.copier.triton_staging import INTERPRETED
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.plan import Direction
 
 # Arguments that change from call to call must not make Triton compile again.
-VARIES = ["slot", "table", "ids", "flags", "num_parts", "num_fragments", "device_blocks", "pitch", "units"]
+VARIES = ["slot", "table", "ids", "unfit", "num_parts", "num_fragments", "device_blocks", "pitch", "units"]
 
 
 @triton.jit
@@ -90,7 +96,7 @@ def _larger(word):
 
 @triton.jit
 def _other(word, largest, marks, ROW: tl.constexpr):
-    """The base of each row, with `marks` of its escapes below the largest exponent: see codec_reference."""
+    """The base of each row, with `marks` of its escapes below the largest exponent: see coded_form.py."""
     usual = tl.sum(_larger(word), 1) >> 5
     other = tl.where(largest > usual + 7, usual + 4, largest)
     _, escapes = _codes(word, other[:, None])
@@ -135,8 +141,7 @@ def _unit(slot, table, ids, num_parts, device_blocks, pitch, units, at, GROUPS: 
     piece, part = part // num_parts, part % num_parts
     block = tl.load(ids + piece * device_blocks + which)
     groups = tl.load(table + 2 * num_parts + part).to(tl.int32) // 512
-    coded = (groups * 392 + 15) // 16 * 16
-    offset = tl.load(table + 3 * num_parts + part) + which * coded + unit * (GROUPS * 392)
+    offset = tl.load(table + 3 * num_parts + part) + which * groups * 392 + unit * (GROUPS * 392)
     on_device = tl.load(table + part) + block * tl.load(table + num_parts + part) + unit * (GROUPS * 512)
     in_slot = slot + (piece.to(tl.int64) * pitch + offset)
     return on_device.to(tl.pointer_type(tl.int32)), in_slot, tl.minimum(groups - unit * GROUPS, GROUPS), piece
@@ -158,7 +163,7 @@ def _read_values(value, first, groups, STEP: tl.constexpr):
 
 @triton.jit
 def _read_record(unit, first, groups, STEP: tl.constexpr):
-    """Codes, both words of signs and mantissas, and bases, of four rows in a word."""
+    """Codes, both words of signs and mantissas, and bases of four rows in a word."""
     group = first + tl.arange(0, STEP)
     at = unit.to(tl.pointer_type(tl.int32)) + group[:, None] * 96 + tl.arange(0, 32)[None, :]
     mask = tl.broadcast_to(group[:, None] < groups, [STEP, 32])
@@ -172,7 +177,7 @@ def _read_record(unit, first, groups, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARIES)
 def _encode(
-    slot, table, ids, flags, num_parts, num_fragments, device_blocks, pitch, units, GROUPS: tl.constexpr,
+    slot, table, ids, unfit, num_parts, num_fragments, device_blocks, pitch, units, GROUPS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     for at in range(tl.program_id(0), num_fragments * units, tl.num_programs(0)):
@@ -207,7 +212,7 @@ def _encode(
         # zeros after the last escape, and a flag for the piece if some have no place
         free = tl.arange(0, GROUPS * 4)
         tl.store(reserve + free, tl.zeros([GROUPS * 4], tl.uint8), mask=(free >= total) & (free < room))
-        tl.store(flags + piece, 1, mask=total > room)
+        tl.store(unfit + piece, 1, mask=total > room)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -243,33 +248,69 @@ def _decode(
             codes, ab, cd, base = next_codes, next_ab, next_cd, next_base
 
 
-class Coder:
-    """Codes pieces of parts, uint8 [blocks, bytes] on the device, of one length, whole groups of 512 bytes.
-    `device_blocks` blocks make a piece; `programs` warps work at a time."""
+# Warps that code at a time. 512 reach the link's rate beside matrix products, and 740 to 780 GB/s alone (one H100).
+PROGRAMS = 2 if INTERPRETED else 512
+ALIGNMENT = 4  # bytes, of fragments on the device: a word
 
-    def __init__(self, parts: Sequence[torch.Tensor], *, programs: int, device_blocks: int = 1) -> None:
-        self.length = parts[0].shape[1]
-        self.pitch = coded_bytes(self.length) * len(parts) * device_blocks
-        rows = [
-            (part.data_ptr(), part.stride(0), self.length, at * device_blocks * coded_bytes(self.length))
-            for at, part in enumerate(parts)
-        ]
-        if any(each % ALIGNMENT for row in rows for each in row):
-            raise ValueError(f"a part is not aligned to {ALIGNMENT} bytes")
-        self._table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
-        self._programs, self._device_blocks = programs, device_blocks
-        self._parts, self._units = len(parts), -(-self.length // (GROUP_BYTES * UNIT_GROUPS))
 
-    def encode(self, slot: torch.Tensor, ids: torch.Tensor, flags: torch.Tensor) -> None:
-        """Code the pieces of these blocks into `slot`, and set the flags, int32 [pieces], of those that do not fit."""
-        _encode[self._grid(ids)](slot, self._table, ids, flags, *self._sizes(ids), num_warps=1)
+class CodingLauncher:
+    """Encodes and decodes parts with fragments of one size. Its kernels are compiled when it is made.
 
-    def decode(self, slot: torch.Tensor, ids: torch.Tensor) -> None:
-        _decode[self._grid(ids)](slot, self._table, ids, *self._sizes(ids), num_warps=1)
+    `table` is as a Launcher has it, but that offsets are those of coded fragments.
+    """
 
-    def _grid(self, ids: torch.Tensor) -> tuple[int]:
-        return (min(self._programs, len(ids) * self._parts * self._units),)
+    alignment = 16  # bytes, of coded fragments in a slot
 
-    def _sizes(self, ids: torch.Tensor) -> tuple[int, ...]:
+    def __init__(self, table: torch.Tensor, num_bytes: int, device_blocks: int, programs: int) -> None:
+        self.table, self._programs = table, programs
+        self._parts, self._device_blocks = table.shape[1], device_blocks
+        self._units = -(-num_bytes // (GROUP_BYTES * UNIT_GROUPS))
+        self._compiled = {} if INTERPRETED else {each: self._compile(each) for each in Direction}
+
+    def launch(
+        self,
+        direction: Direction,
+        pitch: int,
+        slot: torch.Tensor,
+        ids: torch.Tensor,
+        stream: int,
+        unfit: torch.Tensor,
+    ) -> None:
+        """As a Launcher's. A store sets `unfit`, int32 [pieces] in memory that the device writes to, of the pieces that
+        do not fit."""
+        kernel, memory = _decode, [slot, self.table, ids]
+        if direction is Direction.STORE:
+            kernel, memory = _encode, [*memory, unfit]
         fragments = len(ids) * self._parts
-        return self._parts, fragments, self._device_blocks, self.pitch, self._units, UNIT_GROUPS, STEP_GROUPS
+        grid = (min(self._programs, fragments * self._units), 1, 1)
+        sizes = (self._parts, fragments, self._device_blocks, pitch, self._units, UNIT_GROUPS, STEP_GROUPS)
+        if INTERPRETED:
+            kernel[grid](*memory, *sizes)
+        else:
+            self._compiled[direction][grid](*(each.data_ptr() for each in memory), *sizes, stream=stream)
+
+    def _compile(self, direction: Direction) -> Any:
+        """By a launch that codes nothing."""
+        kinds = (torch.uint8, torch.int64, torch.int32)
+        slot, ids, unfit = (torch.empty(0, dtype=each, device=self.table.device) for each in kinds)
+        sizes = (self._parts, 0, self._device_blocks, 0, self._units, UNIT_GROUPS, STEP_GROUPS)
+        if direction is Direction.STORE:
+            return _encode[(1,)](slot, self.table, ids, unfit, *sizes, num_warps=1)
+        return _decode[(1,)](slot, self.table, ids, *sizes, num_warps=1)
+
+
+def coding_launchers(
+    parts: Sequence[torch.Tensor], offsets: Sequence[int], *, device_blocks: int, programs: int = PROGRAMS
+) -> list[CodingLauncher]:
+    """For parts, uint8 [blocks, bytes] on the device, that begin at `offsets` in a coded piece of `device_blocks`
+    blocks. Raises ConfigurationError for a part that is not aligned."""
+    columns: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for part, offset in zip(parts, offsets, strict=True):
+        if gcd(ALIGNMENT, part.data_ptr(), part.stride(0)) < ALIGNMENT:
+            raise ConfigurationError(f"a block of a coded part must begin at a multiple of {ALIGNMENT} bytes")
+        columns[part.shape[1]].append((part.data_ptr(), part.stride(0), part.shape[1], offset))
+    made = []
+    for num_bytes, rows in columns.items():
+        table = torch.tensor(rows, dtype=torch.int64, device=parts[0].device).t().contiguous()
+        made.append(CodingLauncher(table, num_bytes, device_blocks, programs))
+    return made

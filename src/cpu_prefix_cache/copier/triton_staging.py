@@ -115,9 +115,18 @@ class Launcher:
         self._chunks = triton.cdiv(most_words, width)
         self._compiled = {} if INTERPRETED else {gathers: self._compile(gathers) for gathers in (True, False)}
 
-    def launch(self, direction: Direction, pitch: int, slot: torch.Tensor, ids: torch.Tensor, stream: int) -> None:
+    def launch(
+        self,
+        direction: Direction,
+        pitch: int,
+        slot: torch.Tensor,
+        ids: torch.Tensor,
+        stream: int,
+        unfit: torch.Tensor | None = None,
+    ) -> None:
         """For a store gather the blocks with these `ids`, int64 on the device, whole pieces of them, into `slot`, uint8
-        [bytes], where pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's."""
+        [bytes], where pieces are `pitch` bytes apart; for a load scatter it to them. `stream` is a handle of CUDA's.
+        All bytes fit."""
         gathers, num_fragments = direction is Direction.STORE, len(ids) * self._parts
         programs = min(self._tiling.programs, -(-num_fragments // self._fragments) * self._chunks)
         sizes = (self._parts, num_fragments, self._device_blocks, pitch, self._chunks)

@@ -124,7 +124,8 @@ class CopyWorker:
         done = frozenset(id for id, copy in self._copies.items() if copy.went_well)
         failed = frozenset(id for id, copy in self._copies.items() if copy.went_well is False)
         late = frozenset(id for id, copy in self._copies.items() if copy.is_late)
-        return RankReport(self._rank, done, failed, ready, late, rate)
+        unfit = tuple((id, copy.unfit) for id, copy in self._copies.items() if copy.unfit)
+        return RankReport(self._rank, done, failed, ready, late, rate, unfit)
 
     def open_loads(self) -> list[CopyRecord]:
         """The loads that had not ended at the last plan or report, in the order of their plans."""
@@ -216,6 +217,8 @@ class CopyWorker:
                 moving.add(submitted_by)
                 continue
             copy.went_well = went_well and not copy.is_late
+            if copy.went_well and copy.event is not None and copy.transfer.direction is Direction.STORE:
+                copy.unfit = tuple(copy.event.unfit())
             if copy.submitted_in is not None:
                 self.pace.learn(copy.transfer.num_bytes, copy.submitted_in)
             if copy.went_well and self._on_done is not None:
@@ -306,6 +309,9 @@ class _Shared(Event):
             except Exception as error:
                 self._error = error
                 raise
+
+    def unfit(self) -> Sequence[int]:
+        return self._event.unfit()
 
 
 def _joined(copies: Iterable[CopyRecord]) -> list[GroupCopy]:

@@ -6,7 +6,7 @@ They are named tuples because a step makes several of them: a frozen dataclass t
 import enum
 from typing import NamedTuple
 
-VERSION = 3
+VERSION = 4
 CHUNK = -1  # of a label: a slot of a chunk, not of a checkpoint
 
 
@@ -88,7 +88,9 @@ class RankReport(NamedTuple):
     """Transfers that one rank has finished so far, cumulatively: an id stays in here until a plan has it as resolved.
 
     `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
-    deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet.
+    deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet. `unfit` has
+    stores that are done, by their ids, and the first host blocks of pieces that did not fit their coded form; some may
+    be those of another store.
     """
 
     rank: int
@@ -97,3 +99,4 @@ class RankReport(NamedTuple):
     ready_blocks: int | None = None
     late: frozenset[int] = frozenset()
     load_bytes_per_second: float | None = None
+    unfit: tuple[tuple[int, tuple[int, ...]], ...] = ()

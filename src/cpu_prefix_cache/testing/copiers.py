@@ -34,14 +34,13 @@ class MeddlingCopier(Copier):
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         after.until_passed()
-        self.copy(direction, copies)
-        return Passed()
+        return self.copy(direction, copies)
 
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self.copier.num_pieces(direction, copy)
 
-    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        self.copier.copy(direction, copies)
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> Event:
+        return self.copier.copy(direction, copies)
 
 
 class CorruptingCopier(MeddlingCopier):
@@ -67,16 +66,17 @@ class CorruptingCopier(MeddlingCopier):
         self._blocks = blocks
         self.corrupted = 0  # loads
 
-    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
-        super().copy(direction, copies)
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> Event:
+        event = super().copy(direction, copies)
         if direction is not Direction.LOAD or self.corrupted == self._loads:
-            return
+            return event
         for copy in copies:
             if copy.group == self._group and copy.device_blocks:
                 for part in self._parts:
                     part[list(copy.device_blocks[self._blocks])] = 0
                 self.corrupted += 1
         self.here().until_passed()
+        return event
 
 
 class FailingCopier(MeddlingCopier):
@@ -88,14 +88,15 @@ class FailingCopier(MeddlingCopier):
         self._draw = random.Random(seed)
         self.failed = 0  # copies
 
-    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> None:
+    def copy(self, direction: Direction, copies: Sequence[GroupCopy]) -> Event:
         fails, first = self._draw.random() < self._share, self._draw.random() < 0.5
         self.failed += fails
         if fails and first:
             raise RuntimeError("this copy fails before it begins")
-        super().copy(direction, copies)
+        event = super().copy(direction, copies)
         if fails:
             raise RuntimeError("this copy fails when it has ended")
+        return event
 
 
 class LateCopier(MeddlingCopier):
@@ -117,7 +118,7 @@ class LateCopier(MeddlingCopier):
     def run_until(self, last: "_Late") -> None:
         while last in self.waiting:
             late = self.waiting.pop(0)
-            self.copy(late.direction, late.copies)
+            late.end = self.copy(late.direction, late.copies)
 
 
 class _Late(Event):
@@ -128,6 +129,10 @@ class _Late(Event):
         self.direction = direction
         self.copies = copies
         self._queries = 0
+        self.end: Event = Passed()  # of the copy, once it has begun
+
+    def unfit(self) -> Sequence[int]:
+        return self.end.unfit()
 
     def passed(self) -> bool:
         self._queries += 1
