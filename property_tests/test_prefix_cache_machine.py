@@ -55,6 +55,7 @@ ALL_NAMES = sorted(
 )
 Arrival = tuple[str, int, int, str, bool]
 FAR = st.sampled_from(["admitted", "computed", "step by step", "step by step", "ended", "stored", "stored", "stored"])
+ENDS = [*5 * ["well"], "unfit", *2 * ["fails"]]  # of a share of a copy
 MEANWHILE = st.sampled_from(
     ["nothing", "a report", "a preemption", "an end", "all lands", "a block goes bad", "a block goes bad"]
 )
@@ -105,6 +106,7 @@ class Copy:
     lent: list[dict[int, Any]] = field(default_factory=list)
     cancelled: bool = False
     copied: dict[int, bool] = field(default_factory=dict)
+    unfit: dict[int, tuple[int, ...]] = field(default_factory=dict)  # host blocks, by rank
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -504,21 +506,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return next(each for each in self.cache.edge.ledger if each.id == id).is_cancelled
 
     @rule(
-        copies=st.lists(st.tuples(positions, positions, st.sampled_from([False, False, False, True])), max_size=4),
+        copies=st.lists(st.tuples(positions, positions, st.sampled_from(ENDS)), max_size=4),
         rank=positions,
         report=st.sampled_from(["none", "lost", "half", "whole", "whole", "whole"]),
     )
-    def ranks_work(self, copies: list[tuple[int, int, bool]], rank: int, report: str) -> None:
-        """Some shares of some transfers are copied, or fail; one rank may report, in vain or only in part."""
-        for which, on, fails in copies:
+    def ranks_work(self, copies: list[tuple[int, int, str]], rank: int, report: str) -> None:
+        """Some shares of some transfers are copied, do not fit, or fail; one rank may report, in vain or in part."""
+        for which, on, end in copies:
             open_ = [each for each in self.copies.values() if len(each.copied) < len(self.ranks)]
             if open_:
                 copy = pick(open_, which)
-                self.copy(copy, pick([each for each in self.ranks if each not in copy.copied], on), fails)
+                rank_of = pick([each for each in self.ranks if each not in copy.copied], on)
+                self.copy(copy, rank_of, end == "fails", unfit=on if end == "unfit" else None)
         if report != "none":
             self.report(rank % len(self.ranks), lost=report == "lost", half=report == "half")
 
-    def copy(self, copy: Copy, rank: int, fails: bool) -> None:
+    def copy(self, copy: Copy, rank: int, fails: bool, unfit: int | None = None) -> None:
+        """`unfit` is by how many pieces the first one of a store that does not fit is behind the first."""
         if copy.cancelled:
             copy.copied[rank] = False
             return
@@ -542,8 +546,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 device = group.device_blocks[at * d : (at + 1) * d]
                 if copy.plan.direction is Direction.STORE:
                     content = tuple(self.device[rank].get(block, NOTHING) for block in device)
+                    is_unfit = unfit is not None and at % 3 == unfit % 3
+                    if is_unfit:
+                        copy.unfit[rank] = (*copy.unfit.get(rank, ()), host[0])
                     for part, block in enumerate(host):
-                        self.host[rank][block] = "torn" if fails else (content, part)
+                        self.host[rank][block] = "torn" if fails or is_unfit else (content, part)
                 else:
                     memory = self.host[rank] | copy.lent[rank]
                     parts = [memory.get(block, NOTHING) for block in host]
@@ -583,7 +590,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             mine = {id: ok for id, ok in mine.items() if id % 2}
         done = frozenset(id for id, ok in mine.items() if ok)
         self.prepared[rank] = min(self.host_blocks, self.prepared[rank] + self.portion)
-        report = RankReport(rank, done, frozenset(mine) - done, self.prepared[rank])
+        unfit = tuple((id, self.copies[id].unfit[rank]) for id in done if rank in self.copies[id].unfit)
+        report = RankReport(rank, done, frozenset(mine) - done, self.prepared[rank], unfit=unfit)
         if not lost:
             self.told.append(report)
             self.hear(report)

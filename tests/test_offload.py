@@ -593,6 +593,16 @@ def test_blocks_whose_store_failed_are_examined_again():
     assert again.copies[0].device_blocks == store.copies[0].device_blocks
 
 
+def test_blocks_that_do_not_fit_their_codec_are_not_stored_in_each_step():
+    device, cache = lazy_on_a_queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
+    device.take([], 0, 8)  # what nobody has used
+    (store,) = cache.step().transfers
+    unfit = ((store.id, store.copies[0].host_blocks[:1]),)
+    cache.report(RankReport(0, frozenset([store.id]), unfit=unfit))
+    again = {block for each in cache.step().transfers for block in each.copies[0].device_blocks}
+    assert again.isdisjoint(store.copies[0].device_blocks)
+
+
 def test_a_front_without_keys_may_move_unseen():
     """Requests take it and give it back without a key between two steps: it waits by the same names, but last."""
     device, cache = lazy_on_a_queue(14, "abc", max_tokens=4 * GRID, ahead_blocks=4)

@@ -39,6 +39,7 @@ class CacheStatistics:
     store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
     store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
     store_cancelled: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
+    store_unfit: int  # times a chunk was not stored: it, or one above it, has bytes that do not fit their codec
     union_misses: int  # prompts that device and host together could have resumed later than either alone
     lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk

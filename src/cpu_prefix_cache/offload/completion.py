@@ -2,7 +2,8 @@
 
 landed       all ranks have reported: the device blocks are released, whether the copy went well or not
   a store    is committed, if all ranks succeeded and its parent is still on the host, and then the stores that
-             follow it; else it is aborted, and they are cancelled (rule 3)
+             follow it; else it is aborted, and they are cancelled (rule 3). One with a piece that does not fit its
+             codec is committed down to that
   a load     that failed has its source chunks withdrawn, and what hangs below them, or the next lookup would find
              the same bytes and fail again (rule 10). One that went well, but for slots that a tier refused, has the
              first chunk with such a slot withdrawn, and what hangs below it
@@ -25,6 +26,7 @@ COUNTED = (  # as CacheStatistics names them
     "bytes_stored",
     "stores_failed",
     "store_cancelled",
+    "store_unfit",
     "chunks_loaded",
     "bytes_loaded",
     "loads_failed",
@@ -56,6 +58,8 @@ class Completion:
         self._device.release(transfer.hold)
         if isinstance(transfer, StoreTransfer):
             self._offload.landed(transfer)
+            if transfer.succeeded and transfer.refused:
+                self._leave_unfit(transfer)
             return self._complete_stores([transfer])
         return self._complete_load(self._ledger.loads[transfer.id])
 
@@ -75,14 +79,36 @@ class Completion:
         store.phase = Phase.LANDED
         store.reports[0] = ok and good > 0
         self._device.release(store.hold)
-        if store.succeeded and good < len(store.nodes):
-            gone = set(store.keys[good:])
-            for follower in store.followers:  # below what will never come, or it may share pieces of it
-                if store.pieces or follower.parent_key in gone:
-                    self._cancel(follower)
-            self._pool.abort(store.nodes[good:])
-            self._ledger.shorten(store, good)
+        if store.succeeded:
+            self._shorten(store, good)
         return self._complete_stores([store])
+
+    def _leave_unfit(self, store: StoreTransfer) -> None:
+        """Keep of a store what comes before the first node with a piece that does not fit."""
+        keys, good = store.keys, self._first_refused(store, store.nodes)
+        if good == len(keys):
+            return  # of a store that was submitted with it
+        self.counts["store_unfit"] += len(keys) - good
+        self._shorten(store, good)
+        if not good:
+            self._cancel(store)
+        self._offload.unfit(keys[good:])
+
+    def _shorten(self, store: StoreTransfer, good: int) -> None:
+        """Only the first `good` nodes of a store can be committed."""
+        if good == len(store.nodes):
+            return
+        gone = set(store.keys[good:])
+        for follower in store.followers:  # below what will never come, or it may share pieces of it
+            if store.pieces or follower.parent_key in gone:
+                self._cancel(follower)
+        self._pool.abort(store.nodes[good:])
+        self._ledger.shorten(store, good)
+
+    def _first_refused(self, transfer: Transfer, nodes: Sequence[int]) -> int:
+        """Which of its nodes is the first that has a refused block; as many as there are, if none has."""
+        blocks = (self._pool.all_blocks_of(node) for node in nodes)
+        return next((at for at, each in enumerate(blocks) if not transfer.refused.isdisjoint(each)), len(nodes))
 
     def late(self, id: int) -> None:
         """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
@@ -137,10 +163,11 @@ class Completion:
     def _good(self, load: LoadTransfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
         if load.refused:
-            for good, node in enumerate(self._sources(load)):
-                if not load.refused.isdisjoint(self._pool.all_blocks_of(node)):
-                    self._withdraw(node)
-                    return good
+            sources = self._sources(load)
+            good = self._first_refused(load, sources)
+            if good < len(sources):
+                self._withdraw(sources[good])
+                return good
         return len(load.keys) + (load.pin is not None and load.pin.blocks[-1] in self._pool.checkpoints)
 
     def _sources(self, load: LoadTransfer) -> list[int]:

@@ -150,6 +150,10 @@ class Edge:
             self.break_even.loads_at(report.rank, report.load_bytes_per_second)
         for id in report.late:
             self._completion.late(id)
+        for id, blocks in report.unfit:
+            store = self.ledger.get(id)
+            if store is not None:
+                store.refused.update(blocks)
         landed = list(self.ledger.report(report.rank, report.failed, done=False))
         landed += self.ledger.report(report.rank, report.done, done=True)
         for transfer in landed:

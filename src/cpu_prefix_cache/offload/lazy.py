@@ -134,6 +134,10 @@ class Lazy(Eager):
         self._parents.saved(keys)
         self._settled.update(keys)
 
+    def unfit(self, keys: Sequence[bytes]) -> None:
+        self._settled.update(keys)
+        self._parents.unwanted(keys)
+
     def reset(self) -> None:
         self._parents.clear()
         self._settled.clear()

@@ -56,6 +56,9 @@ class Offload:
     def committed(self, keys: Sequence[bytes]) -> None:
         """Chunks with these keys, or a checkpoint, can be found on the host now."""
 
+    def unfit(self, keys: Sequence[bytes]) -> None:
+        """Chunks with these keys, or a checkpoint, were not stored, as some bytes of them do not fit their codec."""
+
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
 

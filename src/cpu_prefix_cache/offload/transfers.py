@@ -48,6 +48,7 @@ class Transfer:
     phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
+    refused: set[int] = field(default_factory=set)  # blocks of the pool whose bytes were refused: unfit, or bad
     followers: list["StoreTransfer"] = field(default_factory=list)
 
     @property
@@ -76,7 +77,6 @@ class StoreTransfer(Transfer):
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoadTransfer(Transfer):
     request_id: Hashable | None
-    refused: set[int] = field(default_factory=set)  # slots of a tier whose bytes were refused
     good: int = 0  # number of nodes, from the first on, that a successful load read right
 
 

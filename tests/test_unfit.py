@@ -1,0 +1,66 @@
+"""Stores with pieces that do not fit their codec: what comes before the first of them is kept, and the rest counted.
+
+Chunks are letters; a rank reports pieces by their first host blocks.
+"""
+
+import pytest
+
+from cpu_prefix_cache.deciding import RankReport
+from tests.story import Engine
+
+
+def stored(engine, prompt="abcd"):
+    """The store of a prompt that was computed, and the host blocks of its chunks."""
+    engine.starts("r", prompt)
+    engine.computes("r")
+    (transfer,) = engine.steps().transfers
+    return transfer.id, transfer.copies[0].host_blocks
+
+
+def lands(engine, id, unfit, rank=0):
+    resolved = engine.cache.report(RankReport(rank, frozenset([id]), unfit=((id, tuple(unfit)),)))
+    engine.cache.check_valid()
+    return resolved
+
+
+@pytest.mark.parametrize(("first", "kept"), [(0, set()), (1, {"a"}), (2, {"a", "ab"}), (3, {"a", "ab", "abc"})])
+def test_what_comes_before_the_first_is_kept(first, kept):
+    engine = Engine()
+    id, blocks = stored(engine)
+    assert [each.ok for each in lands(engine, id, blocks[first:])] == [True]
+    assert engine.host == kept
+    now = engine.cache.statistics()
+    assert (now.chunks_stored, now.store_unfit, now.store_cancelled, now.stores_failed) == (first, 4 - first, 0, 0)
+    engine.ends("r")
+    engine.copies()
+    engine.device_forgets()
+    assert engine.is_at_rest()
+
+
+def test_the_report_of_one_rank_is_enough():
+    engine = Engine(ranks=2)
+    id, blocks = stored(engine)
+    assert lands(engine, id, [blocks[2]], rank=1) == []
+    engine.reports(done=[id], rank=0)
+    assert engine.host == {"a", "ab"}
+
+
+def test_blocks_of_another_store_do_not_count():
+    """Stores that were submitted as one have one event."""
+    engine = Engine()
+    id, blocks = stored(engine)
+    lands(engine, id, [max(blocks) + 1])
+    assert engine.host == {"a", "ab", "abc", "abcd"} and engine.cache.statistics().store_unfit == 0
+
+
+def test_a_store_below_it_is_cancelled():
+    engine = Engine()
+    engine.starts("r", "abcd")
+    first, second = engine.stores_chunk_by_chunk("r", 4)[1:3]
+    engine.reports(done=[0])
+    block = engine.transfer(first).nodes[0]
+    engine.reports(done=[second])
+    lands(engine, first, [block])
+    assert engine.host == {"a"}
+    now = engine.cache.statistics()
+    assert now.store_unfit == 1 and now.store_cancelled >= 1
