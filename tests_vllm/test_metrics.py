@@ -143,6 +143,7 @@ FROM = {
     "dropped_chunks:pool_full": "store_refusals",
     "dropped_chunks:declined": "store_declined",
     "dropped_chunks:failed": "store_cancelled",
+    "dropped_chunks:unfit": "store_unfit",
     "failed_loads": "loads_failed",
     "lost_before_store_chunks": "lost_before_store",
     "union_misses": "union_misses",

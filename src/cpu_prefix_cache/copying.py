@@ -12,7 +12,15 @@ from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.memory.mapping import make_shared, map_shared
-from cpu_prefix_cache.memory.parts import Part, Role, block_bytes, blocks_first, canonical, same_blocks, spelled
+from cpu_prefix_cache.memory.parts import (
+    Part,
+    Role,
+    block_bytes,
+    blocks_first,
+    canonical,
+    same_blocks,
+    spelled,
+)
 from cpu_prefix_cache.memory.shared_file import OfferedFile, take_file
 from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES
 from cpu_prefix_cache.slab.opening import OpeningTier

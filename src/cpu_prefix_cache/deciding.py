@@ -30,6 +30,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, Ste
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Miss, Pending, Request
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
+from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, HybridChunkPlanner, Piece, PieceAt
@@ -55,11 +56,13 @@ __all__ = [
     "BoundariesRemoved",
     "BoundariesStored",
     "BoundaryEvent",
+    "CODECS",
     "CPUPrefixCache",
     "CacheOptions",
     "CacheStatistics",
     "CheckpointAt",
     "ChunkLocalGroup",
+    "Codec",
     "Direction",
     "EngineSteps",
     "EngineTraits",
@@ -89,6 +92,7 @@ __all__ = [
     "PooledDevice",
     "PrefillRate",
     "PrefixGroup",
+    "RAW",
     "RankReport",
     "Request",
     "Resolved",
@@ -100,6 +104,7 @@ __all__ = [
     "USUAL_BYTES_PER_SECOND",
     "WindowGroup",
     "checkpoint_key",
+    "codec_of",
     "conversation_bytes",
     "describe",
     "new_pool",

@@ -31,7 +31,7 @@ class KVGroup:
     """A group of layers that share a block table, and the parts of their KV on this rank; `spelled` names them.
 
     Raises ConfigurationError when there are no parts, one comes twice, two share memory, or parts that were divided
-    into blocks have others than the group.
+    into blocks have others than the group, or the group's codec is not for them.
     """
 
     def __init__(self, group: Group, parts: Parts) -> None:
@@ -44,6 +44,8 @@ class KVGroup:
                     f"the {part} has blocks of {part.block_tokens} tokens, and group {group.name!r} has block_tokens="
                     f"{group.block_tokens}: give both the tokens of a block"
                 )
+        for part in parts:
+            group.coded.check(str(part), part.content, part.rows.shape[1])
         self.group, self.parts, self.tensors, self.spelled = group, parts, canonical(parts), spelled(parts)
         self.num_blocks = min(part.rows.shape[0] for part in parts)
         self.layers = sorted({part.layer for part in parts})

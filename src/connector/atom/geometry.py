@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import Group, GroupCopy, HybridChunkPlanner, PrefixGroup, StateGroup, StepPlan
+from cpu_prefix_cache.deciding import RAW, Group, GroupCopy, HybridChunkPlanner, PrefixGroup, StateGroup, StepPlan
 
 CHANNEL = "cpu_prefix_cache"
 PAGES, UNITS = 0, 1  # on the ranks: the groups of pages and of all units
@@ -43,7 +43,7 @@ def block_tokens(config: Config) -> int:
     return config.kv_cache_block_size * config.decode_context_parallel_size
 
 
-def groups(config: Config, block_bytes: Sequence[int], units: int = 1) -> tuple[Group, ...]:
+def groups(config: Config, block_bytes: Sequence[int], units: int = 1, codec: str = RAW) -> tuple[Group, ...]:
     """The groups of a model whose blocks take `block_bytes` on each rank: of a page, and of a slot if there are slots.
 
     A state takes so many `units`. Raises ConfigurationError for other numbers of bytes than one or two.
@@ -53,17 +53,17 @@ def groups(config: Config, block_bytes: Sequence[int], units: int = 1) -> tuple[
     tokens, page = block_tokens(config), block_bytes[PAGES]
     states = range(units if len(block_bytes) > 1 else 0)
     return (
-        PrefixGroup(name="pages", block_tokens=tokens, block_bytes=page),
+        PrefixGroup(name="pages", block_tokens=tokens, block_bytes=page, codec=codec),
         *(StateGroup(name=f"unit {at} of a state", block_tokens=tokens, block_bytes=page) for at in states),
     )
 
 
 def planner(
-    config: Config, block_bytes: Sequence[int], units: int = 1, *, in_pages: bool = False
+    config: Config, block_bytes: Sequence[int], units: int = 1, *, in_pages: bool = False, codec: str = RAW
 ) -> HybridChunkPlanner:
     """The planner of the scheduler side, and with one unit the shapes of the copiers of all ranks."""
     return HybridChunkPlanner(
-        groups(config, block_bytes, units),
+        groups(config, block_bytes, units, codec),
         max_model_len=config.max_model_len,
         grid_tokens=block_tokens(config),
         in_pages=in_pages,

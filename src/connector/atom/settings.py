@@ -11,11 +11,11 @@ from typing import Any
 
 from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
-from connector.common.options import BYTES, CHECKS, checked
+from connector.common.options import BYTES, CHECKS, CODEC, checked
 from connector.tier.cache import build_cache
 from connector.tier.options import TIER, TierOption, tier_option
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, Device
-from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
+from cpu_prefix_cache.deciding import RAW, CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 
 FASTEST = "xxh3_128"  # hash of keys that no other process sees
 ROLES = ("offload", "kv_both")
@@ -29,7 +29,8 @@ class Settings:
     config: Any  # ATOM's
     host_bytes: int
     tier: TierOption | None
-    options: Mapping[str, Any]  # the options given, without BYTES and TIER
+    codec: str
+    options: Mapping[str, Any]  # the options given, without BYTES, CODEC and TIER
 
     @classmethod
     def of(cls, config: Any) -> "Settings":
@@ -39,7 +40,7 @@ class Settings:
         tier = options.pop(TIER, None)
         if tier is not None:
             tier_of(tier, config)  # raises
-        return cls(config, options.pop(BYTES) // config.tp_world_size, tier, options)
+        return cls(config, options.pop(BYTES) // config.tp_world_size, tier, options.pop(CODEC, RAW), options)
 
     @property
     def revision_file(self) -> str | None:
@@ -60,12 +61,17 @@ class Settings:
         return replace(self, options={**self.options, "offload": "eager"})
 
     def planner(self, block_bytes: Sequence[int], units: int = 1) -> HybridChunkPlanner:
-        """As `geometry.planner`. Raises ConfigurationError for a tier below a model with states."""
+        """As `geometry.planner`. Raises ConfigurationError for a tier or a codec below a model with states."""
         if self.tier is not None and len(block_bytes) > 1:
             raise ConfigurationError(
                 "a tier keeps blocks, and this model keeps a state in a slot of each request: leave the tier out"
             )
-        return geometry.planner(self.config, block_bytes, units, in_pages=self.tier is not None)
+        if self.codec != RAW and len(block_bytes) > 1:
+            raise ConfigurationError(
+                f'codec "{self.codec}" is for keys and values, and this model keeps its states in the same blocks: '
+                "leave it out"
+            )
+        return geometry.planner(self.config, block_bytes, units, in_pages=self.tier is not None, codec=self.codec)
 
     def host_blocks(self, planner: HybridChunkPlanner) -> int:
         """How many host blocks each rank has. Raises ConfigurationError if they do not hold one chunk."""

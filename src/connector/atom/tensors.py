@@ -23,6 +23,9 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import Part, Role, canonical, spelled
+from cpu_prefix_cache.deciding import RAW, Codec, codec_of
+
+NO_CODEC = codec_of(RAW)
 
 
 class Layer(Protocol):
@@ -71,10 +74,16 @@ class BoundTensors:
         return self.tensors[0][0].device
 
 
-def bind(kv_caches: Mapping[str, Layer], transfer_tensors: TransferRegions | None, num_blocks: int) -> BoundTensors:
-    """The arguments of ATOM's `register_kv_caches`. `num_blocks` is the number of blocks that its scheduler hands out.
+def bind(
+    kv_caches: Mapping[str, Layer],
+    transfer_tensors: TransferRegions | None,
+    num_blocks: int,
+    codec: Codec = NO_CODEC,
+) -> BoundTensors:
+    """The arguments of ATOM's `register_kv_caches`. `num_blocks` is the number of blocks that its scheduler hands out,
+    `codec` that of pages.
 
-    Raises ConfigurationError for KV that is not such blocks, or not on one device.
+    Raises ConfigurationError for KV that is not such blocks, not on one device, or not for the codec.
     """
     if num_blocks < 1:
         raise ConfigurationError(f"ATOM must have at least one block of KV, got {num_blocks}")
@@ -88,6 +97,8 @@ def bind(kv_caches: Mapping[str, Layer], transfer_tensors: TransferRegions | Non
         slots = _slots(transfer_tensors, device)
     if not pages:
         raise ConfigurationError("ATOM has registered no KV: neither tensors nor block regions")
+    for part in pages:
+        codec.check(str(part), part.content, part.rows.shape[1])
     kept = [parts for parts in (pages, slots) if parts]
     return BoundTensors(tuple(tuple(canonical(parts)) for parts in kept), tuple(map(spelled, kept)))
 

@@ -24,7 +24,7 @@ from connector.atom.tier_settings import tier_settings
 from connector.common.deadlines import LOAD_SECONDS
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import CopyWorker, HostArena, choose_copier
-from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.deciding import HybridChunkPlanner, codec_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             raise ConfigurationError(
                 "ATOM has registered its KV a second time, and what the host keeps is of the first: start it again"
             )
-        bound = bind(kv_caches, transfer_tensors, num_blocks)
+        bound = bind(kv_caches, transfer_tensors, num_blocks, codec_of(self._settings.codec))
         planner = self._settings.planner(bound.block_bytes)
         is_cuda = bound.device.type == "cuda"
         arena = HostArena(
@@ -107,7 +107,8 @@ class CPUPrefixCacheWorker(KVConnectorBase):
         if self._worker is None or self._bound is None or self._arena is None:
             return
         report = self._worker.report()
-        yield from ((id, True) for id in report.done)
+        unfit = {id for id, _ in report.unfit}  # none of such a store is kept: a completion cannot say which blocks
+        yield from ((id, id not in unfit) for id in report.done)
         yield from ((id, False) for id in report.failed)
         if self._told is None:
             yield geometry.as_operation(self._bound.block_bytes), True

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
-from cpu_prefix_cache.deciding import policy_of
+from cpu_prefix_cache.deciding import CODECS, policy_of
 
 BYTES = "cpu_bytes_to_use"
+CODEC = "codec"
 
 Check = Callable[[str, Any], Any]  # of a name and its value: the value to use. Raises ConfigurationError
 
@@ -45,6 +46,7 @@ CHECKS: Mapping[str, Check] = {
     "min_store_tokens": whole(0, "tokens"),
     "offload": one_of(*OFFLOAD_MODES),
     "policy": _policy,
+    CODEC: one_of(*CODECS),
 }
 
 

@@ -13,7 +13,7 @@ layers of this rank take.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,25 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 
 from connector.vllm import versions
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
+from cpu_prefix_cache.deciding import (
+    RAW,
+    ChunkLocalGroup,
+    Group,
+    HybridChunkPlanner,
+    PrefixGroup,
+    StateGroup,
+    WindowGroup,
+    codec_of,
+)
 
 Kept = tuple[type[Group] | None, dict[str, Any]]  # a kind of group, None if nothing is kept, and fields of it
 
 
 def planner_for(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False, codec: str = RAW
 ) -> HybridChunkPlanner:
     """The planner of this model, for one rank as the scheduler sees it. With `in_pages` host blocks are whole pages.
+    Groups of the dtype that `codec` is for are kept in its form, and others as they are.
 
     Raises ConfigurationError for an unknown kind of KV state, and for one that cannot be kept as configured.
     """
@@ -43,10 +53,15 @@ def planner_for(
     drops = _lookahead_tokens(vllm_config, grid)
     pages = layer_pages(kv_cache_config)
     groups = [
-        _group(at, kind, group, pages, drops)
+        _group(at, kind, group, pages, drops, codec)
         for at, group in enumerate(kv_cache_config.kv_cache_groups)
         if (kind := _one_kind(group)) is not None
     ]
+    if codec != RAW and all(group.codec == RAW for group in groups):
+        raise ConfigurationError(
+            f'codec "{codec}" is for KV of {codec_of(codec).dtype} in blocks of {codec_of(codec).unit} bytes, of which '
+            "this model has none: leave it out"
+        )
     _check_lengths(groups, grid)
     length = vllm_config.model_config.max_model_len
     return HybridChunkPlanner(groups, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
@@ -120,17 +135,26 @@ def _lookahead_tokens(vllm_config: VllmConfig, grid: int) -> int:
 
 
 def _group(
-    at: int, kind: type[Group], group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int
+    at: int, kind: type[Group], group: KVCacheGroupSpec, pages: Mapping[str, int], lookahead_tokens: int, codec: str
 ) -> Group:
     _, fields = _kept(group.kv_cache_spec)
     if kind.is_prefix:
         fields["lookahead_tokens"] = lookahead_tokens
+    block_bytes = _scheduled_bytes(group, pages)
+    is_coded = _dtypes(group) == {codec_of(codec).dtype} and block_bytes % codec_of(codec).unit == 0
     return kind(
         name=f"{kind.kind}-{at}",
         block_tokens=group.kv_cache_spec.block_size,
-        block_bytes=_scheduled_bytes(group, pages),
+        block_bytes=block_bytes,
+        codec=codec if is_coded else RAW,
         **fields,
     )
+
+
+def _dtypes(group: KVCacheGroupSpec) -> set[str]:
+    """The types of all elements of a group, as torch names them."""
+    found = [dtype for spec in _specs(group) for dtype in (spec.dtypes if _is_state(spec) else [spec.dtype])]
+    return {str(dtype).removeprefix("torch.") for dtype in found}
 
 
 def _scheduled_bytes(group: KVCacheGroupSpec, pages: Mapping[str, int]) -> int:
@@ -154,13 +178,20 @@ def _one_kind(group: KVCacheGroupSpec) -> type[Group] | None:
 
     Raises ConfigurationError if they differ.
     """
-    spec = group.kv_cache_spec
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    kind, *others = {_kept(each)[0] for each in specs}
+    kind, *others = {_kept(each)[0] for each in _specs(group)}
     if others:
         kinds = sorted("none" if each is None else each.kind for each in (kind, *others))
         raise ConfigurationError(f"layers of one KV cache group are of different kinds: {kinds}")
     return kind
+
+
+def _specs(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _is_state(spec: KVCacheSpec) -> bool:
+    return type(spec).__name__ == "MambaSpec"
 
 
 def _kept(spec: KVCacheSpec) -> Kept:
@@ -200,6 +231,6 @@ _KNOWN: dict[str, Callable[[Any], Kept]] = {
 
 def _block_bytes(spec: Any) -> int:
     """The bytes of one layer's block without padding: `real_page_size_bytes`, which MambaSpec lacks."""
-    if type(spec).__name__ == "MambaSpec":
+    if _is_state(spec):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return int(spec.real_page_size_bytes)

@@ -76,10 +76,10 @@ METRICS = (
     Metric(
         "dropped_chunks",
         Kind.COUNT,
-        "Times a chunk was not stored: no host block could be evicted, the chunk was declined, or its copy failed or "
-        "was cancelled.",
+        "Times a chunk was not stored: no host block could be evicted, the chunk was declined, its copy failed or was "
+        "cancelled, or its bytes do not fit the codec.",
         "reason",
-        ("pool_full", "declined", "failed"),
+        ("pool_full", "declined", "failed", "unfit"),
     ),
     Metric("failed_loads", Kind.COUNT, "Loads that failed or were cancelled; their tokens were computed again."),
     Metric("lost_before_store_chunks", Kind.COUNT, "Chunks the device evicted before lazy tried to store them."),
@@ -141,6 +141,7 @@ KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in 
 TROUBLES = (
     "dropped_chunks:pool_full",
     "dropped_chunks:failed",
+    "dropped_chunks:unfit",
     "failed_loads",
     "lost_before_store_chunks",
     "off",
@@ -229,6 +230,7 @@ class CacheCounts:
             "dropped_chunks:pool_full": statistics.store_refusals,
             "dropped_chunks:declined": statistics.store_declined,
             "dropped_chunks:failed": statistics.store_cancelled,
+            "dropped_chunks:unfit": statistics.store_unfit,
             "failed_loads": statistics.loads_failed,
             "lost_before_store_chunks": statistics.lost_before_store,
             "union_misses": statistics.union_misses,

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.common.options import BYTES, Check, checked, one_of, whole
+from connector.common.options import BYTES, CODEC, Check, checked, one_of, whole
 from connector.common.options import CHECKS as COMMON_CHECKS
 from connector.tier.cache import EngineTier, build_cache
 from connector.tier.options import TIER, TierOption, tier_option
@@ -23,7 +23,7 @@ from connector.vllm.groups import (
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
 from cpu_prefix_cache import ConfigurationError, Device
-from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
+from cpu_prefix_cache.deciding import RAW, CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 
 CHECKS: Mapping[str, Check] = {
     **COMMON_CHECKS,
@@ -52,13 +52,14 @@ class Settings:
     tier: EngineTier | None
     revision_file: str | None  # of the tier, if it has one
     reset: str  # one of RESETS
-    options: Mapping[str, Any]  # the options given, without BYTES, TIER and RESET
+    options: Mapping[str, Any]  # the options given, without BYTES, CODEC, TIER and RESET
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
         """Raises ConfigurationError with a message that names the remedy."""
         options = checked_options(vllm_config)
-        planner = planner_for(vllm_config, kv_cache_config, in_pages=TIER in options)
+        codec = options.pop(CODEC, RAW)
+        planner = planner_for(vllm_config, kv_cache_config, in_pages=TIER in options, codec=codec)
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         parallel = vllm_config.parallel_config
         _check_launcher(parallel)

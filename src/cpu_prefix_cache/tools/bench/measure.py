@@ -21,6 +21,7 @@ from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
+from cpu_prefix_cache.model.codec import RAW
 from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.tools.bench.rates import Rate
@@ -53,10 +54,10 @@ class Measured:
 class OneGroup:
     """The parts of a planner that a copier needs, for one group with one host block for each device block."""
 
-    def __init__(self, block_bytes: int) -> None:
-        group = PrefixGroup(name="measured", block_tokens=1, block_bytes=block_bytes)
-        self.pieces = [Piece(group, 1, 1, block_bytes)]
-        self.host_block_bytes = block_bytes
+    def __init__(self, block_bytes: int, codec: str = RAW) -> None:
+        group = PrefixGroup(name="measured", block_tokens=1, block_bytes=block_bytes, codec=codec)
+        self.pieces = [Piece(group, 1, 1, group.kept_bytes)]
+        self.host_block_bytes = group.kept_bytes
 
 
 def measure(device: torch.device) -> Measured:
