@@ -452,7 +452,50 @@ def describe() -> None:
     print(f"link: {width} (its state now; at rest it may be slower); the bars are those of an H200 at 32 GT/s x 16")
 
 
+def coded(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
+    """Bytes of KV a second with codec "exponent" and without, in turn; one request; and both bits compared."""
+    for fragment, count in ((16, 128), (64, 32), (2048, 1)):
+        scenes = {
+            codec: Scene(arena, pinned, fragment * KIB, count, GIB, "random", codec) for codec in ("none", "exponent")
+        }
+        methods = {codec: Staged(scene) for codec, scene in scenes.items()}
+        coded_comes_back(scenes["exponent"], methods["exponent"])
+        for directions in ((STORE,), (LOAD,), tuple(Direction)):
+            rates: dict[str, list[float]] = {codec: [] for codec in methods}
+            for _ in range(7):
+                for codec, method in methods.items():
+                    rates[codec].append(sustained(method, directions, 0.1))
+            raw, ours = (median(each) for each in rates.values())
+            name = " and ".join(each.value for each in directions)
+            bar = {(STORE,): 68, (LOAD,): 68 if fragment == 16 else 70}.get(directions)
+            text = (
+                f"{fragment:>5} KiB x {count:<4} {name}: coded {ours:.1f} GB/s of KV, raw {raw:.1f}: {ours / raw:.2f}"
+            )
+            line(text, None if bar is None else ours >= bar)
+        for size in (32 * MIB, 256 * MIB):
+            small = [Staged(Scene(arena, pinned, fragment * KIB, count, size, "random", codec)) for codec in methods]
+            times = [[measured(method, LOAD, 1)[0] for method in small] for _ in range(25)][5:]
+            raw, ours = (median(each) * 1e3 for each in zip(*times, strict=True))
+            line(f"{fragment:>5} KiB x {count:<4} one load of {size // MIB} MiB: coded {ours:.3f} ms, raw {raw:.3f}")
+
+
+def coded_comes_back(scene: Scene, method: Staged) -> None:
+    wanted = [tensor[scene.device_blocks] for tensor in scene.tensors]
+    event = method.submit(STORE)
+    event.until_passed()
+    for is_right in (True, False):
+        for tensor in scene.tensors:
+            tensor[scene.device_blocks] = POISON
+        method.submit(LOAD).until_passed()
+        pairs = zip(scene.tensors, wanted, strict=True)
+        same = all(torch.equal(tensor[scene.device_blocks], rows) for tensor, rows in pairs)
+        line(f"coded: bits {'come back' if is_right else 'damaged on the host are noticed'}", same == is_right)
+        scene.host[scene.host_blocks[-1], 5] ^= 1
+    line(f"coded: {len(event.unfit())} of {scene.num_blocks} blocks do not fit", not event.unfit())
+
+
 SECTIONS = {
+    "coded": coded,
     "bytes": bytes_,
     "rates": rates,
     "both": both,

@@ -21,7 +21,7 @@ import triton.language as tl
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import CudaEvent, Event
-from cpu_prefix_cache.deciding import Direction, GroupCopy
+from cpu_prefix_cache.deciding import RAW, Direction, GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.cuda import STREAM_ORDER
 from cpu_prefix_cache.memory.driver import accelerator_driver
@@ -39,7 +39,14 @@ class Scene:
     """
 
     def __init__(
-        self, arena: HostArena, pinned: torch.Tensor, fragment: int, count: int, num_bytes: int, placed: str
+        self,
+        arena: HostArena,
+        pinned: torch.Tensor,
+        fragment: int,
+        count: int,
+        num_bytes: int,
+        placed: str,
+        codec: str = RAW,
     ) -> None:
         rng = random.Random(0)
         self.fragment, self.count = fragment, count
@@ -47,14 +54,12 @@ class Scene:
         self.num_blocks = num_bytes // self.block_bytes
         self.num_bytes = self.num_blocks * self.block_bytes
         on_device = 2 * self.num_blocks
-        self.tensors = [
-            torch.randint(0, 256, (on_device, fragment), dtype=torch.uint8, device=DEVICE) for _ in range(count)
-        ]
+        self.tensors = [_numbers(on_device, fragment) for _ in range(count)]
+        self._shapes = OneGroup(self.block_bytes, codec)
         self.host, self.pinned = self._blocks(arena.blocks.view(-1)), self._blocks(pinned)
         self._arena = arena
         self.device_blocks = rng.sample(range(on_device), self.num_blocks)
         self.host_blocks = _places(placed, min(len(self.host), len(self.pinned)), self.num_blocks, rng)
-        self._shapes = OneGroup(self.block_bytes)
 
     def copier(self) -> Copier:
         return choose_copier(self._shapes, [self.tensors], self.host, pinned=self._arena, name="staged").copier
@@ -65,7 +70,15 @@ class Scene:
         return (GroupCopy(0, tuple(self.host_blocks[first:last]), tuple(self.device_blocks[first:last])),)
 
     def _blocks(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory[: memory.numel() // self.block_bytes * self.block_bytes].view(-1, self.block_bytes)
+        size = self._shapes.host_block_bytes
+        return memory[: memory.numel() // size * size].view(-1, size)
+
+
+def _numbers(blocks: int, num_bytes: int) -> torch.Tensor:
+    """Normal numbers in bfloat16, of which .05 % are small, as uint8 [blocks, bytes]."""
+    numbers = torch.randn(blocks, num_bytes // 2, device=DEVICE, dtype=torch.bfloat16)
+    numbers[torch.rand_like(numbers) < 0.0005] *= 2.0**-40
+    return numbers.view(torch.uint8)
 
 
 def _places(placed: str, there: int, wanted: int, rng: random.Random) -> list[int]:

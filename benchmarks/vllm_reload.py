@@ -103,6 +103,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "ours-lazy": (OURS, {"offload": "lazy"}),
     "ours-eager": (OURS, {"offload": "eager"}),
     "ours-adaptive": (OURS, {"offload": "lazy", "policy": "adaptive"}),
+    "ours-coded": (OURS, {"offload": "lazy", "codec": "exponent"}),
+    "ours-adaptive-coded": (OURS, {"offload": "lazy", "policy": "adaptive", "codec": "exponent"}),
     "ours-arc": (OURS, {"offload": "lazy", "policy": "arc"}),
     "ours-eager-adaptive": (OURS, {"offload": "eager", "policy": "adaptive"}),
     "simple-lazy": (SIMPLE, {"lazy_offload": True}),

@@ -1,6 +1,6 @@
 """Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
-    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--at-once 3]
+    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--codec exponent]
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
 
 Each model is run by engines in processes of their own:
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,13 @@ def save(name: str, folder: Path) -> None:
 # In the process of one engine
 
 
-def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
+def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONHASHSEED="0", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
     *_, device_blocks, length, options = MODELS[name]
-    module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES)
+    module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES, codec=codec)
     if method := drafter_of(name):
         options = options | dict(speculative_config=speculative(method, Path(folder)))
     if variant.startswith("damaged "):
@@ -186,6 +186,7 @@ def answers(name: str, folder: str, variant: str, ranks: int) -> dict[str, Any]:
         told |= dict(
             groups=[group.name for group in cache.planner.groups],
             loaded=cache.statistics().hit_tokens,
+            unfit=cache.statistics().store_unfit,
             host_bytes_per_token=cache.planner.chunk_bytes / cache.planner.grid_tokens,
         )
     return told
@@ -222,8 +223,9 @@ def _answer(llm: Any, prompt: Sequence[int], drafts: list[list[int]]) -> dict[st
 # In the process that compares them
 
 
-def run(name: str, folder: Path, variant: str, ranks: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests_gpu.vllm_equality", "--engine", name, str(folder), variant, str(ranks)]
+def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[str, Any]:
+    engine = [name, str(folder), variant, str(ranks), codec]
+    command = [sys.executable, "-m", "tests_gpu.vllm_equality", "--engine", *engine]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if MARK in line:
@@ -256,21 +258,25 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
     print(
         f"{'ok   ' if right else 'WRONG'} {name}, {variant}: cold {max(before):.2g}; hit {hits}, "
         f"differences {said[0]}, parted {said[1]}; drafted otherwise in {drafts}; "
-        f"{told['host_bytes_per_token']:.0f} bytes a token",
+        f"{told['host_bytes_per_token']:.0f} bytes a token; {told['unfit']} chunks do not fit",
         flush=True,
     )
     return right
 
 
-def check(name: str, folder: Path, ranks: int, at_once: int) -> int:
+def check(name: str, folder: Path, ranks: int, at_once: int, codec: str) -> int:
     """How many engines of a model are not as they must be. As many `at_once` are running."""
     save(name, folder)
     with ThreadPoolExecutor(at_once) as pool:
-        kept = pool.submit(run, name, folder, "kept", ranks)
-        started = {variant: pool.submit(run, name, folder, variant, ranks) for variant in ("lazy", "eager")}
+
+        def start(variant: str) -> Future[dict[str, Any]]:
+            return pool.submit(run, name, folder, variant, ranks, codec)
+
+        kept = start("kept")
+        started = {variant: start(variant) for variant in ("lazy", "eager")}
         lazy = started["lazy"].result()
         controls = [f"damaged {group}" for group in lazy["groups"]] + [DAMAGED_DRAFTER] * bool(drafter_of(name))
-        started |= {variant: pool.submit(run, name, folder, variant, ranks) for variant in controls}
+        started |= {variant: start(variant) for variant in controls}
         return sum(
             not is_as_it_must_be(name, variant, kept.result(), told.result()) for variant, told in started.items()
         )
@@ -281,14 +287,17 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=3)
-    parser.add_argument("--engine", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--codec", default="none")
+    parser.add_argument("--engine", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        name, folder, variant, ranks = args.engine
-        print(MARK + json.dumps(answers(name, folder, variant, int(ranks))), flush=True)
+        name, folder, variant, ranks, codec = args.engine
+        print(MARK + json.dumps(answers(name, folder, variant, int(ranks), codec)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        return sum(check(name, Path(folder) / name, args.ranks, args.at_once) for name in args.models.split(","))
+        return sum(
+            check(name, Path(folder) / name, args.ranks, args.at_once, args.codec) for name in args.models.split(",")
+        )
 
 
 if __name__ == "__main__":
