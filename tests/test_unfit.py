@@ -37,11 +37,12 @@ def test_what_comes_before_the_first_is_kept(first, kept):
     assert engine.is_at_rest()
 
 
-def test_the_report_of_one_rank_is_enough():
+@pytest.mark.parametrize("others", [[], [3]])
+def test_the_report_of_one_rank_is_enough(others):
     engine = Engine(ranks=2)
     id, blocks = stored(engine)
     assert lands(engine, id, [blocks[2]], rank=1) == []
-    engine.reports(done=[id], rank=0)
+    lands(engine, id, [blocks[at] for at in others], rank=0)
     assert engine.host == {"a", "ab"}
 
 

@@ -146,3 +146,11 @@ def test_a_store_in_portions_reports_them_too(build, monkeypatch):
     report = worker.report()
     assert report.done == {0, 1} and dict(report.unfit) == {0: (0, 2)}
     worker.close()
+
+
+@pytest.mark.parametrize(("far", "unfit"), [(8, []), (9, [5])])
+def test_a_unit_has_room_for_four_far_values_a_group(build, far, unfit):
+    tensors = [torch.ones(BLOCKS, 512, dtype=torch.bfloat16, device=DEVICE)]
+    tensors[0][4, 3 : 3 + 50 * far : 50] = 2.0**-40
+    bench = Bench(build, tensors)
+    assert bench.store((5, 2), (4,)).unfit() == unfit

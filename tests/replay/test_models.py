@@ -283,6 +283,14 @@ def test_states_are_shared_too_but_for_the_groups_of_their_heads(reads):
         reads(QWEN3_NEXT, tp=32)
 
 
+def test_coded_kv_takes_49_bytes_for_64_and_states_as_many_as_before(reads):
+    raw, coded = reads(QWEN3_NEXT), reads(QWEN3_NEXT, codec="exponent")
+    assert prefix_bytes_per_token(coded) * 64 == prefix_bytes_per_token(raw) * 49
+    assert checkpoint_bytes(coded) == checkpoint_bytes(raw)
+    with pytest.raises(ConfigurationError, match="is for KV of bfloat16, and that of this model is not: leave it out"):
+        reads(LLAMA_8B, kv_dtype="fp8", codec="exponent")
+
+
 def test_the_kv_dtype_is_the_models_or_the_given_one(reads):
     def token(config, **options):
         return prefix_bytes_per_token(reads(config, **options)) // KIB

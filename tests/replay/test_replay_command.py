@@ -237,7 +237,13 @@ def test_bytes_are_capacities_and_are_counted(trace, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "loaded"), [([], "5.0 MiB"), (["--tp", "4"], "10.0 MiB"), (["--kv-dtype", "fp8"], "2.5 MiB")]
+    ("options", "loaded"),
+    [
+        ([], "5.0 MiB"),
+        (["--tp", "4"], "10.0 MiB"),
+        (["--kv-dtype", "fp8"], "2.5 MiB"),
+        (["--codec", "exponent"], "3.8 MiB"),
+    ],
 )
 def test_the_bytes_of_a_token_follow_from_the_model(trace, tmp_path, capsys, options, loaded):
     """Four ranks have one each of two KV heads."""
@@ -332,6 +338,7 @@ def test_a_guessed_unit_of_time_is_printed_with_the_option_to_change_it(trace, c
             "must be a number above 0, got 'fast', or the file of",
         ),
         (["--bytes-per-token", "2", "--kv-dtype", "fp8"], "--kv-dtype is for --model"),
+        (["--bytes-per-token", "2", "--codec", "exponent"], "--codec is for --model"),
     ],
 )
 def test_impossible_options_are_refused_in_a_sentence_before_anything_is_replayed(trace, capsys, arguments, sentence):

@@ -14,7 +14,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.tools.bench.rates import as_json, draw, table
 from cpu_prefix_cache.tools.replay.options import add_weight_options, check_results_can_be_written, rate, write_json
 
-TIER_OPTIONS = ("prefill_rate", "model", "bytes_per_token", "tp", "kv_dtype")
+TIER_OPTIONS = ("prefill_rate", "model", "bytes_per_token", "tp", "kv_dtype", "codec")
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -107,11 +107,15 @@ class ModelConfig:
 
         Raises ConfigurationError for an unknown dtype.
         """
+        return bytes_of(self.dtype(*names))
+
+    def dtype(self, *names: str) -> str:
+        """Dtype under the first of `names`, else the model's, else bfloat16, as torch names it."""
         for name in (*names, "dtype", "torch_dtype"):
             value = self.values.get(name)
             if value is not None and value != "auto":
-                return bytes_of(str(value).removeprefix("torch."))
-        return bytes_of("bfloat16")
+                return str(value).removeprefix("torch.")
+        return "bfloat16"
 
     def refused(self, reason: str) -> ConfigurationError:
         """The error to raise if the model's KV state does not follow from its configuration with certainty."""

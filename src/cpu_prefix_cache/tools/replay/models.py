@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.codec import RAW, codec_of
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, HybridChunkPlanner
 from cpu_prefix_cache.tools.replay.layers import LOCAL, PREFIX, STATE, WINDOW, Kind, layers_by_kind
@@ -34,7 +35,7 @@ ANY_LENGTH = 2**62
 
 
 def read_model(
-    path: Path, tp: int = 1, *, block_tokens: int = BLOCK_TOKENS, kv_dtype: str | None = None
+    path: Path, tp: int = 1, *, block_tokens: int = BLOCK_TOKENS, kv_dtype: str | None = None, codec: str = RAW
 ) -> list[Group]:
     """The groups of a model. `path` is its Hugging Face config.json, or the folder with it.
 
@@ -43,10 +44,10 @@ def read_model(
     on every rank and kept once, so `tp` does not change it.
 
     A block of each group covers `block_tokens` tokens. KV has the model's dtype, or `kv_dtype`; states have their own.
-    Draft layers (MTP, EAGLE) are not counted.
+    KV is kept by `codec`, states as they are. Draft layers (MTP, EAGLE) are not counted.
 
     Raises ConfigurationError for a file that is no configuration, and, naming the model_type, for a model whose layout
-    does not follow from it with certainty or that cannot be split over so many ranks.
+    does not follow from it with certainty or that cannot be split over so many ranks, or whose KV the codec is not for.
     """
     for name, value in (("tp", tp), ("block_tokens", block_tokens)):
         if value < 1:
@@ -59,14 +60,17 @@ def read_model(
             continue
         size = state_bytes(config, tp) if kind.is_state else _token_bytes(config, tp, kv_dtype) * block_tokens
         numbers = _numbers(config, kind)
+        if not kind.is_state:
+            _check_codec(config, kv_dtype, codec)
+            numbers["codec"] = codec
         groups.append(kind(name=name, block_tokens=block_tokens, block_bytes=layers[kind] * size, **numbers))
     return groups
 
 
 def prefix_bytes_per_token(groups: Sequence[Group]) -> int:
-    """Bytes of each token of a prefix: the KV of the prefix groups."""
+    """Bytes of each token of a prefix as the host keeps it: the KV of the prefix groups."""
     prefix = [group for group in groups if group.is_prefix]
-    return sum(group.device_blocks * group.block_bytes // group.block_tokens for group in prefix)
+    return sum(group.device_blocks * group.kept_bytes // group.block_tokens for group in prefix)
 
 
 def checkpoint_bytes(groups: Sequence[Group]) -> int:
@@ -115,6 +119,13 @@ def _kv_item_bytes(config: ModelConfig, kv_dtype: str | None) -> int:
     if isinstance(scheme, dict) and scheme.get("num_bits") == 8:
         return 1
     return config.item_bytes()
+
+
+def _check_codec(config: ModelConfig, kv_dtype: str | None, codec: str) -> None:
+    wanted = codec_of(codec).dtype
+    dtype = kv_dtype or config.dtype()
+    if wanted is not None and (dtype != wanted or _kv_item_bytes(config, kv_dtype) != bytes_of(wanted)):
+        raise ConfigurationError(f'codec "{codec}" is for KV of {wanted}, and that of this model is not: leave it out')
 
 
 def _numbers(config: ModelConfig, kind: Kind) -> dict[str, Any]:

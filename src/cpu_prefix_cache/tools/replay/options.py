@@ -10,6 +10,7 @@ from typing import Any
 from cpu_prefix_cache.eviction import WEIGHED, policy_of
 from cpu_prefix_cache.eviction.installed import installed_policies
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.codec import CODECS, RAW
 from cpu_prefix_cache.model.groups import Group, PrefixGroup
 from cpu_prefix_cache.tools.plots import check_plot_can_be_drawn
 from cpu_prefix_cache.tools.replay.models import BLOCK_TOKENS, read_model
@@ -65,7 +66,7 @@ def trace_of(args: argparse.Namespace) -> Trace:
 
 
 def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options of `groups_of`: --model with --tp and --kv-dtype, or --bytes-per-token."""
+    """Add the options of `groups_of`: --model with --tp, --kv-dtype and --codec, or --bytes-per-token."""
     weight = parser.add_mutually_exclusive_group(required=required)
     weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
     weight.add_argument(
@@ -73,17 +74,19 @@ def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> No
     )
     parser.add_argument("--tp", type=positive, metavar="N", help="ranks of tensor parallelism (default 1)")
     parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
+    parser.add_argument("--codec", choices=CODECS, help=f"in which the host keeps the KV (default: {RAW})")
 
 
 def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:
     """The model's groups, in blocks that divide the trace's; empty if neither option was given.
 
-    Raises ConfigurationError as `read_model` does, and for --tp or --kv-dtype without --model.
+    Raises ConfigurationError as `read_model` does, and for --tp, --kv-dtype or --codec without --model.
     """
     block = math.gcd(BLOCK_TOKENS, trace_block)
+    codec = args.codec or RAW
     if args.model is not None:
-        return read_model(args.model, args.tp or 1, block_tokens=block, kv_dtype=args.kv_dtype)
-    for name in ("tp", "kv_dtype"):
+        return read_model(args.model, args.tp or 1, block_tokens=block, kv_dtype=args.kv_dtype, codec=codec)
+    for name in ("tp", "kv_dtype", "codec"):
         if getattr(args, name) is not None:
             raise ConfigurationError(f"--{name.replace('_', '-')} is for --model, which says what it changes")
     if args.bytes_per_token is None:

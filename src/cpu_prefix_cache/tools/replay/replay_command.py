@@ -192,7 +192,8 @@ def _block_bytes(args: argparse.Namespace, trace: Trace) -> int | None:
 
 
 def _tiers(args: argparse.Namespace, trace: Trace, block_bytes: int | None) -> Tiers:
-    device, below, flops = _device_tier(args, block_bytes), _tier_below(args, block_bytes), flops_of(args)
+    on_device = _block_bytes(argparse.Namespace(**{**vars(args), "codec": None}), trace)
+    device, below, flops = _device_tier(args, on_device), _tier_below(args, block_bytes), flops_of(args)
     if args.below_rate is not None and below is None:
         raise ConfigurationError("--below-rate is for a tier below the host: give --below")
     rates = rates_of(args, trace, block_bytes, flops, args.below_rate)
