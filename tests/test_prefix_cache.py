@@ -620,7 +620,7 @@ def test_a_request_that_goes_on_before_its_load_ends_stores_its_chunks():
     engine.cache.goes_on("stranger")
     engine.computes("r", 3)
     stores = engine.steps().transfers
-    assert [engine.transfer(store.id).keys for store in stores] == [(b"abc",)]
+    assert [engine.transfer(store.id).keys for store in stores] == [[b"abc"]]
     engine.ends("r")
     engine.reports({store.id for store in stores})
     assert engine.cache.statistics().loading == 1 and engine.host == {"a", "ab", "abc"}

@@ -33,6 +33,7 @@ from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Reques
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
@@ -220,7 +221,7 @@ class CPUPrefixCache:
         if boundary % self.planner.grid_tokens or not running.n0 < boundary or stop > len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         self.check_destinations(destinations, running.n0, boundary)
-        keys = tuple(running.keys[start:stop])
+        chain = Chain(running.keys[start - 1] if start else None, tuple(running.keys[start:stop]))
         nodes = self.coordinator.resume_nodes(running.keys, stop)
         if self.pool.resident_run(running.keys, start, stop) < stop:
             nodes = ()
@@ -233,7 +234,7 @@ class CPUPrefixCache:
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
             pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
         before = self.edge.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
-        running.load = self.edge.load(request_id, keys, pin, copies, device_blocks, now, before)
+        running.load = self.edge.load(request_id, chain, pin, copies, device_blocks, now, before)
         self._work += stop - start
         return running.load.id
 

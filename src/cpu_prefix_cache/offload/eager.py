@@ -10,10 +10,11 @@ from collections.abc import Hashable
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, StorePlanner
+from cpu_prefix_cache.offload.stores import StorePlanner
 
 
 class Eager(Offload):

@@ -25,11 +25,12 @@ from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.exchange import partners
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.parents import Links, Parents
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.stores import Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 MOST_REMEMBERED = 4  # times what the device holds

@@ -38,10 +38,11 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.ancestry import Ancestry, DeviceAncestry
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.stores import Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 # Of whole prompts, what is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With
@@ -243,7 +244,7 @@ class Lazy(Eager):
             if name in uncovered and name not in settled:
                 transfer, stop = self._store(name, held)
                 if transfer is not None:
-                    held += transfer.held_blocks
+                    held += transfer.device_blocks
                     uncovered.difference_update(transfer.keys)
                 if stop is not None and not stop.is_final:
                     return

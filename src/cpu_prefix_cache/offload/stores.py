@@ -10,16 +10,14 @@ import enum
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.transfers import StoreTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import Promotion, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
@@ -41,30 +39,6 @@ class Stop(enum.Enum):
     @property
     def is_final(self) -> bool:
         return self.value[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Chunks with these keys, each below the one before it, the first below `parent_key` (None: a first chunk).
-
-    `checkpoint` is to hang below the last of them, or below the parent if there are none.
-    """
-
-    parent_key: bytes | None
-    keys: Sequence[bytes]
-    checkpoint: CheckpointAt | None = None
-
-    def __len__(self) -> int:
-        return len(self.keys) + (self.checkpoint is not None)
-
-    @property
-    def node_keys(self) -> tuple[bytes, ...]:
-        """The keys of its chunks, and of its checkpoint."""
-        return (*self.keys, *(() if self.checkpoint is None else (checkpoint_key(self.checkpoint.tail[-1]),)))
-
-    def first(self, count: int) -> "Chain":
-        """Its first `count` nodes, which is without the checkpoint if there are more."""
-        return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
 
 
 class _Sources(NamedTuple):
@@ -182,13 +156,11 @@ class StorePlanner:
         held = copied.device_blocks if left is None else ()
         transfer = StoreTransfer(
             self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
-            keys[: len(nodes)],
-            nodes=nodes,
+            part.first(len(nodes)),
             hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
-            held_blocks=len(held),
             pin=pin,
+            nodes=nodes,
             touch=touch,
-            parent_key=chain.parent_key,
             pieces=copied.new_pieces,
             owner=owner,
             follows=follows,
@@ -196,7 +168,7 @@ class StorePlanner:
         self.ledger.add(transfer)
         return transfer, stop
 
-    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> StoreTransfer | None:
+    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Promotion | None:
         """Host blocks for as many first nodes of a chain as find room: their bytes come from the tier below, and not
         from the device. None, if none do.
         """
@@ -209,18 +181,16 @@ class StorePlanner:
         if not nodes:
             self._unpin(pin)
             return None
-        transfer = StoreTransfer(
+        transfer = Promotion(
             self.ledger.new_plan(Direction.STORE, (), 0),
-            keys[: len(nodes)],
-            nodes=nodes,
+            chain.first(len(nodes)),
             hold=self.device.hold(()),
             pin=pin,
+            nodes=nodes,
             touch=touch,
-            parent_key=chain.parent_key,
             pieces=missing,
             owner=owner,
             follows=follows,
-            is_promotion=True,
         )
         self.ledger.add(transfer)
         return transfer

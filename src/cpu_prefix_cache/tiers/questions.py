@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.tier import Ask, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.stores import Chain
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 PROBE_SECONDS = 1.0
