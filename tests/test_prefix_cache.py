@@ -141,6 +141,32 @@ def test_bad_destinations_are_refused_before_anything_is_pinned():
     engine.cache.load("r", 3 * GRID, [slots], 0.0)
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_load_that_is_interrupted_pins_nothing(monkeypatch):
+    engine = on_host_only("abc")
+    engine.starts("r", "abc", load=False)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.cache.edge.offload, "save", interrupt)
+        engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
+    assert engine.cache.statistics().pool.pinned == 0
+    engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
+    assert engine.cache.statistics().pool.pinned == 1
+
+
+def test_a_store_that_is_interrupted_pins_nothing(engine, monkeypatch):
+    """It hangs below a chunk that is on the host, which would never leave."""
+    engine.serves("a")
+    engine.starts("r", "ab")
+    engine.computes("r")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.cache.pool, "take", interrupt)
+        engine.cache.step()
+    assert engine.cache.statistics().pool.pinned == 0
+
+
 def test_the_null_block_is_no_destination():
     """S7.4, O8.24"""
     device = QueueSlots(4)

@@ -226,15 +226,13 @@ class CPUPrefixCache:
         if self.pool.resident_run(running.keys, start, stop) < stop:
             nodes = ()
         device_blocks = [block for blocks in destinations for block in blocks]
-        pin, read = None, list[int | None]()
+        read = list[int | None]()
         copies: Sequence[GroupCopy] = ()
         if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
             if self._exchanges and self.pool.is_scarce and not running.stale:  # else it is not stored again
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
-            pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
-        before = self.edge.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
-        running.load = self.edge.load(request_id, chain, pin, copies, device_blocks, now, before)
+        running.load = self.edge.load(request_id, chain, nodes, copies, device_blocks, now, read)
         self._work += stop - start
         return running.load.id
 

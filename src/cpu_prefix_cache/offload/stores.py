@@ -10,6 +10,7 @@ import enum
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 from cpu_prefix_cache.messages.choice import Choice
@@ -141,30 +142,30 @@ class StorePlanner:
         needs = self._needs(part)
         follows = self._writers(chain, needs or ())
         keys = part.node_keys[: sources.num_nodes]
-        pin = self._pin_parent(chain)
-        if read:
-            nodes = self.pool.exchange(read[: len(keys)], keys)
-        else:
-            nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
-        if len(nodes) < len(keys):
-            self.refusals += len(keys) - len(nodes)
-            stop = Stop.POOL_FULL
-        if not nodes:
-            self._unpin(pin)
-            return None, stop
-        copied = self._copied(part, nodes, sources)
-        held = copied.device_blocks if left is None else ()
-        transfer = StoreTransfer(
-            self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
-            part.first(len(nodes)),
-            hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
-            pin=pin,
-            nodes=nodes,
-            touch=touch,
-            pieces=copied.new_pieces,
-            owner=owner,
-            follows=follows,
-        )
+        with self._parent_pinned(chain) as pin:
+            if read:
+                nodes = self.pool.exchange(read[: len(keys)], keys)
+            else:
+                nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
+            if len(nodes) < len(keys):
+                self.refusals += len(keys) - len(nodes)
+                stop = Stop.POOL_FULL
+            if not nodes:
+                self._unpin(pin)
+                return None, stop
+            copied = self._copied(part, nodes, sources)
+            held = copied.device_blocks if left is None else ()
+            transfer = StoreTransfer(
+                self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
+                part.first(len(nodes)),
+                hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
+                pin=pin,
+                nodes=nodes,
+                touch=touch,
+                pieces=copied.new_pieces,
+                owner=owner,
+                follows=follows,
+            )
         self.ledger.add(transfer)
         return transfer, stop
 
@@ -176,22 +177,22 @@ class StorePlanner:
         follows = self._writers(chain, needs or ())
         missing = [need.key for need in self.pool.checkpoints.missing(needs or ())]
         keys = chain.node_keys
-        pin = self._pin_parent(chain)
-        nodes = self.pool.take(len(chain.keys), keys, needs)
-        if not nodes:
-            self._unpin(pin)
-            return None
-        transfer = Promotion(
-            self.ledger.new_plan(Direction.STORE, (), 0),
-            chain.first(len(nodes)),
-            hold=self.device.hold(()),
-            pin=pin,
-            nodes=nodes,
-            touch=touch,
-            pieces=missing,
-            owner=owner,
-            follows=follows,
-        )
+        with self._parent_pinned(chain) as pin:
+            nodes = self.pool.take(len(chain.keys), keys, needs)
+            if not nodes:
+                self._unpin(pin)
+                return None
+            transfer = Promotion(
+                self.ledger.new_plan(Direction.STORE, (), 0),
+                chain.first(len(nodes)),
+                hold=self.device.hold(()),
+                pin=pin,
+                nodes=nodes,
+                touch=touch,
+                pieces=missing,
+                owner=owner,
+                follows=follows,
+            )
         self.ledger.add(transfer)
         return transfer
 
@@ -203,11 +204,11 @@ class StorePlanner:
         builds_on = (*keys, *(need.key for need in needs or ()))
         if parent is None or not self.ledger.writing.keys().isdisjoint(builds_on):
             return ()
-        pin = self._pin_parent(chain)
-        nodes = self.pool.take(len(chain.keys), keys, needs)
-        if nodes:
-            self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
-            self.pool.resume_points.may_be_useless(nodes[-1])
+        with self._parent_pinned(chain) as pin:
+            nodes = self.pool.take(len(chain.keys), keys, needs)
+            if nodes:
+                self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
+                self.pool.resume_points.may_be_useless(nodes[-1])
         self._unpin(pin)
         return nodes
 
@@ -215,10 +216,10 @@ class StorePlanner:
         """The pieces of its checkpoint, if it has one."""
         return None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)
 
-    def _pin_parent(self, chain: Chain) -> Pin | None:
+    def _parent_pinned(self, chain: Chain) -> AbstractContextManager[Pin | None]:
         """A pin on the host chunk that a chain hangs below, before anything is evicted for the chain."""
         parent = self._parent(chain)
-        return None if parent in (None, self.pool.root) else self.pool.pin(parent)
+        return self.pool.pinned(*(() if parent is None or parent == self.pool.root else (parent,)))
 
     def _unpin(self, pin: Pin | None) -> None:
         if pin is not None:

@@ -118,7 +118,7 @@ class TransferLedger:
         return transfer.id in self._planned
 
     def has_landed(self, transfer: Transfer) -> bool:
-        """Whether all ranks have reported it, and it is not resolved: a store may have to wait for the one it follows."""
+        """Whether all ranks have reported it. A store may have to wait then for the one it follows."""
         return len(transfer.reports) == self.ranks and transfer.id in self._open
 
     def held_by_walk(self) -> int:

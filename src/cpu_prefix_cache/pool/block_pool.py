@@ -41,6 +41,7 @@ The same class is the host pool of the cache and, in an engine that has none of 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -380,6 +381,17 @@ class BlockPool:
             else:
                 self._forest.pin(block)
         return Pin(blocks)
+
+    @contextmanager
+    def pinned(self, *blocks: int) -> Iterator[Pin | None]:
+        """A pin for an owner that is made in this context, which gives it back if that fails. None for no blocks."""
+        pin = self.pin(*blocks) if blocks else None
+        try:
+            yield pin
+        except BaseException:
+            if pin is not None:
+                self.unpin(pin)
+            raise
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. Raises MisuseError the second time."""

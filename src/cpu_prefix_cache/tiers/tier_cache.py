@@ -207,8 +207,14 @@ class TierCache:
                 copies += self.coordinator.checkpoint_copies(checkpoint.depth, *pieces)
         host_blocks = [block for copy in copies for block in copy.device_blocks]
         here = [node for node in sources if node is not None]
-        pin = self.pool.pin(*here) if here and len(here) == len(sources) else None
-        self.edge.load(id, Chain(chain.parent_key, chain.keys), pin, copies, host_blocks, self._now)
+        self.edge.load(
+            id,
+            Chain(chain.parent_key, chain.keys),
+            here if len(here) == len(sources) else (),
+            copies,
+            host_blocks,
+            self._now,
+        )
 
     def plan(self) -> TierPlan:
         """Work of all ranks in this step."""
