@@ -402,9 +402,9 @@ def test_many_pins_on_a_prefix_that_was_withdrawn_are_walked_up_once():
             return super().__getitem__(at)
 
     forest = shelf.pool._forest
-    links, forest.parent = forest.parent, Counted(forest.parent)
-    assert not forest.protected() and Counted.reads <= 30
-    forest.parent = links
+    forest.pins._parents = Counted(forest.parent)
+    assert not forest.pins.protected() and Counted.reads <= 30
+    forest.pins._parents = forest.parent
     for pin in pins:
         shelf.pool.unpin(pin)
     assert shelf.pool.num_available == 40

@@ -148,10 +148,11 @@ def interrupt(*_):
 def test_a_load_that_is_interrupted_pins_nothing(monkeypatch):
     engine = on_host_only("abc")
     engine.starts("r", "abc", load=False)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine.cache.edge.offload, "save", interrupt)
+    monkeypatch.setattr(engine.cache.edge.offload, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
     assert engine.cache.statistics().pool.pinned == 0
+    monkeypatch.undo()
     engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
     assert engine.cache.statistics().pool.pinned == 1
 
@@ -161,8 +162,8 @@ def test_a_store_that_is_interrupted_pins_nothing(engine, monkeypatch):
     engine.serves("a")
     engine.starts("r", "ab")
     engine.computes("r")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine.cache.pool, "take", interrupt)
+    monkeypatch.setattr(engine.cache.pool, "take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         engine.cache.step()
     assert engine.cache.statistics().pool.pinned == 0
 

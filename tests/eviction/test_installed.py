@@ -72,7 +72,7 @@ def test_an_entry_point_without_a_policy_is_refused(installed, value, sentence):
 
 
 class Declines(KeepsFirst):
-    """Of the contract before `choose`."""
+    """A policy that knows no `choose`."""
 
     choose = EvictionPolicy.choose
 

@@ -231,18 +231,19 @@ class BlockPool:
         return self._state[node] in (CACHED, ABSENT)
 
     def is_pinned(self, node: int) -> bool:
-        return self._forest.pins[node] > 0 or self._outlived.is_pinned(node)
+        return node in self._forest.pins or self._outlived.is_pinned(node)
 
     @property
     def num_available(self) -> int:
         """How many blocks could be handed out now: free ones, and what eviction frees. O(pieces of pinned checkpoints),
         and O(chunks protected) once a pin has ended.
         """
-        protected = len(chunks := self._forest.protected())
+        protected, pinned = self._forest.pins.protected(), self._forest.pins.linked
+        chunks = len(protected) - sum(node in self.checkpoints for node in pinned & protected)
         if self._num_absent:
-            protected -= sum(self._state[chunk] == ABSENT for chunk in chunks)
-        pieces = self.checkpoints.num_cached(self._forest.pinned)
-        return len(self._free) + self._count[CACHED] - protected * self.blocks_per_chunk - pieces
+            chunks -= sum(self._state[chunk] == ABSENT for chunk in protected)
+        pieces = self.checkpoints.num_cached(pinned)
+        return len(self._free) + self._count[CACHED] - chunks * self.blocks_per_chunk - pieces
 
     @property
     def least_available(self) -> int:
@@ -307,7 +308,7 @@ class BlockPool:
             writing=self._count[WRITING],
             cached=self._count[CACHED],
             retired=self._count[RETIRED],
-            pinned=len(self._forest.pinned) + self._outlived.num_pinned,
+            pinned=len(self._forest.pins.linked) + self._outlived.num_pinned,
             protected=self._protected_at_most,
             evictions=self._evictions,
             unused_chunks=self._unused.chunks,
@@ -406,7 +407,7 @@ class BlockPool:
                 self._free.put(sorted(self.checkpoints.pin_block(block, -1)))
             else:
                 nodes.append(block)
-                self._forest.unpin(block)
+                self._forest.pins.remove(block)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
         self._prune_absent(nodes)
@@ -655,7 +656,7 @@ class BlockPool:
                 elif not self.is_shared or state != RETIRED:
                     assert len(blocks) == self.blocks_per_chunk, "no blocks"
             if state == ABSENT:
-                assert self._forest.children[node] or self._forest.pins[node], (
+                assert self._forest.children[node] or node in self._forest.pins, (
                     f"nothing hangs below absent chunk {node}"
                 )
         self._blocks.check_valid(chunks)
@@ -672,12 +673,13 @@ class BlockPool:
     @property
     def _protected_at_most(self) -> int:
         """Blocks that eviction spares for pins, or more."""
-        protected = self._forest.pinned_depth * self.blocks_per_chunk
-        return min(self._count[CACHED], protected + self.checkpoints.num_blocks(self._forest.pinned))
+        pinned, depth = self._forest.pins.linked, self._forest.depth
+        protected = sum(depth[node] for node in pinned) * self.blocks_per_chunk
+        return min(self._count[CACHED], protected + self.checkpoints.num_blocks(pinned))
 
     def _lacks_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether so many chunks and a checkpoint cannot be had. Its shared pieces take room if they could leave."""
-        pinned = self._forest.pinned
+        pinned = self._forest.pins.linked
         wanted = chunks * self.blocks_per_chunk
         most = wanted + sum(need.num_blocks for need in needs)
         return most > self.least_available and wanted + self.checkpoints.cost(needs, pinned) > self.num_available
@@ -752,7 +754,7 @@ class BlockPool:
     def _prune_absent(self, chunks: Iterable[int]) -> None:
         """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""
         for chunk in chunks:
-            while self._state[chunk] == ABSENT and not (self._forest.children[chunk] or self._forest.pins[chunk]):
+            while self._state[chunk] == ABSENT and not (self._forest.children[chunk] or chunk in self._forest.pins):
                 self._unused.left(chunk)
                 self._policy.removed(chunk)
                 self._forest.withdraw(chunk)
@@ -847,7 +849,7 @@ class BlockPool:
             self._free.put(sorted(self._dissolve(gone, RETIRED)))
 
     def _is_needed(self, node: int) -> bool:
-        return bool(self._forest.pins[node] or self._forest.children[node] or node in self._unfinished)
+        return node in self._forest.pins or self._forest.children[node] > 0 or node in self._unfinished
 
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. Returns its parent, or the root."""

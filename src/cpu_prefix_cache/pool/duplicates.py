@@ -85,7 +85,7 @@ class Duplicates:
         for chunk in self._leaving:
             if len(victims) >= count:
                 break
-            if not self._forest.is_protected(chunk):
+            if not self._forest.pins.is_protected(chunk):
                 (kept if self._has_more_below(chunk, self._overlap, ()) else victims).append(chunk)
         for chunk in (*kept, *victims):
             del self._leaving[chunk]
@@ -94,7 +94,7 @@ class Duplicates:
 
     def is_needed(self, chunk: int, read: Collection[int]) -> bool:
         """Whether a cached chunk has to stay, if those that are `read` leave for the pool beside."""
-        return self._forest.is_protected(chunk) or self._has_more_below(chunk, self._overlap, read)
+        return self._forest.pins.is_protected(chunk) or self._has_more_below(chunk, self._overlap, read)
 
     def _has_more_below(self, chunk: int, levels: int, read: Collection[int]) -> bool:
         """Whether one that only this pool has hangs below, at most so many levels down."""

@@ -111,6 +111,6 @@ class ResumePoints:
 
     def _is_useless(self, node: int) -> bool:
         forest = self._forest
-        if forest.key[node] is None or forest.children[node] or forest.pins[node] or node in self._checkpoints:
+        if forest.key[node] is None or forest.children[node] or node in forest.pins or node in self._checkpoints:
             return False
         return self._nearest is not None and not self._nearest.here[node]
