@@ -65,7 +65,7 @@ def test_a_load_takes_the_place_of_what_it_overwrites():
 def test_nothing_is_exchanged_where(why: str):
     engine = exchanging(exchanges=why != "it is off")
     if why == "room is not scarce":
-        engine.cache.pool._scarcity.clear()
+        engine.cache.pool._duplicates.scarcity.clear()
     stores = why != "what is read would not be stored again"
     _, exchanged, others = planned(engine, engine.starts("again", "abcd", stores=stores))
     assert not exchanged and others

@@ -124,7 +124,7 @@ class CPUPrefixCache:
         self._steps = engine.steps
         self._checkpoint_interval = options.checkpoint_interval
         self._waits_for_loads = engine.waits_for_loads
-        self._exchanges = engine.exchanges and self.pool.is_shared and len(planner.pieces) == 1
+        self._exchanges = engine.exchanges and self.pool.shape.is_shared and len(planner.pieces) == 1
         margin = MARGIN if offload == "lazy" and not is_shared else 1.0
         stores = StorePlanner(self.coordinator, device, TransferLedger(engine.ranks), margin)
         when = self._new_offload(stores, offload)
@@ -415,7 +415,7 @@ class CPUPrefixCache:
     def _new_offload(self, stores: StorePlanner, mode: str) -> Offload:
         if mode == "eager":
             return Eager(stores)
-        return Late(stores) if self.pool.is_shared else Lazy(stores, self._steps, lambda: self._running)
+        return Late(stores) if self.pool.shape.is_shared else Lazy(stores, self._steps, lambda: self._running)
 
     def _resolved(self, ended: Ended) -> Resolved:
         transfer = ended.transfer
@@ -447,7 +447,7 @@ class CPUPrefixCache:
         at = boundary // self.planner.grid_tokens
         stop = self.coordinator.findable(request.keys, request.num_tokens)
         store = self.edge.ledger.writing.get(request.keys[at]) if self.edge.ledger.writing and at < stop else None
-        if store is None or not self.pool.is_shared or self._device.find(request.keys[at]) is not None:
+        if store is None or not self.pool.shape.is_shared or self._device.find(request.keys[at]) is not None:
             return None
         end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens

@@ -123,11 +123,7 @@ class Forest:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
         shards, all_keys, depths = self._shards, self.key, self.depth
         parents, children, child = self.parent, self.children, self._child
-        depth, above, siblings = depths[parent], parent, children[parent]
-        if siblings == 1:
-            self._several[parent] = {child[parent]: None, run[0]: None}
-        elif siblings:
-            self._several[parent][run[0]] = None
+        depth, above, siblings, sibling = depths[parent], parent, children[parent], child[parent]
         for block, key in zip(run, keys, strict=True):
             holder = shards[key[0]].setdefault(key, block)
             if holder != block:
@@ -142,6 +138,10 @@ class Forest:
         self._count += len(run)
         children[above] = 0
         children[parent] = siblings + 1
+        if siblings == 1:
+            self._several[parent] = {sibling: None, run[0]: None}
+        elif siblings:
+            self._several[parent][run[0]] = None
         self.pins.entered(run)
 
     def remove_run(self, run: Sequence[int]) -> None:

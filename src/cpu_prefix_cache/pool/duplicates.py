@@ -10,32 +10,22 @@ Without room for it nothing is lost but the store that brings it back; scarcity.
 """
 
 from collections.abc import Collection, Iterable, KeysView, Sequence
-from typing import NamedTuple
 
 from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import CACHED
-
-
-class Beside(NamedTuple):
-    """The pool beside holds up to `chunks` chunks. Those that this pool has come and go, so chunks go by numbers here.
-
-    `overlap`: so many chunks above one that only this pool has stay here, too: whoever looks ahead does not resume
-    behind the last chunk of the pool beside, and loads them.
-    """
-
-    chunks: int
-    overlap: int = 0
 
 
 class Duplicates:
     """The duplicates of a pool with this forest and these states of nodes. They leave in the order of their adding.
-    `overlap` is that of `Beside`.
+    `overlap` is that of `Beside`, and `scarcity` whether they leave before all others.
     """
 
-    def __init__(self, forest: Forest, state: bytearray, overlap: int) -> None:
+    def __init__(self, forest: Forest, state: bytearray, overlap: int, scarcity: Scarcity) -> None:
         self._forest = forest
         self._state = state
         self._overlap = overlap
+        self.scarcity = scarcity
         self._leaving: dict[int, None] = {}
         self._kept: set[int] = set()
 

@@ -33,7 +33,7 @@ class Outlived:
         self._nodes: dict[int, OldNode] = {}
         self._holders = Counter[int]()  # of each block
 
-    def __contains__(self, name: int) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._nodes
 
     def __len__(self) -> int:

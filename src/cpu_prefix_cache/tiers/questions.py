@@ -177,7 +177,7 @@ class Questions:
         known = self._pool.resident_run(keys, 0, stop)
         if known < depth:
             return  # what was known has been forgotten meanwhile: nobody has asked for it
-        if known < stop and self._pool.blocks_per_chunk:  # bare chunks are of no use
+        if known < stop and self._pool.shape.blocks_per_chunk:  # bare chunks are of no use
             self._take(_chain(keys, known, stop))
         for at in self._checkpoints(question, stop, set(told.pieces)):
             known = self._pool.resident_run(keys, 0, at)

@@ -87,7 +87,7 @@ class TierCache:
         self.host = host
         is_large = options.slots >= EAGER_FROM * host.capacity
         self._is_eager = is_large if options.offload is None else options.offload == "eager"
-        chunks = host.capacity // max(1, host.blocks_per_chunk)
+        chunks = host.capacity // max(1, host.shape.blocks_per_chunk)
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         self.planner = planner.below()
         thresholds = Thresholds(above.store_after, above.min_store_tokens)
