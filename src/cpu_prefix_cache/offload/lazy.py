@@ -70,9 +70,9 @@ class Lazy(Eager):
         parents: Ancestry | None = None,
     ) -> None:
         device = stores.device
-        super().__init__(stores)
-        self._device = device
         self._parents = DeviceAncestry(device, stores.pool, stores.planner) if parents is None else parents
+        super().__init__(stores, self._parents)
+        self._device = device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
@@ -83,14 +83,6 @@ class Lazy(Eager):
         self._front: Places = {}
         self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
-
-    @property
-    def lost(self) -> int:
-        return self._parents.lost
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents)
 
     # Reported
 
