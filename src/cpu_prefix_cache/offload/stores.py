@@ -53,14 +53,6 @@ class _Sources(NamedTuple):
         return len(self.chunks) + (self.pieces is not None)
 
 
-class _Copied(NamedTuple):
-    """The copies of a store, the device blocks that they read, and the pieces that no other checkpoint has."""
-
-    copies: tuple[GroupCopy, ...]
-    device_blocks: list[int]
-    new_pieces: Sequence[Hashable] = ()
-
-
 class StorePlanner:
     """Plans stores from a device into the coordinator's pool, through the ledger.
 
@@ -153,16 +145,16 @@ class StorePlanner:
             if not nodes:
                 self._unpin(pin)
                 return None, stop
-            copied = self._copied(part, nodes, sources)
-            held = copied.device_blocks if left is None else ()
+            copies, device_blocks, pieces = self._copied(part, nodes, sources)
+            held = device_blocks if left is None else ()
             transfer = StoreTransfer(
-                self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
+                self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
                 part.first(len(nodes)),
                 hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
                 pin=pin,
                 nodes=nodes,
                 touch=touch,
-                pieces=copied.new_pieces,
+                pieces=pieces,
                 owner=owner,
                 follows=follows,
             )
@@ -262,20 +254,24 @@ class StorePlanner:
         self.device.release(hold)
         return is_short
 
-    def _copied(self, part: Chain, nodes: Sequence[int], sources: _Sources) -> _Copied:
-        """The copies that fill these nodes, the first of the chain."""
+    def _copied(
+        self, part: Chain, nodes: Sequence[int], sources: _Sources
+    ) -> tuple[tuple[GroupCopy, ...], list[int], list[Hashable]]:
+        """The copies that fill these nodes, the first of the chain; the device blocks they read, chunk after chunk; and
+        the pieces that no other checkpoint has.
+        """
         chunks = sources.chunks[: len(nodes)]
         device_blocks = [*itertools.chain.from_iterable(chunks)]
         by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
         copies = self._coordinator.chunk_copies(nodes[: len(chunks)], by_group)
         if part.checkpoint is None or sources.pieces is None:
-            return _Copied(tuple(copies), device_blocks)
+            return tuple(copies), device_blocks, []
         checkpoints, node = self.pool.checkpoints, nodes[-1]
         host_blocks, needs = checkpoints.to_write(node), checkpoints.needs(node)
         new = [at for at, blocks in enumerate(host_blocks) if blocks is not None]
         device_blocks += [block for at in new for block in sources.pieces[at]]
         pieces = self._coordinator.checkpoint_copies(part.checkpoint.depth, host_blocks, sources.pieces)
-        return _Copied((*pieces, *copies), device_blocks, [needs[at].key for at in new])
+        return (*pieces, *copies), device_blocks, [needs[at].key for at in new]
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""

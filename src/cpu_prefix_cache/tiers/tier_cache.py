@@ -287,8 +287,9 @@ class TierCache:
     def _take_in(self, report: TierReport) -> None:
         if report.portion == self._taken + 1:
             self._taken += 1
-            for each in self._found.take_in(found for found in report.found if found.label.generation >= self._first):
-                self._generations[each.slot] = each.generation
+            later = (found for found in report.found if found.label.generation >= self._first)
+            for slot, generation in self._found.take_in(later):
+                self._generations[slot] = generation
         if report.is_scanned and report.portion == self._taken:
             self.demotion.is_open = True
             self._found.clear()
