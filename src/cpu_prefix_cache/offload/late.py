@@ -59,7 +59,8 @@ class Late(Offload):
         self._pool.duplicated(reversed(nodes))
 
     def abandoned(self, load: LoadTransfer) -> None:
-        missing = frozenset(self._pool.missing(load.keys))
+        missing = set(self._pool.missing(load.keys))
+        missing -= {key for key, found in zip(load.keys, self._device.find_all(load.keys), strict=True) if found}
         if missing:  # exchanged: stored anew, as if the device had handed them out
             above, width = load.chain.parent_key, self._stores.chunk_blocks
             keys = load.keys if above is None else [above, *load.keys]
